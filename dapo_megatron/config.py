@@ -1,0 +1,511 @@
+"""The whole configuration: one frozen, typed tree, read from YAML plus `key.path=value` overrides.
+
+Numbers of the objective have no default: the YAML of a run shows the algorithm it ran
+(docs/decisions.md, 3). Settings that change speed or bookkeeping alone do have one. Nothing heavy
+is imported here, so that a mistake is refused in a second, before anything starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dapo_megatron.types import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    """A node of the tree: frozen, strict about types, unknown keys refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    """The run's folder is `run.directory/run.name`."""
+    directory: str = "runs"
+    """Where run folders are made."""
+    processes: Count = 1
+    """Ranks that `train` starts on this machine when no launcher has started them."""
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder with an HF checkpoint: config.json, safetensors, tokenizer."""
+
+
+class PolicyConfig(Section):
+    tensor_parallel: Count = 1
+    sequence_parallel: bool = False
+    pipeline_parallel: Count = 1
+    virtual_pipeline_parallel: Count | None = None
+    """Model chunks per pipeline stage (interleaved schedule); null for none."""
+    context_parallel: Count = 1
+    expert_parallel: Count = 1
+    expert_tensor_parallel: Count | None = None
+    kernels: Literal["auto", "transformer_engine", "local"] = "auto"
+    """Layer implementation; `auto` takes Transformer Engine where there is a CUDA device."""
+    precision: Literal["float32", "bfloat16"]
+    """Of weights and activations in policy and engine; master weights are float32 always."""
+
+
+class EngineConfig(Section):
+    tensor_parallel: Count | None = None
+    """Ranks per engine; null: as policy.tensor_parallel. The other ranks form more replicas."""
+    memory_fraction: Fraction = 0.7
+    """Share of each GPU's memory for weights and KV cache. On CPU see kv_cache_gib."""
+    kv_cache_gib: Count = 1
+    """KV cache per rank in GiB when there is no GPU."""
+    max_sequences: Count = 256
+    """Sequences running at once per engine."""
+    enforce_eager: bool = True
+    """No CUDA graphs (dapo_spec: quality loss seen with some vLLM generations)."""
+
+
+class RolloutConfig(Section):
+    prompts_per_step: Count
+    """Mixed groups to train on per rollout step (N)."""
+    samples_per_prompt: Annotated[int, Field(ge=2)]
+    """Completions per prompt (G); at least 2, or no group can be mixed."""
+    temperature: Positive
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
+    max_prompt_tokens: Count
+    """Longer prompts are dropped and counted."""
+    max_response_tokens: Count
+    """Generation limit per completion, in tokens, end-of-sequence included."""
+    on_policy: bool
+    """True: nothing is carried to the next step (the paper). False: surplus groups are."""
+    dynamic_sampling: bool
+    """Train on mixed groups alone (eq. 11). False: on every group."""
+    max_rounds: Count
+    """Rounds of prompts per step before the step trains on what it has."""
+    at_bound: Literal["train_partial", "fail"] = "train_partial"
+    """What to do if `max_rounds` did not fill the step."""
+    max_age: Count = 4
+    """Versions after which a carried group expires."""
+    expected_keep_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """First guess of the share of mixed groups; replaced by what is observed."""
+
+
+class OverlongConfig(Section):
+    max_tokens: Count
+    """L_max of eq. 13: response tokens at which the penalty reaches -1."""
+    buffer_tokens: Count
+    """L_cache of eq. 13: the penalty grows over this many tokens below max_tokens."""
+    penalty: bool = True
+    """Add the soft overlong penalty to the reward."""
+    filter: bool
+    """Keep truncated completions out of the loss (section 3.4); they still enter the group mean."""
+
+
+class LossConfig(Section):
+    clip_low: Positive
+    clip_high: Positive
+    """Ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None
+    """Upper bound of the loss at negative advantage, as a multiple of it; null for none."""
+    aggregation: Literal["token", "prompt", "sequence"]
+    """token: mean over all tokens of the mini-batch (DAPO); prompt: mean per prompt, then over
+    prompts (eq. 8 read literally); sequence: mean per completion, then over completions (GRPO)."""
+    tis_cap: Positive | None
+    """Cap of the truncated importance weight policy/engine; null for none."""
+    advantage_eps: NonNegative = 1e-6
+    """Added to the standard deviation of a group's rewards."""
+
+
+class OptimizerConfig(Section):
+    lr: Positive
+    warmup_rollout_steps: Annotated[int, Field(ge=0)]
+    """lr of rollout step k (from 1) is lr * min(1, (k-1)/warmup); 0 for none."""
+    weight_decay: NonNegative
+    beta1: Fraction
+    beta2: Fraction
+    eps: Positive
+    clip_grad: Positive
+    """Largest norm of the whole gradient."""
+
+
+class TrainConfig(Section):
+    rollout_steps: Count
+    updates_per_step: Count
+    """Mini-batches, each one optimizer step, per rollout step."""
+    max_tokens_per_microbatch: Count
+    """Tokens (padding included) of one forward on one rank."""
+
+
+class ReasoningGymSource(Section):
+    kind: Literal["reasoning_gym"]
+    name: str
+    """The name under which figures of this source appear."""
+    dataset: str
+    """Name of the data set inside the reasoning-gym package."""
+    size: Count
+    seed: int
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the data set (min_terms, max_digits, ...)."""
+    exclude_seeds: tuple[int, ...] = Field(default=(), strict=False)
+    """Problems of the same data set, options and size under these seeds are left out."""
+    grader: str = "reasoning_gym"
+
+
+class FileSource(Section):
+    kind: Literal["jsonl", "parquet"]
+    name: str
+    path: str
+    """A file in the DAPO-Math schema (docs/data.md)."""
+    grader: str
+    """dapo_math, math_verify, or a function of yours as module:function."""
+    limit: Count | None = None
+    """Rows to read; null for all."""
+
+
+Source = Annotated[ReasoningGymSource | FileSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    train: Annotated[tuple[Source, ...], Field(min_length=1, strict=False)]
+    shuffle: bool = True
+    """A fresh order per epoch, by seed."""
+
+
+class EvaluationConfig(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Rollout steps between evaluations; before the first and after the last step always."""
+    sets: Annotated[tuple[Source, ...], Field(strict=False)] = ()
+    samples: Count = 4
+    """Completions per problem (k)."""
+    temperature: NonNegative = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+
+
+class RewardsConfig(Section):
+    workers: Count = 1
+    """Grading processes per engine replica."""
+    timeout_seconds: Positive = 10.0
+    """Wall-clock limit of one grading; then its worker is killed and the completion abstains."""
+
+
+class SyncConfig(Section):
+    max_gap: Positive
+    """Largest |log-prob by engine - by policy| allowed on a step's fresh tokens; above, the run
+    stops. About 1e-5 in float32; bfloat16 needs more."""
+
+
+class CheckpointConfig(Section):
+    every: Annotated[int, Field(ge=0)] = 10
+    """Rollout steps between checkpoints; 0: only after the last step."""
+    keep: Count = 2
+    """Newest checkpoints to keep."""
+    export_hf: bool = False
+    """Also write each checkpoint as an HF folder."""
+
+
+class TrackingConfig(Section):
+    mlflow: bool = True
+    experiment: str = "dapo_megatron"
+    samples: bool = True
+    """Write every rollout to samples/ and keep it as an artifact."""
+
+
+class Config(Section):
+    """A complete run."""
+
+    seed: int
+    resume: str = "never"
+    """never: refuse a folder that has checkpoints; auto: its newest one, or a fresh start;
+    PATH: that checkpoint."""
+    run: RunConfig
+    model: ModelConfig
+    policy: PolicyConfig
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig
+    overlong: OverlongConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    data: DataConfig
+    rewards: RewardsConfig = RewardsConfig()
+    sync: SyncConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.directory) / self.run.name
+
+    @property
+    def engine_tensor_parallel(self) -> int:
+        """Ranks per engine."""
+        return self.engine.tensor_parallel or self.policy.tensor_parallel
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which `1e-6` is a number and a repeated key an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{key}: given twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
+# PyYAML follows YAML 1.1, in which a float needs a dot and a signed exponent.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply `key.path=value` overrides, check everything that needs no model.
+
+    Raises ConfigError naming every offending dotted key.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    tree = _parse(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping of keys")
+    for override in overrides:
+        _apply(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """A checked Config from plain values. Raises ConfigError."""
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]  # type: ignore[arg-type]
+        raise ConfigError("\n".join(lines)) from None
+    _refuse(_contradictions(config))
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """YAML that `load_config` reads back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {error}") from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, value = override.partition("=")
+    if not equals or not dotted:
+        raise ConfigError(f"{override!r}: an override is written key.path=value")
+    node: Any = tree
+    *parents, last = dotted.split(".")
+    for depth, part in enumerate(parents):
+        node = _child(node, part, ".".join(parents[: depth + 1]))
+    if isinstance(node, list):
+        if not last.isdigit() or int(last) >= len(node):
+            raise ConfigError(f"{dotted}: the list has {len(node)} entries, numbered from 0")
+        node[int(last)] = _parse(value, dotted)
+    else:
+        node[last] = _parse(value, dotted)
+
+
+def _child(node: Any, part: str, dotted: str) -> Any:
+    if isinstance(node, list):
+        if not part.isdigit() or int(part) >= len(node):
+            raise ConfigError(f"{dotted}: the list has {len(node)} entries, numbered from 0")
+        child = node[int(part)]
+    else:
+        child = node.setdefault(part, {})
+        if child is None:
+            child = node[part] = {}
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"{dotted}: is a value, it has no keys below it")
+    return child
+
+
+def _explain(item: dict[str, Any]) -> str:
+    """One pydantic error as `dotted.key: what is wrong; what to do`."""
+    # A tagged union adds its tag to the location; users never typed it.
+    tags = set(get_args(ReasoningGymSource.model_fields["kind"].annotation)) | set(
+        get_args(FileSource.model_fields["kind"].annotation)
+    )
+    loc = tuple(part for part in item["loc"] if part not in tags)
+    dotted = ".".join(str(part) for part in loc)
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(loc[-1]), _fields(loc[:-1]), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = "" if near else f"; known here: {', '.join(_fields(loc[:-1]))}"
+        return f"{dotted}: unknown key{hint}{known}"
+    if item["type"] == "missing":
+        return f"{dotted}: missing; every run must state it"
+    given = item.get("input")
+    shown = "" if isinstance(given, dict | list) else f" (given: {given!r})"
+    return f"{dotted}: {item['msg']}{shown}"
+
+
+def _fields(loc: Iterable[Any]) -> list[str]:
+    """Names of the keys that may stand at a place of the tree."""
+    section: type[BaseModel] = Config
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        field = section.model_fields.get(str(part))
+        if field is None:
+            return []
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            section = annotation
+        else:  # a list of sources
+            return sorted({*ReasoningGymSource.model_fields, *FileSource.model_fields})
+    return list(section.model_fields)
+
+
+# ---------------------------------------------------------------------------- checking
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    found = list(problems)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _contradictions(config: Config) -> Iterable[str]:
+    """Values that are fine alone and not together."""
+    rollout, overlong, policy = config.rollout, config.overlong, config.policy
+    if overlong.buffer_tokens >= overlong.max_tokens:
+        yield (
+            f"overlong.buffer_tokens: {overlong.buffer_tokens} must be less than "
+            f"overlong.max_tokens = {overlong.max_tokens}"
+        )
+    if overlong.max_tokens > rollout.max_response_tokens:
+        yield (
+            f"overlong.max_tokens: {overlong.max_tokens} is more than rollout.max_response_tokens "
+            f"= {rollout.max_response_tokens}, so the penalty could never reach -1"
+        )
+    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+    if sequences % config.train.updates_per_step:
+        yield (
+            f"train.updates_per_step: {config.train.updates_per_step} does not divide the "
+            f"{sequences} sequences of a step (rollout.prompts_per_step x samples_per_prompt)"
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if config.train.max_tokens_per_microbatch < longest:
+        yield (
+            f"train.max_tokens_per_microbatch: {config.train.max_tokens_per_microbatch} cannot "
+            f"hold one sequence of {longest} tokens (max_prompt_tokens + max_response_tokens)"
+        )
+    if config.loss.clip_low >= 1.0:
+        yield f"loss.clip_low: {config.loss.clip_low} must be less than 1 (a ratio is positive)"
+    if rollout.top_p < 1.0:
+        yield (
+            f"rollout.top_p: {rollout.top_p}; training samples must come from the whole "
+            "distribution (1.0), or policy and engine log-probs do not describe the same one"
+        )
+    names = [source.name for source in (*config.data.train, *config.evaluation.sets)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"data.train / evaluation.sets: the name {name!r} is used twice"
+    for key, value, neutral in _NOT_YET:
+        section, _, name = key.partition(".")
+        if getattr(getattr(config, section), name) not in (neutral, None):
+            yield f"{key}: not supported yet (docs/status.md); use {value}"
+    if policy.kernels == "transformer_engine" and policy.precision == "float32":
+        yield "policy.kernels: transformer_engine needs policy.precision bfloat16"
+
+
+_NOT_YET: tuple[tuple[str, str, Any], ...] = (
+    ("policy.sequence_parallel", "false", False),
+    ("policy.virtual_pipeline_parallel", "null", None),
+    ("policy.context_parallel", "1", 1),
+    ("policy.expert_parallel", "1", 1),
+    ("policy.expert_tensor_parallel", "null", None),
+)
+"""Keys that later versions fill: (key, what to write, its neutral value)."""
+
+
+def num_processes(config: Config) -> int:
+    """Ranks of the run: the launcher's if there is one, else run.processes."""
+    return int(os.environ.get("WORLD_SIZE", config.run.processes))
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """Refuse a layout that does not fit the number of processes or the model.
+
+    Reads `model.path/config.json` alone. Raises ConfigError with the numbers.
+    """
+    _refuse(_layout_problems(config, world_size, read_model_config(config)))
+
+
+def read_model_config(config: Config) -> dict[str, Any]:
+    """The model's HF config.json. Raises ConfigError naming `model.path`."""
+    path = Path(config.model.path) / "config.json"
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"model.path: {path} cannot be read ({error.strerror}); "
+            "name a folder with an HF checkpoint"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"model.path: {path} is not JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"model.path: {path} does not hold a mapping")
+    return loaded
+
+
+def _layout_problems(config: Config, world: int, hf: dict[str, Any]) -> Iterable[str]:
+    policy, engine_tp = config.policy, config.engine_tensor_parallel
+    product = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
+    if world % product:
+        yield (
+            f"policy: tensor_parallel x pipeline_parallel x context_parallel = {product} does not "
+            f"divide the {world} processes (run.processes, or the launcher's)"
+        )
+    if world % engine_tp:
+        yield f"engine.tensor_parallel: {engine_tp} does not divide the {world} processes"
+    heads = hf.get("num_attention_heads", 1)
+    groups = hf.get("num_key_value_heads") or heads
+    layers = hf.get("num_hidden_layers", 1)
+    for key, tp in (
+        ("policy.tensor_parallel", policy.tensor_parallel),
+        ("engine.tensor_parallel", engine_tp),
+    ):
+        if heads % tp:
+            yield f"{key}: {tp} does not divide the model's {heads} attention heads"
+        elif key.startswith("policy") and groups % tp:
+            yield f"{key}: {tp} does not divide the model's {groups} key-value heads"
+    if layers % policy.pipeline_parallel:
+        yield (
+            f"policy.pipeline_parallel: {policy.pipeline_parallel} does not divide the model's "
+            f"{layers} layers"
+        )
+    limit = hf.get("max_position_embeddings")
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if limit and longest > limit:
+        yield (
+            f"rollout: max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
+            f"{limit} positions (max_position_embeddings)"
+        )

@@ -1,0 +1,148 @@
+"""The seams of the system: what the loop and the coordinator know of the giants behind them.
+
+Every method is collective unless it says otherwise: all ranks call it, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dapo_megatron.types import (
+    Completion,
+    Grade,
+    LogProbs,
+    LossOutput,
+    MicroTokens,
+    SampleRequest,
+    StepStats,
+    SyncReport,
+    TokenBatch,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LossFn = Callable[["Tensor", MicroTokens], LossOutput]
+"""(log-probs of one micro-batch, its other inputs) -> sums. Called with grad enabled."""
+
+GraderFn = Callable[[str, str, Mapping[str, Any]], Grade]
+"""(response text, truth, prompt extra) -> Grade. Runs in a worker process."""
+
+
+Planner = Callable[[Sequence[int], int], list[list[list[int]]]]
+"""(tokens of each sequence, data-parallel ranks) -> [rank][micro-batch] -> sequence indices.
+The same number of micro-batches on every rank; some may be empty."""
+
+
+class Exchange(Protocol):
+    """What ranks tell each other, in plain Python values. One rank: returns its argument."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The value of each rank, in rank order, on every rank."""
+        ...
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        ...
+
+
+class Policy(Protocol):
+    """The model being trained, sharded over all ranks."""
+
+    def logprobs(self, batch: TokenBatch) -> LogProbs:
+        """Log-prob and entropy of each token of `batch`, whole on every rank; no grad."""
+        ...
+
+    def update(self, mini: TokenBatch, loss: LossFn, lr: float) -> StepStats:
+        """Forward, backward, clip and one optimizer step over one mini-batch.
+
+        Raises Diverged before the step if the loss or the gradient is not finite.
+        """
+        ...
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Every weight, whole, under its HF name, in an order equal on all ranks.
+
+        A tensor may be reused by the iterator after the next one is asked for.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's weights, optimizer state and RNG state into `folder`."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read back what `save` wrote. Raises CheckpointError, naming file and key."""
+        ...
+
+    def offload(self) -> None:
+        """Leave the accelerator's memory to the engine."""
+        ...
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """One vLLM replica as seen by one of its ranks; the driver feeds and polls it.
+
+    The ranks of one replica make the same calls with the same arguments; replicas may differ.
+    """
+
+    replica: int
+    num_replicas: int
+    is_leader: bool
+    """Whether this rank speaks for its replica: it alone hands completions on."""
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue requests."""
+        ...
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Advance by one engine step; (ticket, completion) of what finished in it."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether any request is queued or running."""
+        ...
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        """Replace all weights and drop cached prefixes; completions carry `version` from now.
+
+        Raises SyncError naming the tensor if names or shapes differ from the engine's own.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Leave the accelerator's memory to the policy."""
+        ...
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        ...
+
+
+class Tracker(Protocol):
+    """Where metrics and files of a run go. Only rank 0 has a real one."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a rollout step."""
+        ...
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Keep a file with the run, under `folder`."""
+        ...
+
+    def finish(self, status: str) -> None:
+        """Close the run as FINISHED, FAILED or KILLED."""
+        ...

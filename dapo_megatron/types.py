@@ -1,0 +1,215 @@
+"""The records that flow through a run, in the order of the picture in docs/architecture.md.
+
+All of them are frozen: a later stage makes a new record (`dataclasses.replace`) instead of
+editing one, so that what was recorded, checkpointed and trained on is the same thing.
+
+Shape letters: T tokens (all sequences of a batch, end to end), S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Verdict(StrEnum):
+    """What dynamic sampling says of a group (arXiv 2503.14476, eq. 11)."""
+
+    MIXED = "mixed"
+    ALL_CORRECT = "all_correct"
+    ALL_WRONG = "all_wrong"
+
+
+class Finish(StrEnum):
+    """Why a completion ended: at an end-of-sequence token, or at the length limit."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem, ready for the engine.
+
+    Example: `Prompt(source="chain_sum", index=17, tokens=(12, 9, 3), text="4 + 3 =",
+    truth="7", extra={})`. `index` is the row in its source; `extra` is what a grader may need
+    besides the truth (plain JSON values).
+    """
+
+    source: str
+    index: int
+    tokens: tuple[int, ...]
+    text: str
+    truth: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """A grader's answer: raw score (usually +1 / -1), correctness, and the answer it read."""
+
+    score: float
+    correct: bool
+    pred: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One completion asked of an engine. `seed` depends on run, ticket and sample alone."""
+
+    ticket: int
+    sample: int
+    tokens: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer.
+
+    `tokens` holds the response alone, end-of-sequence token included; `logprobs` are the
+    engine's, of each sampled token under the distribution it was drawn from before top-p;
+    `version` is the weight version that sampled it. `grade` is None until graded, and stays
+    None if the grader hung or died: such a completion is counted and not trained on.
+
+    Example: `Completion(sample=3, tokens=(9, 2), logprobs=(-.1, -.7), text="7",
+    finish=Finish.STOP, version=12, grade=Grade(1.0, True, "7"))`.
+    """
+
+    sample: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish: Finish
+    version: int
+    grade: Grade | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The completions of one prompt. `ticket` is its serial number over the whole run."""
+
+    ticket: int
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Sequences laid end to end, with everything the loss needs per token.
+
+    The log-prob at position t is that of `tokens[t]` given what precedes it in its sequence.
+
+    tokens          int64 [T]    prompt and response
+    lengths         int64 [S]    tokens of each sequence
+    loss_mask       bool  [T]    response tokens that enter the loss
+    advantages      float [T]    group advantage, 0 outside the response
+    weights         float [T]    1 for the token-level loss; other aggregations reweigh tokens
+    engine_logprobs float [T]    the engine's log-probs, 0 outside the response
+    old_logprobs    float [T]    the policy's, before the first update of the step; or None
+    sequence_names  S strings    "ticket 12, sample 3", to name a token in an error
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    advantages: Tensor
+    weights: Tensor
+    engine_logprobs: Tensor
+    old_logprobs: Tensor | None = None
+    sequence_names: tuple[str, ...] = ()
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return int(self.lengths.numel())
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens under the loss mask: the one denominator of a mini-batch."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class MicroTokens:
+    """The per-token inputs of the loss for one micro-batch; all of one shape."""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    engine_logprobs: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """The loss of one micro-batch: a sum over its masked tokens, never a mean.
+
+    `sums` are statistics, each a scalar sum over the same tokens; whoever divides by the
+    mini-batch's token count turns both into token means.
+    """
+
+    total: Tensor
+    sums: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Log-prob and entropy (nats) of each token, float32 [T]; 0 outside the response."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One update: the mean loss, the gradient norm before clipping, the learning rate, and
+    token means of the loss's statistics."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    means: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """One sync of policy weights into the engines."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+class DapoError(Exception):
+    """Base of the errors that end a run with a message for the user, not a traceback."""
+
+
+class ConfigError(DapoError):
+    """The configuration is refused; the message names the dotted key and the way out."""
+
+
+class DataError(DapoError):
+    """A prompt source is refused; the message names file and row."""
+
+
+class SyncError(DapoError):
+    """Policy and engine disagree about a weight or a log-prob; names tensor or token."""
+
+
+class CheckpointError(DapoError):
+    """A checkpoint cannot be used; names the file and what to do."""
+
+
+class Diverged(DapoError):
+    """A non-finite loss or gradient, caught before the optimizer step."""
