@@ -114,6 +114,7 @@ class TokenBatch:
     advantages      float [T]    group advantage, 0 outside the response
     weights         float [T]    1 for the token-level loss; other aggregations reweigh tokens
     engine_logprobs float [T]    the engine's log-probs, 0 outside the response
+    group_ids       int64 [S]    ticket of the group that each sequence belongs to
     old_logprobs    float [T]    the policy's, before the first update of the step; or None
     sequence_names  S strings    "ticket 12, sample 3", to name a token in an error
     """
@@ -124,6 +125,7 @@ class TokenBatch:
     advantages: Tensor
     weights: Tensor
     engine_logprobs: Tensor
+    group_ids: Tensor
     old_logprobs: Tensor | None = None
     sequence_names: tuple[str, ...] = ()
 
