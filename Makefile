@@ -1,0 +1,36 @@
+PYTHON ?= python3
+CONFIG ?= model_configs/tiny_cpu.yaml
+ARGS   ?=
+VENV   := .venv
+READY  := $(VENV)/.ready
+
+.PHONY: help env quickstart test test-long lint mlflow-ui clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+env: $(READY)  ## create .venv from the CPU lock (once; a second call reuses it)
+
+$(READY): requirements-cpu.txt pyproject.toml tools/make_env.sh
+	tools/make_env.sh "$(PYTHON)" $(VENV)
+
+quickstart: env  ## train the tiny model on this machine; more arguments with ARGS="key.path=value ..."
+	$(VENV)/bin/python -m dapo_megatron train $(CONFIG) $(ARGS)
+
+test: env  ## the tests, without those marked long; more arguments with ARGS="-k name"
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-long: env  ## only the tests marked long
+	$(VENV)/bin/python -m pytest -m long $(ARGS)
+
+lint: env  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+mlflow-ui: env  ## browse the runs of this machine
+	$(VENV)/bin/mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///runs/mlflow.db} $(ARGS)
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Creates the environment of the CPU stack from requirements-cpu.txt:  tools/make_env.sh PYTHON VENV
+# VENV/.ready is written last of all, so that a half-made environment never counts as complete.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$1 venv=$2 lock=requirements-cpu.txt
+
+stop() { printf 'make env: %s\n' "$*" >&2; exit 1; }
+
+check_machine() {
+    [ "$(uname -sm)" = "Linux x86_64" ] \
+        || stop "the CPU stack has wheels for Linux x86_64 only, this is $(uname -sm); use a container."
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+        || stop "$python is not Python 3.11, 3.12 or 3.13; name one: make env PYTHON=python3.12"
+    "$python" -c 'import ensurepip' 2>/dev/null \
+        || stop "$python has no ensurepip; on Debian: apt-get install python3-venv"
+    # One dependency (pycosat, of reasoning-gym) has no wheel.
+    command -v cc >/dev/null || command -v gcc >/dev/null \
+        || stop "no C compiler; on Debian: apt-get install build-essential python3-dev"
+}
+
+# The lines of the lock that pin packages $@, with their hashes.
+pins() { awk -v names="$*" 'BEGIN { n = split(names, a); for (i = 1; i <= n; i++) want[a[i]] }
+    /^[a-z0-9]/ { split($0, part, "=="); keep = part[1] in want } keep' "$lock"; }
+
+# A bare "torch" would bring gigabytes of CUDA packages. Where pip does not find the +cpu build by
+# itself, uv does: it knows PyTorch's CPU index. The lock has the hash of the Python 3.11 wheel.
+install_torch() {
+    local pin="$venv/torch.txt"
+    pins torch > "$pin"
+    if "$venv/bin/pip" install --quiet --no-deps --require-hashes -r "$pin" 2>"$venv/torch.log"; then
+        return
+    fi
+    echo "make env: pip does not find the CPU build of torch by itself, asking uv"
+    "$venv/bin/pip" install --quiet uv
+    local uv=("$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps --torch-backend=cpu)
+    if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
+        "${uv[@]}" --require-hashes -r "$pin"
+    else
+        "${uv[@]}" "$(sed -n 's/^\(torch==[^ +]*\).*/\1/p' "$pin")"
+    fi || { cat "$venv/torch.log" >&2; stop "no CPU build of torch to be had; pip's own words are above."; }
+}
+
+install_lock() {
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+    echo "make env: installing torch for the CPU"
+    install_torch
+    echo "make env: installing the $(grep -c '^[a-z0-9]' "$lock") packages of $lock (2 to 4 minutes)"
+    # What must be built is built with the locked setuptools, not with one fetched unchecked.
+    pins setuptools > "$venv/setuptools.txt"
+    "$venv/bin/pip" install --quiet --no-deps --require-hashes -r "$venv/setuptools.txt"
+    "$venv/bin/pip" install --quiet --no-deps --require-hashes --no-build-isolation -r "$lock"
+    echo "$wanted" > "$venv/.lock"
+}
+
+wanted=$(cat "$lock" "$0" | sha256sum)
+if [ "$(cat "$venv/.lock" 2>/dev/null)" != "$wanted" ]; then
+    check_machine
+    install_lock
+fi
+"$venv/bin/pip" install --quiet --no-deps --no-build-isolation -e .
+touch "$venv/.ready"
+echo "make env: $venv is ready"
