@@ -1,0 +1,149 @@
+"""From graded groups to the token batch of a rollout step, and from there to its mini-batches.
+
+T tokens (all sequences end to end), S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dapo_megatron.algo.advantage import group_advantage
+from dapo_megatron.algo.loss import aggregation_weights
+from dapo_megatron.algo.overlong import overlong_penalty
+from dapo_megatron.types import Completion, Finish, Grade, Group, TokenBatch
+
+Aggregation = Literal["token", "prompt", "sequence"]
+
+
+def graded(groups: Sequence[Group]) -> Iterator[tuple[Group, Completion, Grade]]:
+    """The sequences of a batch, in its order: every completion that has a grade."""
+    for group in groups:
+        for completion in group.completions:
+            if completion.grade is not None:
+                yield group, completion, completion.grade
+
+
+def assemble(
+    groups: Sequence[Group],
+    *,
+    max_tokens: int,
+    buffer_tokens: int,
+    penalty: bool,
+    filter_truncated: bool,
+    eps: float,
+) -> TokenBatch:
+    """One batch of all graded completions of `groups`, in their order; weights are 1.
+
+    reward = grade.score (+ overlong_penalty); the advantage of a completion is relative to the
+    graded ones of its group. `filter_truncated` keeps completions that hit the length limit out of
+    the loss mask; they still enter the mean of their group. No sequence at all gives an empty
+    batch (T = S = 0).
+    """
+    sequences = list(graded(groups))
+    rewards = torch.tensor(
+        [
+            grade.score + (_penalty(completion, max_tokens, buffer_tokens) if penalty else 0.0)
+            for _, completion, grade in sequences
+        ],
+        dtype=torch.float32,
+    )
+    group_ids = torch.tensor([group.ticket for group, _, _ in sequences], dtype=torch.int64)
+    advantages = group_advantage(rewards, group_ids, eps=eps).tolist()
+    tokens: list[tuple[int, ...]] = []
+    mask: list[list[bool]] = []
+    advantage: list[list[float]] = []
+    logprobs: list[tuple[float, ...]] = []
+    for (group, completion, _), value in zip(sequences, advantages, strict=True):
+        prompt, response = group.prompt.tokens, completion.tokens
+        if len(completion.logprobs) != len(response):
+            raise ValueError(
+                f"{_name(group, completion)}: {len(completion.logprobs)} log-probs for "
+                f"{len(response)} tokens"
+            )
+        in_loss = not (filter_truncated and completion.finish is Finish.LENGTH)
+        tokens += [prompt, response]
+        mask.append([False] * len(prompt) + [in_loss] * len(response))
+        advantage.append([0.0] * len(prompt) + [value] * len(response))
+        logprobs += [(0.0,) * len(prompt), completion.logprobs]
+    flat_tokens = _flat(tokens, torch.int64)
+    return TokenBatch(
+        tokens=flat_tokens,
+        lengths=torch.tensor([len(row) for row in mask], dtype=torch.int64),
+        loss_mask=_flat(mask, torch.bool),
+        advantages=_flat(advantage, torch.float32),
+        weights=torch.ones(flat_tokens.shape, dtype=torch.float32),
+        engine_logprobs=_flat(logprobs, torch.float32),
+        group_ids=group_ids,
+        sequence_names=tuple(_name(group, completion) for group, completion, _ in sequences),
+    )
+
+
+def fresh_mask(groups: Sequence[Group], version: int) -> Tensor:
+    """bool [T] over `assemble(groups)`: response tokens sampled by weights `version`.
+
+    The gap between engine and policy is measured on these alone: older ones differ because the
+    weights do.
+    """
+    rows = [
+        [False] * len(group.prompt.tokens)
+        + [completion.version == version] * len(completion.tokens)
+        for group, completion, _ in graded(groups)
+    ]
+    return _flat(rows, torch.bool)
+
+
+def split(batch: TokenBatch, num_updates: int, aggregation: Aggregation) -> list[TokenBatch]:
+    """The mini-batches of a step: runs of sequences whose numbers differ by at most one.
+
+    Fewer parts than `num_updates` if there are fewer sequences; never an empty one. The weights
+    of a part follow `aggregation`, whose denominators are those of the part.
+    """
+    num_parts = min(num_updates, batch.num_sequences)
+    bounds = [part * batch.num_sequences // num_parts for part in range(num_parts + 1)]
+    return [_reweigh(_slice(batch, first, last), aggregation) for first, last in pairwise(bounds)]
+
+
+def _name(group: Group, completion: Completion) -> str:
+    return f"ticket {group.ticket}, sample {completion.sample}"
+
+
+def _penalty(completion: Completion, max_tokens: int, buffer_tokens: int) -> float:
+    return overlong_penalty(
+        len(completion.tokens), max_tokens=max_tokens, buffer_tokens=buffer_tokens
+    )
+
+
+def _flat(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+
+
+def _slice(batch: TokenBatch, first: int, last: int) -> TokenBatch:
+    """Sequences first..last-1 of `batch`."""
+    starts = [0, *batch.lengths.cumsum(0).tolist()]
+    tokens, rows = slice(starts[first], starts[last]), slice(first, last)
+    old = batch.old_logprobs
+    return replace(
+        batch,
+        tokens=batch.tokens[tokens],
+        lengths=batch.lengths[rows],
+        loss_mask=batch.loss_mask[tokens],
+        advantages=batch.advantages[tokens],
+        weights=batch.weights[tokens],
+        engine_logprobs=batch.engine_logprobs[tokens],
+        group_ids=batch.group_ids[rows],
+        old_logprobs=None if old is None else old[tokens],
+        sequence_names=batch.sequence_names[rows],
+    )
+
+
+def _reweigh(mini: TokenBatch, aggregation: Aggregation) -> TokenBatch:
+    weights = aggregation_weights(
+        aggregation, lengths=mini.lengths, mask=mini.loss_mask, group_ids=mini.group_ids
+    )
+    return replace(mini, weights=weights)
