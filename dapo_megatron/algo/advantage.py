@@ -1,0 +1,49 @@
+"""Group-relative advantage (arXiv 2503.14476, eq. 9).
+
+Three choices the paper leaves open, made as in the reference implementation: the standard
+deviation is the sample one (ddof 1); `eps` is added to it, not to the variance; a group of one
+has mean 0 and standard deviation 1, so that its advantage is its reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# S completions, P distinct groups
+
+
+def group_advantage(
+    rewards: Tensor, group_ids: Tensor | Sequence[int], *, eps: float = 1e-6
+) -> Tensor:
+    """(reward - mean of its group) / (std of its group + eps), for each completion.
+
+    rewards    float, S elements of any shape: shaped rewards (length penalty included)
+    group_ids  S integers: any values in any order; equal ids form a group
+    eps        keeps groups of equal rewards at 0
+
+    Returns a tensor with the shape, dtype and device of `rewards` (integers: the default float
+    dtype); sums are taken in float64. No gradient flows through it.
+    Raises ValueError if the counts differ or a reward is not finite.
+    """
+    ids = torch.as_tensor(group_ids, device=rewards.device).reshape(-1)
+    rewards_S = rewards.detach().reshape(-1).double()
+    if ids.numel() != rewards_S.numel():
+        raise ValueError(f"{rewards_S.numel()} rewards, but {ids.numel()} group ids")
+    if not bool(rewards_S.isfinite().all()):
+        raise ValueError("a reward is not finite")
+
+    _, group_S, size_P = torch.unique(ids, return_inverse=True, return_counts=True)
+    zeros_P = rewards_S.new_zeros(size_P.numel())
+    single_P = size_P == 1
+
+    mean_P = zeros_P.index_add(0, group_S, rewards_S) / size_P
+    centred_S = rewards_S - mean_P.masked_fill(single_P, 0.0)[group_S]
+    variance_P = zeros_P.index_add(0, group_S, centred_S**2) / (size_P - 1).clamp(min=1)
+    std_P = variance_P.sqrt().masked_fill(single_P, 1.0)
+
+    advantage_S: Tensor = centred_S / (std_P[group_S] + eps)
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
+    return advantage_S.reshape(rewards.shape).to(dtype)

@@ -1,0 +1,331 @@
+"""Properties of the formulas that single vectors do not show."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo_megatron.algo import (
+    Verdict,
+    aggregation_weights,
+    avg_at_k,
+    cons_at_k,
+    dapo_token_loss,
+    gap_statistics,
+    group_advantage,
+    make_loss,
+    overlong_penalty,
+    pass_at_k,
+    tis_weights,
+    verdict,
+    warmup_lr,
+)
+from dapo_megatron.types import MicroTokens
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+FIELDS = tuple(MicroTokens.__dataclass_fields__)
+
+
+def random_micro(num_tokens: int, seed: int) -> tuple[torch.Tensor, MicroTokens]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+
+    old = -normal().abs()
+    micro = MicroTokens(
+        old_logprobs=old,
+        advantages=normal(),
+        weights=normal().abs(),
+        engine_logprobs=old + 0.3 * normal(),
+        mask=torch.rand(num_tokens, generator=generator) < 0.7,
+    )
+    return (old + normal()).requires_grad_(), micro
+
+
+def select(micro: MicroTokens, index: torch.Tensor) -> MicroTokens:
+    return MicroTokens(*(getattr(micro, name)[index] for name in FIELDS))
+
+
+# ------------------------------------------------------------------------ loss
+
+POISON = st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
+
+
+@settings(deadline=None)  # torch's first call is slow, the others are not
+@given(seed=st.integers(0, 10**6), poison=st.lists(POISON, min_size=5, max_size=5))
+def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(
+    seed: int, poison: list[float]
+) -> None:
+    logp, micro = random_micro(12, seed)
+    loss = make_loss(**CLIP, tis_cap=2.0)
+
+    clean = loss(logp, micro)
+    clean.total.backward()
+    gradient, logp.grad = logp.grad, None
+
+    outside = ~micro.mask
+    values = [torch.where(outside, bad, getattr(micro, name)) for name, bad in zip(FIELDS, poison)]
+    values[FIELDS.index("mask")] = micro.mask
+    dirty_logp = torch.where(outside, poison[4], logp.detach()).requires_grad_()
+    dirty = loss(dirty_logp, MicroTokens(*values))
+    dirty.total.backward()
+
+    assert torch.equal(dirty.total, clean.total)
+    assert torch.equal(dirty_logp.grad, gradient)
+    assert not gradient[outside].any()
+    for name, value in clean.sums.items():
+        assert torch.equal(dirty.sums[name], value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_token_loss_ignores_each_argument_outside_the_mask(argument: int, bad: float) -> None:
+    values = [torch.tensor([-0.5, bad if i == argument else -0.5]) for i in range(3)]
+    values[0].requires_grad_()
+    result = dapo_token_loss(*values, torch.tensor([1.0, 0.0]), clip_low=0.2, clip_high=0.28)
+    result.total.backward()
+    assert result.per_token.tolist() == [0.5, 0.0]
+    assert values[0].grad.tolist() == [0.5, 0.0]
+
+
+def test_a_nan_under_the_mask_is_not_hidden() -> None:
+    for argument in range(3):
+        values = [torch.tensor([math.nan if i == argument else -0.5]) for i in range(3)]
+        result = dapo_token_loss(*values, torch.ones(1), **CLIP)
+        assert result.total.isnan()
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(0, 30), max_size=5))
+def test_any_split_into_microbatches_adds_up(seed: int, cuts: list[int]) -> None:
+    logp, micro = random_micro(30, seed)
+    loss = make_loss(**CLIP, tis_cap=2.0)
+    whole = loss(logp, micro)
+    (gradient,) = torch.autograd.grad(whole.total, logp)
+
+    edges = sorted([0, *cuts, 30])
+    parts = [loss(logp[a:b], select(micro, torch.arange(a, b))) for a, b in pairwise(edges)]
+    total = sum(part.total for part in parts)
+    (split_gradient,) = torch.autograd.grad(total, logp)
+    torch.testing.assert_close(total, whole.total)
+    torch.testing.assert_close(split_gradient, gradient)
+    for name, value in whole.sums.items():
+        torch.testing.assert_close(sum(part.sums[name] for part in parts), value)
+
+
+def test_an_empty_microbatch_still_has_a_backward() -> None:
+    # Every rank must enter backward, or the all-reduce of the gradients never completes.
+    for mask in (torch.zeros(0, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)):
+        logp = torch.zeros(len(mask), requires_grad=True)
+        like = torch.zeros(len(mask))
+        out = make_loss(**CLIP, tis_cap=None)(logp, MicroTokens(like, like, like, like, mask))
+        out.total.backward()
+        assert float(out.total.detach()) == 0.0
+        assert logp.grad is not None and not logp.grad.any()
+
+
+def test_clip_fractions_name_the_bound_that_gave_the_loss() -> None:
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 5.0, 1.0])
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
+    result = dapo_token_loss(ratio.log(), torch.zeros(6), advantage, torch.ones(6), **CLIP)
+    assert float(result.clip_fraction_high) == pytest.approx(1 / 6)
+    assert float(result.clip_fraction_low) == pytest.approx(1 / 6)
+    assert float(result.dual_clip_fraction) == pytest.approx(1 / 6)
+    expected = torch.tensor([-1.28, 1.5, -0.5, 0.8, 3.0, -1.0])
+    torch.testing.assert_close(result.per_token, expected)
+    without = dapo_token_loss(
+        ratio.log(), torch.zeros(6), advantage, torch.ones(6), clip_low=0.2, clip_high=0.28
+    )
+    assert float(without.per_token[4]) == pytest.approx(5.0)
+    assert float(without.dual_clip_fraction) == 0.0
+
+
+def test_shapes_of_the_loss_must_agree() -> None:
+    with pytest.raises(ValueError, match=r"old_logp \(2,\)"):
+        dapo_token_loss(torch.zeros(3), torch.zeros(2), torch.zeros(3), torch.ones(3), **CLIP)
+
+
+def test_tis_weight_multiplies_the_token_loss_and_carries_no_gradient() -> None:
+    logp, micro = random_micro(20, 1)
+    plain = make_loss(**CLIP, tis_cap=None)
+    corrected = make_loss(**CLIP, tis_cap=1.1)
+    old = micro.old_logprobs.requires_grad_()
+    weights = tis_weights(old, micro.engine_logprobs, micro.mask, cap=1.1)
+    assert not weights.requires_grad
+    assert float(weights.max()) == pytest.approx(1.1)
+    expected = plain(logp, MicroTokens(*(
+        getattr(micro, name) * weights if name == "weights" else getattr(micro, name)
+        for name in FIELDS
+    )))  # fmt: skip
+    torch.testing.assert_close(corrected(logp, micro).total, expected.total)
+
+
+# ------------------------------------------------------------------------ aggregation
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    kind=st.sampled_from(["token", "prompt", "sequence"]),
+    seed=st.integers(0, 10**6),
+)
+def test_weights_add_up_to_the_number_of_tokens_and_weigh_units_the_same(
+    lengths: list[int], kind: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(sum(lengths), generator=generator) < 0.6
+    groups = torch.randint(-3, 3, (len(lengths),), generator=generator)
+    lengths_S = torch.tensor(lengths)
+    weights = aggregation_weights(
+        kind, mask=mask, lengths=lengths_S, group_ids=groups, dtype=torch.float64
+    )
+    assert weights.isfinite().all()
+    assert not weights[~mask].any()
+    assert float(weights.sum()) == pytest.approx(int(mask.sum()))
+    unit = {
+        "token": torch.arange(len(mask)),
+        "prompt": groups.repeat_interleave(lengths_S),
+        "sequence": torch.arange(len(lengths)).repeat_interleave(lengths_S),
+    }[kind]
+    per_unit = [float(weights[(unit == u) & mask].sum()) for u in unit[mask].unique()]
+    assert per_unit == pytest.approx([sum(per_unit) / max(len(per_unit), 1)] * len(per_unit))
+
+
+def test_aggregation_refuses_what_does_not_fit() -> None:
+    mask, two = torch.ones(5), torch.tensor([2, 3])
+    with pytest.raises(ValueError, match="summing to 4"):
+        aggregation_weights("token", mask=mask, lengths=torch.tensor([2, 2]), group_ids=two)
+    with pytest.raises(ValueError, match="'tokens'"):
+        aggregation_weights("tokens", mask=mask, lengths=two, group_ids=two)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------ advantage
+
+
+@settings(deadline=None)
+@given(
+    groups=st.lists(st.integers(-(10**12), 10**12), min_size=1, max_size=4, unique=True),
+    seed=st.integers(0, 10**6),
+)
+def test_advantage_matches_a_loop_over_groups(groups: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    pick = torch.randint(len(groups), (17,), generator=generator)
+    ids = torch.tensor(groups)[pick]
+    rewards = torch.randn(17, generator=generator)
+    expected = torch.empty(17)
+    for group in groups:
+        own = rewards[ids == group]
+        if len(own) == 1:
+            expected[ids == group] = own / (1 + 1e-6)
+        else:
+            expected[ids == group] = (own - own.mean()) / (own.std() + 1e-6)
+    ours = group_advantage(rewards, ids)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_advantage_keeps_shape_and_refuses_what_does_not_fit() -> None:
+    rewards = torch.tensor([[1.0, -1.0], [0.1, 0.1]])
+    ours = group_advantage(rewards, torch.tensor([[0, 0], [9, 9]]))
+    assert ours.shape == (2, 2)
+    assert ours[1].tolist() == [0.0, 0.0]
+    assert group_advantage(torch.zeros(0), []).shape == (0,)
+    with pytest.raises(ValueError, match="2 rewards, but 1"):
+        group_advantage(torch.zeros(2), [0])
+    with pytest.raises(ValueError, match="finite"):
+        group_advantage(torch.tensor([math.nan, 1.0]), [0, 0])
+
+
+# ------------------------------------------------------------------------ plain numbers
+
+
+def test_overlong_penalty_is_bounded_and_refuses_bad_arguments() -> None:
+    values = [overlong_penalty(n, max_tokens=10, buffer_tokens=4) for n in (0, 6, 7, 10, 99)]
+    assert values == [0.0, 0.0, -0.25, -1.0, -1.0]
+    assert math.copysign(1.0, values[0]) == 1.0
+    for maximum, buffer in ((10, 0), (10, 10), (10, -1)):
+        with pytest.raises(ValueError, match="buffer_tokens"):
+            overlong_penalty(1, max_tokens=maximum, buffer_tokens=buffer)
+    with pytest.raises(ValueError, match="negative"):
+        overlong_penalty(-1, max_tokens=10, buffer_tokens=4)
+
+
+def test_verdict() -> None:
+    assert verdict([True, False]) is Verdict.MIXED
+    assert verdict([True, True]) is Verdict.ALL_CORRECT
+    assert verdict([False, False]) is Verdict.ALL_WRONG
+    with pytest.raises(ValueError, match="without completions"):
+        verdict([])
+
+
+def test_warmup() -> None:
+    assert warmup_lr(1, lr=0.5, warmup_rollout_steps=0) == 0.5
+    assert warmup_lr(3, lr=0.5, warmup_rollout_steps=4) == 0.25
+    for step, warmup in ((0, 5), (1, -1)):
+        with pytest.raises(ValueError, match="rollout_step"):
+            warmup_lr(step, lr=1.0, warmup_rollout_steps=warmup)
+
+
+def test_pass_at_k_of_more_samples_is_unbiased() -> None:
+    row = [True, False, False, False]
+    assert pass_at_k([row], k=2) == pytest.approx(0.5)  # 3 of the 6 pairs hold the correct one
+    assert pass_at_k([row, [False] * 4], k=1) == pytest.approx(0.125)
+    for k in (0, 5):
+        with pytest.raises(ValueError, match="of 4 samples"):
+            pass_at_k([row], k=k)
+
+
+def test_majority_vote_takes_the_first_of_a_tie() -> None:
+    assert cons_at_k([[True, False]], [["7", "8"]]) == 1.0
+    assert cons_at_k([[False, True]], [["8", "7"]]) == 0.0
+    assert cons_at_k([[False, True, True]], [["8", "7", "7"]]) == 1.0
+    with pytest.raises(ValueError, match="shape"):
+        cons_at_k([[True]], [["7", "8"]])
+
+
+def test_evaluation_needs_samples() -> None:
+    for empty in ([], [[True], []]):
+        with pytest.raises(ValueError, match="at least one"):
+            avg_at_k(empty)
+
+
+# ------------------------------------------------------------------------ mismatch
+
+
+def test_gap_statistics() -> None:
+    engine = torch.tensor([[-1.0, math.nan, -2.0], [-3.0, -1.0, 0.0]])
+    policy = torch.tensor([[-1.5, 0.0, -2.0], [-2.0, -1.0, math.inf]])
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    gap = gap_statistics(engine, policy, mask)
+    assert (gap.mean, gap.max, gap.worst_token, gap.num_tokens) == (0.375, 1.0, 3, 4)
+    assert gap.kl == pytest.approx(((math.exp(-0.5) - 0.5) + (math.e - 2)) / 4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gap_that_is_not_finite_is_infinite(bad: float) -> None:
+    gap = gap_statistics(torch.tensor([-1.0, bad]), torch.tensor([-3.0, -1.0]), torch.ones(2))
+    assert gap.max == gap.mean == gap.kl == math.inf
+    assert gap.worst_token == 1
+
+
+def test_gap_of_no_tokens_and_of_other_shapes() -> None:
+    nothing = gap_statistics(torch.ones(2), torch.zeros(2), torch.zeros(2))
+    assert (nothing.max, nothing.worst_token, nothing.num_tokens) == (0.0, None, 0)
+    with pytest.raises(ValueError, match="shapes differ"):
+        gap_statistics(torch.ones(2), torch.zeros(1), torch.ones(2))
+
+
+def test_algo_needs_no_backend() -> None:
+    code = (
+        "import sys, dapo_megatron.algo; "
+        "assert not {'megatron', 'vllm', 'pydantic', 'dapo_megatron.config'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
