@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dapo_megatron.algo.advantage import group_advantage
-from dapo_megatron.algo.loss import aggregation_weights
+from dapo_megatron.algo.loss import Aggregation, aggregation_weights
 from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.types import Completion, Finish, Grade, Group, TokenBatch
-
-Aggregation = Literal["token", "prompt", "sequence"]
 
 
 def graded(groups: Sequence[Group]) -> Iterator[tuple[Group, Completion, Grade]]:
@@ -105,6 +102,8 @@ def split(batch: TokenBatch, num_updates: int, aggregation: Aggregation) -> list
     of a part follow `aggregation`, whose denominators are those of the part.
     """
     num_parts = min(num_updates, batch.num_sequences)
+    if num_parts == 0:
+        return []
     bounds = [part * batch.num_sequences // num_parts for part in range(num_parts + 1)]
     return [_reweigh(_slice(batch, first, last), aggregation) for first, last in pairwise(bounds)]
 

@@ -1,0 +1,341 @@
+"""Prompt sources: what is read, what is left out, and what is refused, by name."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from dapo_megatron.config import FileSource, ReasoningGymSource
+from dapo_megatron.data.sources import CHUNK_ROWS, load_source
+from dapo_megatron.types import ConfigError, DataError
+
+TEMPLATE = (
+    "{%- for message in messages -%}{{- message['role'][0] + ':' + message['content'] -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<answer>' -}}{%- endif -%}"
+)
+KINDS = ("jsonl", "parquet")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable character; <answer> opens the answer."""
+    names = ["<eos>", "<unk>", "<answer>", *(chr(code) for code in range(32, 127)), "\n"]
+    vocab = {name: number for number, name in enumerate(names)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>")),
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<answer>"],
+        chat_template=TEMPLATE,
+    )
+
+
+def row(question: str = "1 + 2 =", index: Any = "b1f3", **columns: Any) -> dict[str, Any]:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": question, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": "3", "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    } | columns
+
+
+def written(folder: Path, kind: str, rows: list[Any], **options: Any) -> FileSource:
+    path = folder / f"rows.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+    else:
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    return FileSource(kind=kind, name="file", path=str(path), grader="dapo_math", **options)  # type: ignore[arg-type]
+
+
+def gym(**changes: Any) -> ReasoningGymSource:
+    options = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    values = {"dataset": "chain_sum", "size": 30, "seed": 5, "options": options} | changes
+    return ReasoningGymSource(kind="reasoning_gym", name="gym", **values)
+
+
+# ---------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", ["b1f3", 29], ids=["string", "int64"])
+def test_rows_become_prompts(tmp_path: Path, tokenizer: Any, kind: str, index: Any) -> None:
+    source = written(tmp_path, kind, [row(index=index), row("4 - 1 =", index=index)])
+    first, second = load_source(source, tokenizer, 100).prompts
+    assert (first.source, first.index, first.truth) == ("file", 0, "3")
+    assert first.text == "u:1 + 2 =<answer>"
+    assert first.tokens == tuple(
+        tokenizer.apply_chat_template(
+            row()["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    )
+    assert first.extra == {
+        "data_source": "math_dapo",
+        "ability": "MATH",
+        "extra_info": {"index": index},
+    }
+    assert (second.index, second.text) == (1, "u:4 - 1 =<answer>")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_truths_keep_every_digit(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    truth = "-98765432109876543210987"
+    source = written(tmp_path, kind, [row(reward_model={"ground_truth": truth, "style": "rule"})])
+    assert load_source(source, tokenizer, 100).prompts[0].truth == truth
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    rows = [row("x" * 7), row("x" * 8), row("x" * 6)]
+    loaded = load_source(written(tmp_path, kind, rows), tokenizer, 10)  # "u:" + 7 + <answer>
+    assert [prompt.index for prompt in loaded.prompts] == [0, 2]
+    assert loaded.num_dropped_long == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_limit_and_order_over_chunks(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    rows = [row(str(number)) for number in range(CHUNK_ROWS + 7)]
+    everything = load_source(written(tmp_path, kind, rows), tokenizer, 100).prompts
+    assert [prompt.text for prompt in everything] == [f"u:{n}<answer>" for n in range(len(rows))]
+    limited = load_source(written(tmp_path, kind, rows, limit=5), tokenizer, 100).prompts
+    assert limited == everything[:5]
+
+
+def test_a_limit_stops_before_a_bad_row(tmp_path: Path, tokenizer: Any) -> None:
+    source = written(tmp_path, "jsonl", [row(), "bad"], limit=1)
+    assert len(load_source(source, tokenizer, 100).prompts) == 1
+
+
+def test_rows_of_a_file_are_never_merged(tmp_path: Path, tokenizer: Any) -> None:
+    # AIME-2024 comes as 32 copies of 30 problems: avg@32 is made of those.
+    loaded = load_source(written(tmp_path, "parquet", [row(), row()]), tokenizer, 100)
+    assert len(loaded.prompts) == 2
+
+
+def test_excluded_texts_are_left_out_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    source = written(tmp_path, "jsonl", [row(), row("4 - 1 =")])
+    loaded = load_source(source, tokenizer, 100, exclude={"u:1 + 2 =<answer>"})
+    assert [prompt.index for prompt in loaded.prompts] == [1]
+    assert loaded.num_held_out == 1
+
+
+def bad(path: str, value: Any) -> dict[str, Any]:
+    """A row with `value` at a dotted place; DELETE removes it."""
+    changed: Any = deepcopy(row())
+    *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
+    node = changed
+    for part in parents:
+        node = node[part]
+    if value is DELETE:
+        del node[last]
+    else:
+        node[last] = value
+    return changed  # type: ignore[no-any-return]
+
+
+DELETE = object()
+BAD_ROWS = [
+    ("data_source", DELETE, "column data_source: must be a non-empty string, found nothing"),
+    ("data_source", 3, "column data_source: must be a non-empty string, found int 3"),
+    ("ability", None, "column ability: must be a non-empty string, found nothing"),
+    ("prompt", "1 + 2 =", "column prompt: must be a list of messages"),
+    ("prompt", [], "column prompt: must be a list of messages"),
+    ("prompt", DELETE, "column prompt: must be a list of messages .* found nothing"),
+    ("prompt.0", "hello", r"column prompt\[0\]: must be a mapping, found str 'hello'"),
+    ("prompt.0.role", "robot", r"column prompt\[0\].role: must be one of system, user"),
+    ("prompt.0.role", ["user"], r"column prompt\[0\].role: must be one of system, user"),
+    ("prompt.0.role", "assistant", "column prompt: the last message must be the user's"),
+    ("prompt.0.content", " ", r"column prompt\[0\].content: must be a non-empty string"),
+    ("reward_model", DELETE, "column reward_model: must be a mapping, found nothing"),
+    ("reward_model", "3", "column reward_model: must be a mapping, found str '3'"),
+    ("reward_model.ground_truth", DELETE, "column reward_model.ground_truth: .* found nothing"),
+    (
+        "reward_model.ground_truth",
+        3,
+        r"column reward_model.ground_truth: .* int 3 \(a number loses digits",
+    ),
+    (
+        "reward_model.ground_truth",
+        3.0,
+        r"column reward_model.ground_truth: .* float 3.0 \(a number loses digits",
+    ),
+    ("reward_model.ground_truth", "", "column reward_model.ground_truth: must be a non-empty"),
+    ("extra_info", DELETE, "column extra_info: must be a mapping, found nothing"),
+    ("extra_info.index", None, "column extra_info.index: must be a string or an integer"),
+    ("extra_info.index", True, "column extra_info.index: must be a string or an integer"),
+    ("extra_info.index", 1.5, "column extra_info.index: must be a string or an integer"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), BAD_ROWS)
+def test_bad_jsonl_rows_are_refused_by_line_and_column(
+    tmp_path: Path, tokenizer: Any, place: str, value: Any, message: str
+) -> None:
+    broken = bad(place, value)
+    with pytest.raises(DataError, match=rf"rows.jsonl, line 3, {message}"):
+        load_source(written(tmp_path, "jsonl", [row(), row(), broken]), tokenizer, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"reward_model": {"ground_truth": 3, "style": "rule"}},
+            "row 0, column reward_model.ground",
+        ),
+        ({"prompt": "1 + 2 ="}, "row 0, column prompt: must be a list"),
+        ({"extra_info": {"index": 0.5}}, "row 0, column extra_info.index"),
+        ({"extra_info": {"index": 1, "raw": b"1"}}, "row 0, column extra_info: .*bytes"),
+        ({"ability": None}, "row 0, column ability"),
+    ],
+)
+def test_bad_parquet_rows_are_refused_by_row_and_column(
+    tmp_path: Path, tokenizer: Any, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=f"rows.parquet, {message}"):
+        load_source(written(tmp_path, "parquet", [row(**changes)]), tokenizer, 100)
+
+
+def test_a_later_parquet_row_is_named_by_its_index(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [row() for _ in range(5)] + [row(ability=None)]
+    with pytest.raises(DataError, match=r"rows.parquet, row 5, column ability"):
+        load_source(written(tmp_path, "parquet", rows), tokenizer, 100)
+
+
+def test_a_missing_parquet_column_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{key: value for key, value in row().items() if key != "extra_info"}]
+    with pytest.raises(DataError, match=r"rows.parquet, row 0, column extra_info"):
+        load_source(written(tmp_path, "parquet", rows), tokenizer, 100)
+
+
+def test_other_columns_are_ignored(tmp_path: Path, tokenizer: Any) -> None:
+    source = written(tmp_path, "parquet", [row(__index_level_0__=4)])
+    assert "__index_level_0__" not in load_source(source, tokenizer, 100).prompts[0].extra
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": \n', "line 1: not valid JSON"),
+        (b"\n[1, 2]\n", "line 2: must be a mapping of columns, found list"),
+        (b'{"prompt": "\xff"}\n', "line 1: not valid JSON"),
+        (b"", "no prompt left"),
+    ],
+)
+def test_files_that_are_not_jsonl(
+    tmp_path: Path, tokenizer: Any, content: bytes, message: str
+) -> None:
+    source = written(tmp_path, "jsonl", [])
+    Path(source.path).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_source(source, tokenizer, 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    path = str(tmp_path / "none")
+    source = FileSource(kind=kind, name="file", path=path, grader="dapo_math")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"none: cannot be read \(.*No such file"):
+        load_source(source, tokenizer, 100)
+
+
+def test_a_file_that_is_not_parquet_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    source = written(tmp_path, "parquet", [row()])
+    Path(source.path).write_text("not parquet at all")
+    with pytest.raises(DataError, match=r"rows.parquet: not a readable Parquet file"):
+        load_source(source, tokenizer, 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_left_says_what_to_change(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    with pytest.raises(DataError, match=r"'file': no prompt left \(2 longer than .* = 3.*raise"):
+        load_source(written(tmp_path, kind, [row(), row()]), tokenizer, 3)
+
+
+# ---------------------------------------------------------------------------- chat template
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    plain = deepcopy(tokenizer)
+    plain.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        load_source(gym(), plain, 100)
+
+
+def test_what_the_chat_template_refuses_is_named_by_row(tmp_path: Path, tokenizer: Any) -> None:
+    picky = deepcopy(tokenizer)
+    picky.chat_template = "{{- raise_exception('no system message') -}}"
+    with pytest.raises(DataError, match=r"line 1, column prompt: .*no system message"):
+        load_source(written(tmp_path, "jsonl", [row()]), picky, 100)
+
+
+# ---------------------------------------------------------------------------- reasoning-gym
+
+
+def test_reasoning_gym_problems_become_prompts(tokenizer: Any) -> None:
+    prompt = load_source(gym(), tokenizer, 200).prompts[0]
+    entry = prompt.extra["entry"]
+    assert prompt.extra["dataset"] == "chain_sum"
+    assert prompt.text == f"u:{entry['question']}<answer>"
+    assert prompt.truth == entry["answer"]
+    assert eval(entry["metadata"]["expression"]) == int(prompt.truth)
+    assert json.loads(json.dumps(prompt.extra))["entry"]["question"] == entry["question"]
+
+
+def test_the_same_seed_gives_the_same_prompts_and_another_seed_others(tokenizer: Any) -> None:
+    first, again = (load_source(gym(), tokenizer, 200).prompts for _ in range(2))
+    other = load_source(gym(seed=500), tokenizer, 200).prompts
+    assert first == again
+    assert first != other
+
+
+def test_no_question_comes_twice(tokenizer: Any) -> None:
+    loaded = load_source(gym(size=400), tokenizer, 200)  # one-digit sums: few distinct ones
+    texts = [prompt.text for prompt in loaded.prompts]
+    assert len(set(texts)) == len(texts)
+    assert loaded.num_duplicates == 400 - len(texts) > 0
+
+
+def test_train_and_held_out_share_nothing(tokenizer: Any) -> None:
+    held_out = load_source(gym(seed=900), tokenizer, 200)
+    overlapping = load_source(gym(size=30), tokenizer, 200)
+    train = load_source(gym(size=30, exclude_seeds=[900]), tokenizer, 200)
+    texts = {prompt.text for prompt in held_out.prompts}
+    shared = [prompt.text for prompt in overlapping.prompts if prompt.text in texts]
+    assert shared, "the test needs seeds that overlap"
+    assert not texts & {prompt.text for prompt in train.prompts}
+    assert train.num_held_out >= len(shared)
+    excluded = load_source(gym(size=30), tokenizer, 200, exclude=texts)
+    assert excluded.prompts == train.prompts
+
+
+def test_a_data_set_without_one_right_answer_has_an_empty_truth(tokenizer: Any) -> None:
+    source = gym(dataset="graph_color", options={}, size=2)
+    assert {prompt.truth for prompt in load_source(source, tokenizer, 5000).prompts} == {""}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": "chain_summ"}, "'gym': dataset: 'chain_summ'.* did you mean 'chain_sum'"),
+        ({"dataset": "qqqqq"}, "'gym': dataset: 'qqqqq' .*known: .*chain_sum"),
+        ({"options": {"min_termz": 3}}, r"options.min_termz: .* did you mean 'min_terms'"),
+        ({"options": {"seed": 3}}, r"options.seed: chain_sum has no such option"),
+        ({"options": {"min_terms": 5, "max_terms": 2}}, "options: refused by chain_sum: max_terms"),
+        ({"options": {"min_terms": "two"}}, "options: refused by chain_sum"),
+    ],
+)
+def test_unknown_data_sets_and_options_are_refused(
+    tokenizer: Any, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_source(gym(**changes), tokenizer, 200)
