@@ -1,0 +1,197 @@
+"""A vLLM engine in this process, one shard of it per rank, fed and polled step by step.
+
+Replicas: vLLM cuts the world into groups of `tensor_parallel` consecutive ranks, and each group is
+an engine of its own. The ranks of a group schedule and sample on their own and agree because they
+are given the same requests, in the same order, between the same steps.
+
+Log-probs are those of the distribution a token was drawn from, before top-p. vLLM has two that can
+be: `processed_logprobs` are at the sampling temperature but after top-p, `raw_logprobs` before both
+(at temperature 0 either is the raw one). So the first is taken while rollouts use top_p 1, else the
+second, which is right at temperature 1 alone. Requests with other settings than the rollouts'
+(evaluation) get log-probs in the same mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from dapo_megatron.config import Config, RolloutConfig
+from dapo_megatron.engine import device
+from dapo_megatron.types import (
+    Completion,
+    ConfigError,
+    DapoError,
+    Finish,
+    SampleRequest,
+    SyncError,
+    SyncReport,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm import LLM, RequestOutput, SamplingParams
+
+
+class VllmEngine:
+    """See `protocols.RolloutEngine`. All ranks construct it, with torch.distributed initialized."""
+
+    def __init__(self, config: Config, *, rank: int, world_size: int, local_rank: int) -> None:
+        ranks = config.engine_tensor_parallel
+        if world_size % ranks:
+            raise ConfigError(f"engine.tensor_parallel: {ranks} does not divide {world_size} ranks")
+        self.replica = rank // ranks
+        self.num_replicas = world_size // ranks
+        self.is_leader = rank % ranks == 0
+        self._version = 0
+        self._unusable = ""
+        self._requests: dict[str, SampleRequest] = {}
+        device.prepare_environment(rank, local_rank)
+        self._llm = _start(config)
+        self._tokenizer = self._llm.get_tokenizer()
+        self._stop_ids = _stop_ids(self._llm)
+
+        from dapo_megatron.engine.receiver import WeightReceiver
+
+        self._receiver = WeightReceiver(self._llm)
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight."""
+        self._require_usable()
+        for request in requests:
+            name = f"{request.ticket}/{request.sample}"
+            if name in self._requests:
+                raise DapoError(
+                    f"ticket {request.ticket}, sample {request.sample}: asked for twice"
+                )
+            self._requests[name] = request
+            self._llm.llm_engine.add_request(
+                name, {"prompt_token_ids": list(request.tokens)}, self._sampling(request)
+            )
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Advance by one engine step; (ticket, completion) of what finished in it."""
+        self._require_usable()
+        with device.random_state():
+            outputs = self._llm.llm_engine.step()
+        return [self._finished(output) for output in outputs if output.finished]
+
+    def has_work(self) -> bool:
+        """Whether any request is queued or running."""
+        return bool(self._requests)
+
+    def abort(self, requests: Sequence[SampleRequest]) -> None:
+        """Forget requests, wherever they are; those that have finished are passed over."""
+        names = [f"{request.ticket}/{request.sample}" for request in requests]
+        self._llm.llm_engine.abort_request([name for name in names if name in self._requests])
+        for name in names:
+            self._requests.pop(name, None)
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+        """Replace all weights and drop cached prefixes; completions carry `version` from now.
+
+        Raises SyncError naming the tensor; the engine then takes no more requests.
+        """
+        if self.has_work():
+            raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
+        self._unusable = "a weight sync failed"
+        report = self._receiver.receive(weights, version)
+        self._unusable = ""
+        self._version = version
+        return report
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """HF name -> whole shape of what `receive` wants."""
+        return dict(self._receiver.expected)
+
+    def sleep(self) -> None:
+        """Leave the accelerator's memory to the policy. The weights are lost on CUDA."""
+        if self.has_work():
+            raise DapoError(f"engine put to sleep with {len(self._requests)} requests in flight")
+        if device.sleep(self._llm):
+            self._unusable = "its weights were dropped by sleep()"
+
+    def wake(self) -> None:
+        """Undo `sleep`; on CUDA `receive` must follow."""
+        device.wake(self._llm)
+
+    def _require_usable(self) -> None:
+        if self._unusable:
+            raise SyncError(f"the engine must not sample: {self._unusable}")
+
+    def _sampling(self, request: SampleRequest) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=self._stop_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    def _finished(self, output: RequestOutput) -> tuple[int, Completion]:
+        request = self._requests.pop(output.request_id)
+        (sampled,) = output.outputs
+        tokens = tuple(sampled.token_ids)
+        finish = Finish.STOP if tokens[-1] in self._stop_ids else Finish.LENGTH
+        text = tokens[:-1] if finish is Finish.STOP else tokens
+        return request.ticket, Completion(
+            sample=request.sample,
+            tokens=tokens,
+            logprobs=tuple(sampled.logprobs.logprobs),
+            text=self._tokenizer.decode(text, skip_special_tokens=True),
+            finish=finish,
+            version=self._version,
+        )
+
+
+def _start(config: Config) -> LLM:
+    from vllm import LLM
+
+    with device.construction():
+        return LLM(
+            model=config.model.path,
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=config.engine_tensor_parallel,
+            dtype=config.policy.precision,
+            max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+            max_num_seqs=config.engine.max_sequences,
+            enforce_eager=config.engine.enforce_eager,
+            enable_prefix_caching=True,
+            logprobs_mode=_logprobs_mode(config.rollout),
+            seed=config.seed,
+            disable_log_stats=True,
+            **device.arguments(config.engine),
+        )
+
+
+def _logprobs_mode(rollout: RolloutConfig) -> str:
+    if rollout.top_p == 1.0:
+        return "processed_logprobs"
+    if rollout.temperature == 1.0:
+        return "raw_logprobs"
+    raise ConfigError(
+        "rollout.top_p: below 1 it needs rollout.temperature 1; vLLM gives no log-prob that is "
+        "at the temperature and before top-p"
+    )
+
+
+def _stop_ids(llm: LLM) -> list[int]:
+    """End-of-sequence ids by tokenizer, model config and generation config."""
+    model = llm.llm_engine.model_config
+    sources = (
+        llm.get_tokenizer().eos_token_id,
+        getattr(model.hf_config, "eos_token_id", None),
+        model.try_get_generation_config().get("eos_token_id"),
+    )
+    ids: set[int] = set()
+    for source in sources:
+        ids |= {source} if isinstance(source, int) else set(source or ())
+    return sorted(ids)
