@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes both lock files anew from their .in files. Needs uv.
+# Makes both lock files anew from their .in files. Uses the uv of .venv, or $UV.
 #   tools/lock.sh                 keep every version that still fits
 #   tools/lock.sh --upgrade       take the newest versions
 # requirements-cpu.txt comes first; requirements.txt then takes its version of every shared package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-uv=${UV:-uv}
+uv=${UV:-$PWD/.venv/bin/uv}
 common=(--no-header --quiet --no-python-downloads --annotation-style line
         --python-platform x86_64-manylinux_2_31 "$@")
 work=$(mktemp -d)

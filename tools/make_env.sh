@@ -32,7 +32,8 @@ install_torch() {
         return
     fi
     echo "make env: pip does not find the CPU build of torch by itself, asking uv"
-    "$venv/bin/pip" install --quiet uv
+    pins uv > "$venv/uv.txt"
+    "$venv/bin/pip" install --quiet --no-deps --require-hashes -r "$venv/uv.txt"
     local uv=("$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps --torch-backend=cpu)
     if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
         "${uv[@]}" --require-hashes -r "$pin"
