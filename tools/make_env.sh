@@ -52,11 +52,11 @@ install_lock() {
     pins setuptools > "$venv/setuptools.txt"
     "$venv/bin/pip" install --quiet --no-deps --require-hashes -r "$venv/setuptools.txt"
     "$venv/bin/pip" install --quiet --no-deps --require-hashes --no-build-isolation -r "$lock"
-    echo "$wanted" > "$venv/.lock"
+    echo "$wanted" > "$venv/.lock-sha256"
 }
 
 wanted=$(cat "$lock" "$0" | sha256sum)
-if [ "$(cat "$venv/.lock" 2>/dev/null)" != "$wanted" ]; then
+if [ "$(cat "$venv/.lock-sha256" 2>/dev/null)" != "$wanted" ]; then
     check_machine
     install_lock
 fi
