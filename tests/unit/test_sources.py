@@ -59,7 +59,12 @@ def written(folder: Path, kind: str, rows: list[Any], **options: Any) -> FileSou
 
 def gym(**changes: Any) -> ReasoningGymSource:
     options = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
-    values = {"dataset": "chain_sum", "size": 30, "seed": 5, "options": options} | changes
+    values: dict[str, Any] = {
+        "dataset": "chain_sum",
+        "size": 30,
+        "seed": 5,
+        "options": options,
+    } | changes
     return ReasoningGymSource(kind="reasoning_gym", name="gym", **values)
 
 

@@ -1,0 +1,207 @@
+"""What a person sees of a run: a header, a line per step, a bar while rolling out, a summary.
+
+On a terminal with colour and a live bar; elsewhere plain lines without control characters.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+PLAIN_SECONDS = 60.0
+"""Least time between two lines of progress where there is no bar."""
+
+
+class RolloutProgress(Protocol):
+    """How far a rollout is."""
+
+    def update(self, done_groups: int, **figures: float) -> None:
+        """`done_groups` so far; `figures` are shown beside them."""
+        ...
+
+
+class RunConsole:
+    """Writes to `file` (standard output by default); as a tracker, a line per step."""
+
+    def __init__(self, *, num_steps: int, file: TextIO | None = None) -> None:
+        out = sys.stdout if file is None else file
+        terminal = out.isatty() and os.environ.get("TERM") != "dumb"
+        # soft_wrap: a line stays one line, for grep and for narrow windows alike.
+        self._console = Console(
+            file=out,
+            force_terminal=terminal,
+            color_system="auto" if terminal else None,
+            markup=False,
+            highlight=False,
+            emoji=False,
+            soft_wrap=True,
+        )
+        self._num_steps = num_steps
+        self._step_seconds: list[float] = []
+
+    def header(self, title: str, facts: Mapping[str, Any]) -> None:
+        """What is about to run."""
+        self._print(title, style="bold")
+        self._facts(facts)
+
+    def note(self, text: str) -> None:
+        """One line of text."""
+        self._print(text)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The line of a step, and one per evaluated set."""
+        if "time/step" in metrics:
+            self._step_seconds.append(metrics["time/step"])
+            self._print(_step_line(step, self._num_steps, metrics, self._eta(step)))
+        for line in _evaluation_lines(metrics):
+            self._print(line, style="cyan")
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Nothing."""
+
+    def finish(self, status: str) -> None:
+        """Says how the run ended, unless it is a matter of course."""
+        if status != "FINISHED":
+            self._print(f"run {status}", style="bold red")
+
+    @contextmanager
+    def rollout_progress(self, total: int) -> Iterator[RolloutProgress]:
+        """While rolling out: a bar of `total` groups, or a plain line once in a while."""
+        if not self._console.is_terminal:
+            yield _PlainProgress(self, total)
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+        )
+        bar = Progress(
+            *columns,
+            console=self._console,
+            transient=True,
+            redirect_stdout=False,  # what others print belongs in the rank's log
+            redirect_stderr=False,
+        )
+        with bar as progress:
+            yield _Bar(progress, total)
+
+    def summary(
+        self,
+        *,
+        accuracy_before: float | None,
+        accuracy_after: float | None,
+        seconds: float,
+        folder: Path,
+        ui: str | None = None,
+    ) -> None:
+        """The block at the end. `ui` is what to type (or where to go) to look at the run."""
+        self._print("done", style="bold green")
+        change = ""
+        if accuracy_before is not None and accuracy_after is not None:
+            change = f" ({accuracy_after - accuracy_before:+.3f})"
+        facts = {
+            "accuracy before": _number(accuracy_before, ".3f"),
+            "accuracy after": _number(accuracy_after, ".3f") + change,
+            "time": f"{seconds:.1f} s",
+            "run folder": str(folder),
+        }
+        if ui is not None:
+            facts["look at it"] = ui
+        self._facts(facts)
+
+    def _facts(self, facts: Mapping[str, Any]) -> None:
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            self._print(f"  {name:<{width}}  {value}")
+
+    def _eta(self, step: int) -> float:
+        """Seconds left, at the mean pace of this process: a resumed one measures anew."""
+        pace = sum(self._step_seconds) / len(self._step_seconds)
+        return pace * max(self._num_steps - step, 0)
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style)
+
+
+class _Bar:
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("rollout", total=total, figures="")
+
+    def update(self, done_groups: int, **figures: float) -> None:
+        self._progress.update(self._task, completed=done_groups, figures=_figures(figures))
+
+
+class _PlainProgress:
+    def __init__(self, console: RunConsole, total: int) -> None:
+        self._console, self._total = console, total
+        self._last = time.monotonic()
+
+    def update(self, done_groups: int, **figures: float) -> None:
+        now = time.monotonic()
+        if now - self._last >= PLAIN_SECONDS:
+            self._last = now
+            self._console.note(
+                f"rollout {done_groups}/{self._total} groups  {_figures(figures)}".rstrip()
+            )
+
+
+def _figures(figures: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:g}" for name, value in figures.items())
+
+
+_COLUMNS = (
+    ("accuracy", "accuracy/raw", ".3f"),
+    ("reward", "reward/mean", "+.3f"),
+    ("tokens", "response_tokens/mean", ".1f"),
+    ("entropy", "policy/entropy", ".3f"),
+    ("keep", "keep", ".2f"),
+    ("gap", "mismatch/gap_max", ".1e"),
+    ("grad", "policy/grad_norm", ".3f"),
+)
+"""(label, metric, format) of a step's line; `keep` is made here."""
+
+
+def _step_line(step: int, num_steps: int, metrics: Mapping[str, float], eta: float) -> str:
+    values = {"keep": _keep_rate(metrics), **metrics}
+    cells = [f"{label} {_number(values.get(name), form)}" for label, name, form in _COLUMNS]
+    counter = f"step {step:>{len(str(num_steps))}}/{num_steps}"
+    return "  ".join([counter, *cells, f"{metrics['time/step']:.1f} s", f"left {_clock(eta)}"])
+
+
+def _keep_rate(metrics: Mapping[str, float]) -> float | None:
+    """Share of the judged groups that were mixed."""
+    issued = metrics.get("groups/issued", 0)
+    useless = metrics.get("groups/all_correct", 0) + metrics.get("groups/all_wrong", 0)
+    return 1 - useless / issued if issued else None
+
+
+def _evaluation_lines(metrics: Mapping[str, float]) -> Iterator[str]:
+    """One line per set: eval/chain_sum/avg@4 becomes "eval chain_sum  avg@4 0.512"."""
+    sets: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        if name.startswith("eval/"):
+            group, _, figure = name.removeprefix("eval/").rpartition("/")
+            sets.setdefault(group, []).append(f"{figure} {value:.3f}")
+    for group, figures in sets.items():
+        yield "  ".join([f"  eval {group}", *figures])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
