@@ -6,6 +6,7 @@ takes seconds to import and to make a database, so it is imported when a tracker
 
 from __future__ import annotations
 
+import fcntl
 import getpass
 import logging
 import os
@@ -16,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,8 @@ class MlflowTracker:
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         self.uri = tracking_uri(config)
         try:
-            self._client = MlflowClient(tracking_uri=self.uri)
+            with _first_use_alone(config, self.uri):
+                self._client = MlflowClient(tracking_uri=self.uri)
             run = self._client.get_run(run_id) if run_id else self._create(config)
             self.run_id: str = run.info.run_id
             self._experiment_id: str = run.info.experiment_id
@@ -130,13 +132,11 @@ class MlflowTracker:
 
 
 def tracking_uri(config: Config) -> str:
-    """MLFLOW_TRACKING_URI, else a SQLite file in run.directory, which is made."""
+    """MLFLOW_TRACKING_URI, else a SQLite file in run.directory."""
     given = os.environ.get("MLFLOW_TRACKING_URI")
     if given:
         return given
-    directory = _directory(config)
-    directory.mkdir(parents=True, exist_ok=True)
-    return f"sqlite:///{directory / 'mlflow.db'}"
+    return f"sqlite:///{_directory(config) / 'mlflow.db'}"
 
 
 def metric_name(name: str) -> str:
@@ -170,6 +170,19 @@ def run_tags() -> dict[str, str]:
 
 def _directory(config: Config) -> Path:
     return Path(config.run.directory).absolute()
+
+
+@contextmanager
+def _first_use_alone(config: Config, uri: str) -> Iterator[None]:
+    """Runs that start together on a new database would each make its tables, and fail."""
+    if not _is_local(uri):
+        yield
+        return
+    directory = _directory(config)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "mlflow.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _is_local(uri: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import dapo_megatron
-from dapo_megatron.config import Config, load_config, parse_config
+from dapo_megatron.config import Config, dump_config, load_config, parse_config
 from dapo_megatron.tracking import (
     CompositeTracker,
     JsonlTracker,
@@ -358,6 +358,17 @@ def test_an_mlflow_that_cannot_be_used_is_named(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://server")
     with pytest.raises(DapoError, match=r"nonsense://server.*tracking.mlflow=false"):
         MlflowTracker(config(home))
+
+
+def test_runs_that_start_together_share_a_new_database(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(config(tmp_path)))
+    start = (
+        "from dapo_megatron.config import load_config\n"
+        "from dapo_megatron.tracking import MlflowTracker\n"
+        f"MlflowTracker(load_config({str(tmp_path / 'config.yaml')!r})).finish('FINISHED')\n"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", start]) for _ in range(2)]
+    assert [process.wait() for process in started] == [0, 0]
 
 
 def test_logging_a_step_takes_little_time(home: Path) -> None:
