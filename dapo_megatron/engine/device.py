@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
@@ -51,30 +53,28 @@ def construction() -> Iterator[None]:
     """Around the making of an engine: the process's global state is afterwards as it was.
 
     vLLM seeds every generator, and on CPU replaces `torch.set_num_threads` by a function that
-    only warns, two functions of `torch.accelerator`, and environment variables that processes
-    started later would inherit.
+    only warns and sets environment variables that processes started later would inherit. (That it
+    makes `torch.accelerator.synchronize` and `empty_cache` do nothing stays: it needs that.)
     """
     names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS")
     environment = {name: os.environ.get(name) for name in names}
-    functions = {
-        (torch, "set_num_threads"): torch.set_num_threads,
-        (torch.accelerator, "synchronize"): torch.accelerator.synchronize,
-        (torch.accelerator, "empty_cache"): torch.accelerator.empty_cache,
-    }
-    num_threads = torch.get_num_threads()
-    if not has_cuda():
-        _name_shared_memory_after_job()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
-        with random_state():
+        with random_state(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            if not has_cuda():
+                _adapt_cpu_platform()
+            _keep_process_groups()
             yield
+            if not has_cuda():
+                _unlink_shared_memory()
     finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
         for name, value in environment.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        for (module, name), function in functions.items():
-            setattr(module, name, function)
-        torch.set_num_threads(num_threads)
 
 
 @contextmanager
@@ -94,23 +94,44 @@ def random_state() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _name_shared_memory_after_job() -> None:
-    """Put the job's port into the name of the memory that CPU ranks of one engine share.
+def _keep_process_groups() -> None:
+    """An engine that is dropped, or ends with the process, leaves torch.distributed alone: vLLM
+    would destroy every process group, the policy's too, and fail if they are gone already."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.engine import core
 
-    Under `external_launcher` vLLM's name holds the ranks alone, so that two jobs on one machine
-    would open each other's memory.
+    def cleanup() -> None:
+        if parallel_state._TP is not None:
+            parallel_state._TP.mq_broadcaster = None
+
+    core.cleanup_dist_env_and_memory = cleanup
+
+
+def _adapt_cpu_platform() -> None:
+    """Mend two things of vLLM on CPU, before they are used.
+
+    It compiles one-line functions with inductor, which takes 14 s and needs a C++ compiler: they
+    are run as they are. And under `external_launcher` it names the memory that the ranks of an
+    engine share after the ranks alone, so that two jobs on one machine would open each other's:
+    the job's port goes into the name.
     """
+    from vllm.platforms import current_platform
+
+    type(current_platform).simple_compile_backend = "eager"
+
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    job = os.environ.get("MASTER_PORT", str(os.getppid()))
     plain = _CPUSHMDistributed.make_group_name
-    if not hasattr(plain, "job"):
+    job = os.environ["MASTER_PORT"]
+    _CPUSHMDistributed.make_group_name = staticmethod(
+        lambda communicator: f"/dapo-{job}-{plain(communicator).replace('/', '')}"
+    )
 
-        def named(communicator: Any) -> str:
-            return f"{job}-{plain(communicator)}"
 
-        named.job = job  # type: ignore[attr-defined]
-        _CPUSHMDistributed.make_group_name = staticmethod(named)
+def _unlink_shared_memory() -> None:
+    """Take away the names of that memory once all ranks have it, or a kill would leave them."""
+    for path in Path("/dev/shm").glob(f"dapo-{os.environ['MASTER_PORT']}-*"):
+        path.unlink(missing_ok=True)
 
 
 def sleep(llm: LLM) -> bool:

@@ -153,9 +153,9 @@ class VllmEngine:
 
 
 def _start(config: Config) -> LLM:
-    from vllm import LLM
-
     with device.construction():
+        from vllm import LLM
+
         return LLM(
             model=config.model.path,
             distributed_executor_backend="external_launcher",
@@ -168,6 +168,7 @@ def _start(config: Config) -> LLM:
             logprobs_mode=_logprobs_mode(config.rollout),
             seed=config.seed,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             **device.arguments(config.engine),
         )
 

@@ -84,7 +84,7 @@ def _merged(path: str, module: LinearBase, packed: Mapping[str, list[str]], bias
             f"{path}.weight: the model does not say which {len(sizes)} tensors it packs"
         )
     shapes: Shapes = {}
-    for part, size in zip(parts, sizes):
+    for part, size in zip(parts, sizes, strict=True):
         shapes |= _matrix(f"{parent}.{part}", size, module.input_size, bias)
     return shapes
 

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -95,13 +94,10 @@ def _rank_main(
     try:
         torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
         pipe.send_bytes(pickle.dumps((True, fn(rank, *args))))
+        torch.distributed.destroy_process_group()
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise
-    finally:
-        sys.stdout.flush()
-        # Not the interpreter's own end: exit hooks of libraries may wait for ranks that have gone.
-        os._exit(0)
 
 
 def _free_port() -> int:
