@@ -1,0 +1,83 @@
+r"""The reference DAPO grader: the last "Answer:" line, normalised and compared as a string.
+
+Exact to BytedTsinghua-SIA/DAPO `eval/math_dapo.py` and verl up to v0.9.0, with its known errors,
+so that rewards and AIME scores compare with published ones. Among those errors: `42.`, `033` and
+`\(42\)` are wrong for 42; `4 2`, `1,2` (for 12) and any chain that ends in `= truth` are right.
+`math_verify` beside it is lenient; a run should not mix the two.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dapo_megatron.types import Grade
+
+INVALID = "[INVALID]"
+"""The answer read from a response that has no "Answer:" line."""
+
+_TAIL = 300
+"""Characters at the end of a response that are looked at."""
+
+_ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+_REWRITES = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    (r"\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (r",\text{and}", ","),
+    (r"\text{and}", ","),
+    (r"\text{m}", r"\text{}"),
+)
+
+# Spaces are gone when these are deleted, so a unit also goes from inside another word.
+_DELETED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"),
+    r"\ldots",
+    *("sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds"),
+    *("meters", "meals", "edges", "students", "childrentickets", "multiples"),
+    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}"),
+    *(r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+)
+
+_PATTERNS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r".*?\$(.*?)\$.*", r"$\1$"),  # of a line with two dollars, what stands between them
+        (r"\\text\{(.*?)\}", r"\1"),
+        (r"\\textbf\{(.*?)\}", r"\1"),
+        (r"\\overline\{(.*?)\}", r"\1"),
+        (r"\\boxed\{(.*)\}", r"\1"),
+        (r"frac([^{])(.)", r"frac{\1}{\2}"),
+        (r"sqrt([^{])", r"sqrt{\1}"),
+    )
+)
+
+
+def grade(response: str, truth: str) -> Grade:
+    """Score +1.0 if the normalised answer equals the normalised truth, else -1.0.
+
+    response: decoded text without special tokens. `pred` is the normalised answer, or
+    "[INVALID]". Never raises on text; its cost is bounded, since it reads 300 characters.
+    """
+    answers = _ANSWER.findall(response[-_TAIL:])
+    pred = normalise(answers[-1] if answers else INVALID)
+    correct = pred == normalise(truth)
+    return Grade(score=1.0 if correct else -1.0, correct=correct, pred=pred)
+
+
+def normalise(answer: str) -> str:
+    """The reference's string normalisation (Minerva's); the order of its steps matters."""
+    answer = answer.split("=")[-1]
+    for old, new in _REWRITES:
+        answer = answer.replace(old, new)
+    for expression in _DELETED:
+        answer = answer.replace(expression, "")
+    for pattern, replacement in _PATTERNS:
+        answer = pattern.sub(replacement, answer)
+    answer = answer.replace("$", "")
+    without_commas = answer.replace(",", "")
+    return (without_commas if without_commas.isdigit() else answer).strip()

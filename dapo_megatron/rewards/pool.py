@@ -1,0 +1,235 @@
+"""Worker processes that grade, and may hang, crash or raise without harm to the run.
+
+One thread of the parent looks after one worker. It hands an idle worker a batch of gradings and
+reads the answers one by one; if an answer is late or the worker dies, exactly the first
+unanswered grading is charged, the rest of the batch goes back to the head of the queue, and a
+new worker takes over. Threads, because gradings must go on while the engine decodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections import deque
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from dapo_megatron.rewards.process import PoolClosed, WorkerLost, WorkerProcess
+from dapo_megatron.rewards.registry import check
+from dapo_megatron.types import DapoError, Grade
+
+logger = logging.getLogger(__name__)
+
+OUTCOMES = ("graded", "timeout", "crash", "error")
+
+MAX_BATCH = 16
+"""Gradings handed to a worker at once: the most that one slow grading can hold up."""
+
+MAX_FAILED_STARTS = 3
+"""Workers in a row that may die while starting before the pool gives up."""
+
+
+class _Task(NamedTuple):
+    key: Any
+    source: str
+    payload: bytes
+
+
+class _Result(NamedTuple):
+    task: _Task
+    grade: Grade | None
+    why: str
+    detail: str = ""
+
+
+class GradingPool:
+    """Grades responses in `workers` processes of its own; use it as a context manager.
+
+    graders          grader name (see `registry.resolve`) of each source
+    timeout_seconds  wall-clock limit of one grading; a worker's start does not count
+
+    Raises ConfigError at once for a grader that cannot be resolved. Its methods belong to one
+    thread. Workers start in the background and die with the pool, or with this process.
+
+    Example:
+        with GradingPool({"math": "dapo_math"}, workers=2, timeout_seconds=10.0) as pool:
+            pool.submit((12, 3), "math", "Answer: 7", "7", {})
+            while pool.pending:
+                for key, grade, why in pool.collect(wait=True): ...
+    """
+
+    counts: dict[str, dict[str, int]]
+    """Collected gradings by source: {"graded": n, "timeout": n, "crash": n, "error": n}."""
+
+    def __init__(self, graders: Mapping[str, str], workers: int, timeout_seconds: float) -> None:
+        if workers < 1 or timeout_seconds <= 0:
+            raise ValueError(f"need workers >= 1 and a timeout > 0: {workers}, {timeout_seconds}")
+        for name in set(graders.values()):
+            check(name)
+        self.counts = {source: dict.fromkeys(OUTCOMES, 0) for source in graders}
+        self._pending = 0
+        self._graders = dict(graders)
+        self._timeout_seconds = timeout_seconds
+        self._queue: deque[_Task] = deque()
+        self._closed = False
+        self._changed = threading.Condition()  # guards the queue and the flag
+        self._closing, self._close_signal = Pipe(duplex=False)
+        self._finished: SimpleQueue[_Result | Exception] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"grading-{i}", daemon=True)
+            for i in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pending(self) -> int:
+        """Gradings submitted and not yet collected."""
+        return self._pending
+
+    def submit(
+        self, key: Any, source: str, response: str, truth: str, extra: Mapping[str, Any]
+    ) -> None:
+        """Queue one grading and return. `key`, anything, comes back with the result.
+
+        Raises ValueError for an unknown source or a closed pool; `extra` must be picklable.
+        """
+        if source not in self._graders:
+            raise ValueError(f"no grader for source {source!r}; known: {sorted(self._graders)}")
+        task = _Task(key, source, pickle.dumps((source, response, truth, extra)))
+        with self._changed:
+            if self._closed:
+                raise ValueError("the grading pool is closed")
+            self._queue.append(task)
+            self._changed.notify()
+        self._pending += 1
+
+    def collect(self, wait: bool) -> list[tuple[Any, Grade | None, str]]:
+        """What finished since the last call, in any order: (key, grade, why).
+
+        The grade is None if the grader abstained; why is then "timeout", "crash" (its process
+        died) or "error" (it raised), and the first of each kind and source is logged. Else why
+        is "graded".
+
+        wait: block until something finishes, unless nothing is pending.
+        Raises ConfigError or DapoError if workers cannot start.
+        """
+        results: list[tuple[Any, Grade | None, str]] = []
+        while self._pending:
+            try:
+                item = self._finished.get(block=wait and not results)
+            except Empty:
+                break
+            if isinstance(item, Exception):
+                self._finished.put(item)  # for whoever asks again
+                raise item
+            self._count(item)
+            results.append((item.task.key, item.grade, item.why))
+        return results
+
+    def close(self) -> None:
+        """Kill the workers; what is queued, running or uncollected is dropped. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+        self._close_signal.send(None)  # never received, so every thread sees it
+        for thread in self._threads:
+            thread.join()
+        self._pending = 0
+        self._close_signal.close()
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _count(self, result: _Result) -> None:
+        task, counts = result.task, self.counts[result.task.source]
+        if result.why != "graded" and counts[result.why] == 0:
+            logger.warning(
+                "grading of %r abstained (%s), source %r; later ones are only counted. %s",
+                *(task.key, result.why, task.source, result.detail),
+            )
+        counts[result.why] += 1
+        self._pending -= 1
+
+    # ------------------------------------------------------------------ in the threads
+
+    def _serve(self) -> None:
+        """Look after one worker until the pool is closed."""
+        worker: WorkerProcess | None = None
+        try:
+            worker = self._start()
+            while batch := self._next_batch():
+                if not worker.alive:  # it died idle: no grading is to blame
+                    worker.stop()
+                    worker = self._start()
+                try:
+                    self._grade(worker, batch)
+                except WorkerLost as lost:
+                    self._finished.put(_Result(batch.popleft(), None, lost.why))
+                    self._give_back(batch)
+                    worker.stop()
+                    worker = self._start()
+        except PoolClosed:
+            pass
+        except Exception as error:  # noqa: BLE001 - raised again by collect, in the caller's thread
+            self._finished.put(error)
+        finally:
+            if worker is not None:
+                worker.stop()
+
+    def _grade(self, worker: WorkerProcess, batch: deque[_Task]) -> None:
+        """Grade the tasks of `batch`; each leaves it when answered. Raises WorkerLost."""
+        worker.send([task.payload for task in batch])
+        while batch:
+            answer = worker.receive(self._timeout_seconds)
+            if isinstance(answer, Grade):
+                self._finished.put(_Result(batch.popleft(), answer, "graded"))
+            else:
+                self._finished.put(_Result(batch.popleft(), None, "error", answer))
+
+    def _start(self) -> WorkerProcess:
+        """A worker that has imported its graders."""
+        for _ in range(MAX_FAILED_STARTS):
+            worker = WorkerProcess(self._closing)
+            try:
+                worker.load(self._graders)
+            except WorkerLost:
+                worker.stop()
+            except BaseException:
+                worker.stop()
+                raise
+            else:
+                return worker
+        raise DapoError(
+            f"rewards: {MAX_FAILED_STARTS} grading workers in a row died or hung while importing "
+            f"the graders {sorted(set(self._graders.values()))}; see their stderr"
+        )
+
+    def _next_batch(self) -> deque[_Task]:
+        """Wait for work; empty once the pool is closed. Leaves a share to the other workers."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            share = max(1, len(self._queue) // (2 * len(self._threads)))
+            size = min(share, MAX_BATCH, len(self._queue))
+            return deque(self._queue.popleft() for _ in range(size))
+
+    def _give_back(self, batch: deque[_Task]) -> None:
+        with self._changed:
+            self._queue.extendleft(reversed(batch))
+            self._changed.notify_all()

@@ -1,0 +1,98 @@
+"""From the name of a grader in the configuration to a function.
+
+A grader may be anyone's code: whatever it returns is turned into a Grade here, or refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+from dapo_megatron.types import ConfigError, Grade
+
+GraderFn = Callable[[str, str, Mapping[str, Any]], Grade]
+"""(response, truth, prompt extra) -> Grade."""
+
+_LIBRARIES = {"dapo_math": None, "math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
+"""Built-in graders (modules of this package) and the library that each needs."""
+
+
+def resolve(name: str) -> GraderFn:
+    """The grader called `name`: dapo_math, math_verify, reasoning_gym, or `module:function`.
+
+    A function of yours is called with (response, truth, extra) and returns a Grade, a bool
+    (score +1 / -1) or a number (the score; correct if above 0). Imports the grader's library.
+    Raises ConfigError: unknown name (with the nearest), module that cannot be imported, missing
+    function. The returned grader raises what the function does, and TypeError or ValueError if
+    it returns something else or a score that is not finite.
+    """
+    if name in _LIBRARIES:
+        _require_library(name)
+        module = importlib.import_module(f"dapo_megatron.rewards.{name}")
+        function = module.grade
+        if name == "reasoning_gym":
+            return _checked(function)
+        return _checked(lambda response, truth, extra: function(response, truth))
+    return _checked(_user_function(name))
+
+
+def check(name: str) -> None:
+    """Raise ConfigError as `resolve` would, without importing the library of a built-in."""
+    if name in _LIBRARIES:
+        _require_library(name)
+    else:
+        _user_function(name)
+
+
+def as_grade(result: Any) -> Grade:
+    """A Grade of plain values from what a grader returned. Raises TypeError or ValueError."""
+    if isinstance(result, Grade):
+        grade = Grade(float(result.score), bool(result.correct), str(result.pred))
+    elif isinstance(result, bool):
+        grade = Grade(1.0 if result else -1.0, result, "")
+    elif isinstance(result, Real):
+        grade = Grade(float(result), float(result) > 0, "")
+    else:
+        raise TypeError(f"a grader returns a Grade, a bool or a number, not {result!r:.100}")
+    if not math.isfinite(grade.score):
+        raise ValueError(f"a score must be finite, not {grade.score}")
+    return grade
+
+
+def _checked(function: Callable[[str, str, Mapping[str, Any]], Any]) -> GraderFn:
+    return lambda response, truth, extra: as_grade(function(response, truth, extra))
+
+
+def _require_library(name: str) -> None:
+    library = _LIBRARIES[name]
+    if library is not None and importlib.util.find_spec(library) is None:
+        raise ConfigError(f"grader {name!r}: the library {library!r} is not installed")
+
+
+def _user_function(name: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, _LIBRARIES, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ConfigError(
+            f"grader {name!r}: unknown{hint} (known: {', '.join(_LIBRARIES)}, or module:function)"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"grader {name!r}: module {module_name!r} cannot be imported ({error})"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = difflib.get_close_matches(function_name, dir(module), n=3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ConfigError(
+            f"grader {name!r}: {module_name!r} has no function {function_name!r}{hint}"
+        )
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,315 @@
+"""The grading pool: whatever a grader does costs one grading, and no process is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from pickle import PicklingError
+from typing import Any
+
+import pytest
+
+from dapo_megatron.rewards import GradingPool
+from dapo_megatron.rewards.pool import MAX_BATCH
+from dapo_megatron.types import ConfigError, DapoError, Grade
+
+# The response says how the grader behaves; every call notes its process id.
+GRADER = """
+import os, re, signal, subprocess, sys, time
+from dapo_megatron.types import Grade
+
+def act(response, truth, extra):
+    with open(extra["pids"], "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    if response == "hang":
+        time.sleep(1000)
+    if response == "hang_in_c":  # holds the interpreter lock, so no Python signal or thread runs
+        re.match(r"(a|a)*$", "a" * 60 + "b")
+    if response == "hang_with_child":
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(extra["pids"], "a") as file:
+            file.write(f"{child.pid}\\n")
+        child.wait()
+    if response == "exit":
+        os._exit(3)
+    if response == "sys_exit":
+        sys.exit(3)
+    if response == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "raise":
+        raise RuntimeError("on purpose")
+    if response == "print":
+        print("x" * 5_000_000)
+    if response == "big":
+        return Grade(1.0, True, "y" * 5_000_000)
+    if response == "slow":
+        time.sleep(0.3)
+    if response == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    if response == "environment":
+        names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & set(os.environ)
+        names |= {"torch", "pydantic"} & set(sys.modules)
+        return Grade(1.0, not names, repr(names))
+    return Grade(1.0, True, response)
+"""
+
+
+@pytest.fixture
+def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pool_grader.py").write_text(GRADER)
+    (tmp_path / "dies_at_import.py").write_text(
+        "import os, sys\nif 'worker' in sys.argv[0]: os._exit(3)\ndef grade(r, t, e): return True\n"
+    )
+    (tmp_path / "raises_at_import.py").write_text(
+        "import sys\nif 'worker' in sys.argv[0]: raise KeyError('only there')\n"
+        "def grade(r, t, e): return True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "pids"
+
+
+@pytest.fixture
+def make(pids: Path) -> Callable[..., GradingPool]:
+    def make(workers: int = 1, timeout_seconds: float = 20.0) -> GradingPool:
+        return GradingPool({"task": "pool_grader:act"}, workers, timeout_seconds)
+
+    return make
+
+
+def grade_all(
+    pool: GradingPool, responses: list[str], pids: Path
+) -> dict[int, tuple[Grade | None, str]]:
+    for key, response in enumerate(responses):
+        pool.submit(key, "task", response, "truth", {"pids": str(pids)})
+    results: dict[int, tuple[Grade | None, str]] = {}
+    while pool.pending:
+        for key, grade, why in pool.collect(wait=True):
+            assert key not in results
+            results[key] = (grade, why)
+    return results
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A killed orphan waits as a zombie where nobody reaps (a container without an init).
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def noted(pids: Path) -> set[int]:
+    return {int(line) for line in pids.read_text().split()}
+
+
+def wait_until_dead(processes: set[int], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, processes)):
+        assert time.monotonic() < deadline, f"still alive: {[p for p in processes if alive(p)]}"
+        time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------ what goes wrong
+
+BAD = {
+    "hang": "timeout",
+    "hang_in_c": "timeout",
+    "hang_with_child": "timeout",
+    "exit": "crash",
+    "sys_exit": "crash",
+    "segfault": "crash",
+    "raise": "error",
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("behaviour", BAD)
+def test_a_bad_grading_costs_exactly_itself(
+    make: Callable[..., GradingPool], pids: Path, behaviour: str, workers: int
+) -> None:
+    responses = [f"ok {i}" for i in range(40)]
+    responses[5] = responses[39] = behaviour
+    # The good ones are far below this limit even on a busy machine.
+    with make(workers, 1.5 if BAD[behaviour] == "timeout" else 20.0) as pool:
+        results = grade_all(pool, responses, pids)
+        counts = pool.counts["task"]
+    for key, response in enumerate(responses):
+        expected = (None, BAD[behaviour]) if response == behaviour else (
+            Grade(1.0, True, response),
+            "graded",
+        )  # fmt: skip
+        assert results[key] == expected
+    zeros = {"graded": 0, "timeout": 0, "crash": 0, "error": 0}
+    assert counts == {**zeros, "graded": 38, BAD[behaviour]: 2}
+    wait_until_dead(noted(pids))
+
+
+@pytest.mark.parametrize("behaviour", ["print", "big", "slow", "interrupt"])
+def test_an_odd_grading_is_still_graded(
+    make: Callable[..., GradingPool], pids: Path, behaviour: str
+) -> None:
+    with make() as pool:
+        results = grade_all(pool, ["ok", behaviour, "ok"], pids)
+    assert [why for _, why in results.values()] == ["graded"] * 3
+    assert len(noted(pids)) == 1
+
+
+def test_a_worker_that_dies_idle_costs_nothing(
+    make: Callable[..., GradingPool], pids: Path
+) -> None:
+    with make() as pool:
+        grade_all(pool, ["ok"], pids)
+        (worker,) = noted(pids)
+        os.kill(worker, signal.SIGKILL)
+        wait_until_dead({worker})
+        assert grade_all(pool, ["ok"], pids)[0][1] == "graded"
+        assert pool.counts["task"]["crash"] == 0
+    assert len(noted(pids)) == 2
+
+
+def test_the_first_abstention_is_logged_with_its_cause(
+    make: Callable[..., GradingPool], pids: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), make() as pool:
+        grade_all(pool, ["raise", "raise"], pids)
+    assert len(caplog.records) == 1
+    assert "RuntimeError: on purpose" in caplog.text
+
+
+# ------------------------------------------------------------------------ start
+
+
+def test_bad_names_are_refused_before_any_process_starts() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'dapo_math'"):
+        GradingPool({"a": "dapo_mth"}, workers=1, timeout_seconds=1.0)
+    for workers, timeout in ((0, 1.0), (1, 0.0)):
+        with pytest.raises(ValueError, match="workers >= 1"):
+            GradingPool({}, workers, timeout)
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "message"),
+    [
+        ("dies_at_import", DapoError, "3 grading workers in a row"),
+        ("raises_at_import", ConfigError, "refused to start: 'only there'"),
+    ],
+)
+def test_workers_that_cannot_start_stop_the_run(
+    pids: Path, module: str, error: type[Exception], message: str
+) -> None:
+    with GradingPool({"a": f"{module}:grade"}, workers=1, timeout_seconds=5.0) as pool:
+        pool.submit(0, "a", "", "", {})
+        for _ in range(2):  # whoever asks again hears it again
+            with pytest.raises(error, match=message):
+                pool.collect(wait=True)
+
+
+def test_a_worker_is_light_and_no_rank(
+    make: Callable[..., GradingPool], pids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    with make() as pool:
+        grade, _ = grade_all(pool, ["environment"], pids)[0]
+    assert grade is not None
+    assert grade.correct, grade.pred
+
+
+# ------------------------------------------------------------------------ end
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "hang_in_c", "slow"])
+def test_close_is_prompt_and_leaves_no_process(
+    make: Callable[..., GradingPool], pids: Path, behaviour: str
+) -> None:
+    pool = make(workers=2, timeout_seconds=1000.0)
+    for key in range(20):
+        pool.submit(key, "task", behaviour, "", {"pids": str(pids)})
+    while not pids.exists():
+        time.sleep(0.02)
+    started = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - started < 5.0
+    assert pool.collect(wait=True) == []
+    with pytest.raises(ValueError, match="closed"):
+        pool.submit(0, "task", "", "", {})
+    wait_until_dead(noted(pids))
+
+
+@pytest.mark.parametrize("behaviour", ["ok", "hang_in_c"])
+def test_workers_die_with_a_parent_that_was_killed(pids: Path, behaviour: str) -> None:
+    code = f"""
+        import os, signal, sys, time
+        sys.path.insert(0, {str(pids.parent)!r})
+        from dapo_megatron.rewards import GradingPool
+        pool = GradingPool({{"task": "pool_grader:act"}}, 2, 1000.0)
+        for key in range(8):
+            pool.submit(key, "task", {behaviour!r}, "", {{"pids": {str(pids)!r}}})
+        while not os.path.exists({str(pids)!r}) or not os.path.getsize({str(pids)!r}):
+            time.sleep(0.02)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    parent = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60)
+    assert parent.returncode == -signal.SIGKILL
+    wait_until_dead(noted(pids))
+
+
+# ------------------------------------------------------------------------ flow
+
+
+def test_collect_without_waiting_returns_at_once(
+    make: Callable[..., GradingPool], pids: Path
+) -> None:
+    with make() as pool:
+        assert pool.collect(wait=True) == []  # nothing pending: nothing to wait for
+        pool.submit("key", "task", "slow", "", {"pids": str(pids)})
+        assert pool.collect(wait=False) == []
+        assert pool.pending == 1
+        assert pool.collect(wait=True) == [("key", Grade(1.0, True, "slow"), "graded")]
+        assert pool.pending == 0
+
+
+def test_a_slow_grading_holds_up_no_more_than_its_batch(
+    make: Callable[..., GradingPool], pids: Path
+) -> None:
+    with make(workers=2) as pool:
+        while not pids.exists() or len(noted(pids)) < 2:  # both have started
+            grade_all(pool, ["slow"] * 2, pids)
+        results = grade_all(pool, ["slow", *["ok"] * 50], pids)
+    assert list(results).index(0) >= 51 - MAX_BATCH
+
+
+def test_submit_refuses_what_cannot_be_graded(make: Callable[..., GradingPool], pids: Path) -> None:
+    with make() as pool:
+        with pytest.raises(ValueError, match=r"'other'; known: \['task'\]"):
+            pool.submit(0, "other", "", "", {})
+        with pytest.raises((AttributeError, TypeError, PicklingError), match="pickle"):
+            pool.submit(0, "task", "", "", {"function": lambda: None})
+        assert pool.pending == 0
+
+
+def test_thousands_of_small_gradings_per_second() -> None:
+    def seconds(pool: GradingPool, count: int) -> float:
+        started = time.monotonic()
+        for key in range(count):
+            pool.submit(key, "math", "Answer: 42", "42", {})
+        while pool.pending:
+            results: list[tuple[Any, Grade | None, str]] = pool.collect(wait=True)
+            assert all(grade is not None and grade.correct for _, grade, _ in results)
+        return time.monotonic() - started
+
+    with GradingPool({"math": "dapo_math"}, workers=1, timeout_seconds=30.0) as pool:
+        seconds(pool, 1)
+        best = min(seconds(pool, 2000) for _ in range(3))
+    # About 10,000 per second on one idle core; the bound leaves room for a busy machine.
+    assert 2000 / best > 1000

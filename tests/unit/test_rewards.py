@@ -1,0 +1,221 @@
+"""The graders: the reference one exactly, the others in what the project relies on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.rewards import resolve
+from dapo_megatron.rewards.dapo_math import INVALID, grade
+from dapo_megatron.types import ConfigError, Grade
+
+LINES = (Path(__file__).parents[1] / "golden" / "grading.jsonl").read_text(encoding="utf-8")
+CASES = [json.loads(line) for line in LINES.splitlines()]
+
+# ------------------------------------------------------------------------ dapo_math
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_dapo_math_is_the_reference_grader(case: dict[str, Any]) -> None:
+    expected = Grade(case["expected_score"], case["expected_correct"], case["expected_pred"])
+    assert grade(case["output"], case["ground_truth"]) == expected
+
+
+# What the golden cases do not reach: (answer, what the written rules make of it).
+RULES = [
+    ("x^2 = y = 7", "7"),
+    ("an apple a day", "appleday"),
+    (r"3,\text{and} 4", "34"),
+    (r"\mbox{7}", "7"),
+    (r"\text{7}\text{8}", "78"),
+    (r"\textbf{7}+\overline{8}", "7+8"),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\frac12+\sqrt3", r"\frac{1}{2}+\sqrt{3}"),
+    (r"$\frac1$", r"\frac{1}{}"),
+    ("1,234,567", "1234567"),
+    ("1,234.5", "1,234.5"),
+    (r"42^{\circ}\;\dots\ldots", "42"),
+    ("one $5$ two $6$", "5"),
+    ("$5", "5"),
+    ("units42digits", "42"),
+    (r"5 \text{ m}", "5"),
+]
+
+
+@pytest.mark.parametrize(("answer", "pred"), RULES)
+def test_dapo_math_rule(answer: str, pred: str) -> None:
+    assert grade(f"Answer: {answer}", "?").pred == pred
+    assert grade(f"Answer: {answer}", answer).correct
+
+
+def test_dapo_math_reads_300_characters() -> None:
+    answer = "\nAnswer: 7\n"
+    assert grade(answer + "x" * (301 - len(answer)), "7").correct
+    assert grade(answer + "x" * (302 - len(answer)), "7").correct is False
+    assert grade(answer + "x" * 300, "7").pred == INVALID
+
+
+ALPHABET = st.one_of(
+    st.text(max_size=400),
+    st.lists(
+        st.sampled_from(
+            [
+                "Answer",
+                ":",
+                " ",
+                "\n",
+                "$",
+                "\\",
+                "{",
+                "}",
+                "frac",
+                "sqrt",
+                "text",
+                "boxed",
+                "=",
+                ",",
+            ]
+        )
+        | st.characters(),
+        max_size=120,
+    ).map("".join),
+)
+
+
+@given(response=ALPHABET, truth=ALPHABET)
+def test_dapo_math_never_raises(response: str, truth: str) -> None:
+    result = grade(response, truth)
+    assert result.score == (1.0 if result.correct else -1.0)
+
+
+# ------------------------------------------------------------------------ math_verify
+
+
+def test_math_verify_agrees_with_the_library_as_recorded() -> None:
+    grader = resolve("math_verify")
+    wrong = [
+        case["id"]
+        for case in CASES
+        if grader(case["output"], case["ground_truth"], {}).correct != case["math_verify_0_9_0"]
+    ]
+    assert wrong == []
+
+
+def test_math_verify_is_lenient_and_says_what_it_read() -> None:
+    grader = resolve("math_verify")
+    result = grader(r"so it is $\frac{2}{4}$", "0.5", {})
+    assert (result.score, result.correct) == (1.0, True)
+    assert "2" in result.pred
+    assert grader("no number", "0.5", {}) == Grade(-1.0, False, "")
+    assert grader("42", r"\frac{84}{2}", {}).correct  # LaTeX truth without dollars
+    with pytest.raises(ValueError, match="no expression in the truth"):
+        grader("42", "", {})
+
+
+# ------------------------------------------------------------------------ reasoning_gym
+
+
+def test_reasoning_gym_uses_the_scorer_of_the_data_set() -> None:
+    import reasoning_gym
+
+    grader = resolve("reasoning_gym")
+    for name in ("chain_sum", "countdown"):
+        entry = json.loads(json.dumps(reasoning_gym.create_dataset(name, size=1, seed=3)[0]))
+        extra = {"dataset": name, "entry": entry}
+        assert grader(f" {entry['answer']}\n", "", extra) == Grade(1.0, True, entry["answer"])
+        assert grader("nonsense", "", extra) == Grade(-1.0, False, "nonsense")
+    chain = {"dataset": "chain_sum", "entry": {"question": "1+1", "answer": "2", "metadata": {}}}
+    assert grader("2.0", "", chain).correct  # the scorer's leniency, not string equality
+    with pytest.raises(ValueError, match="no_such_set"):
+        grader("2", "", {**chain, "dataset": "no_such_set"})
+
+
+def test_reasoning_gym_gives_no_reward_for_partial_credit() -> None:
+    import reasoning_gym
+
+    entry = {"question": "1+1", "answer": "2", "metadata": {}}
+    assert 0 < reasoning_gym.get_score_answer_fn("chain_sum")("it is 2", entry) < 1
+    grader = resolve("reasoning_gym")
+    assert grader("it is 2", "", {"dataset": "chain_sum", "entry": entry}).score == -1.0
+
+
+def test_reasoning_gym_hands_options_to_the_scorer() -> None:
+    entry = {"question": "", "answer": "0.33", "metadata": {}}
+    extra = {"dataset": "chain_sum", "entry": entry, "options": {"min_terms": 9, "max_terms": 2}}
+    with pytest.raises(AssertionError, match="max_terms"):
+        resolve("reasoning_gym")("1", "", extra)
+
+
+# ------------------------------------------------------------------------ registry
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_graders.py").write_text(
+        "from dapo_megatron.types import Grade\n"
+        "def returns(response, truth, extra): return extra['value']\n"
+        "def compares(response, truth, extra): return response == truth\n"
+        "number = 3\n"
+    )
+    (tmp_path / "my_broken.py").write_text("import no_such_library_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_graders"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, Grade(1.0, True, "")),
+        (False, Grade(-1.0, False, "")),
+        (0.25, Grade(0.25, True, "")),
+        (0, Grade(0.0, False, "")),
+        (Grade(-2.0, True, "x"), Grade(-2.0, True, "x")),
+    ],
+)
+def test_what_a_user_may_return(user_module: str, value: Any, expected: Grade) -> None:
+    assert resolve(f"{user_module}:returns")("r", "t", {"value": value}) == expected
+
+
+@pytest.mark.parametrize("value", [None, "1", float("nan"), Grade(float("inf"), True, "")])
+def test_what_a_user_may_not_return(user_module: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"grader returns|finite"):
+        resolve(f"{user_module}:returns")("r", "t", {"value": value})
+
+
+def test_a_user_function_gets_response_and_truth(user_module: str) -> None:
+    grader = resolve(f"{user_module}:compares")
+    assert grader("7", "7", {}).correct
+    assert not grader("7", "8", {}).correct
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dapo_maths", "did you mean 'dapo_math'"),
+        ("zzz", "known: dapo_math, math_verify, reasoning_gym, or module:function"),
+        ("no_such_module:grade", "module 'no_such_module' cannot be imported"),
+        ("my_broken:grade", "no_such_library_at_all"),
+        ("my_graders:return", "no function 'return'; did you mean 'returns'"),
+        ("my_graders:number", "no function 'number'"),
+        (":grade", "cannot be imported"),
+    ],
+)
+def test_a_bad_grader_name_is_refused(user_module: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(name)
+
+
+def test_importing_rewards_is_light() -> None:
+    code = (
+        "import sys, dapo_megatron.rewards, dapo_megatron.rewards.dapo_math; "
+        "assert not {'torch', 'pydantic', 'math_verify', 'sympy', 'reasoning_gym'} "
+        "& set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
