@@ -226,8 +226,8 @@ class Config(Section):
 
     seed: int
     resume: str = "never"
-    """never: refuse a folder that has checkpoints; auto: its newest one, or a fresh start;
-    PATH: that checkpoint."""
+    """never: start afresh (an older run of this name is kept beside it as NAME.1, NAME.2, ...);
+    auto: from the run folder's newest checkpoint, or its start; PATH: from that checkpoint."""
     run: RunConfig
     model: ModelConfig
     policy: PolicyConfig
@@ -312,7 +312,7 @@ def dump_config(config: Config) -> str:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from error
 

@@ -1,0 +1,117 @@
+"""The command line: train, evaluate, doctor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dapo_megatron.cluster.launch import is_launched, launch
+from dapo_megatron.config import Config, check_layout, load_config, num_processes
+from dapo_megatron.types import ConfigError, DapoError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train language models with DAPO on Megatron-core and vLLM.",
+)
+doctor = typer.Typer(no_args_is_help=True, help="Find out what is wrong, and how to mend it.")
+app.add_typer(doctor, name="doctor")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Replace values of the YAML.")
+]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")]
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train. Outside a launcher, starts its own ranks; under torchrun or srun, joins."""
+    checked = _load(config, overrides or [])
+    _on_ranks(checked)
+    from dapo_megatron import session
+
+    session.train(checked)
+
+
+@app.command()
+def evaluate(config: ConfigPath, overrides: Overrides = None, json_file: JsonPath = None) -> None:
+    """Evaluate the model, or with checkpoint=PATH the weights of a checkpoint."""
+    overrides = overrides or []
+    chosen = [text for text in overrides if text.startswith("checkpoint=")]
+    checked = _load(config, [text for text in overrides if text not in chosen])
+    if not checked.evaluation.sets:
+        raise ConfigError("evaluation.sets: empty; there is nothing to evaluate on")
+    checkpoint = chosen[-1].partition("=")[2] if chosen else None
+    if checkpoint is not None and not (Path(checkpoint) / "state.json").exists():
+        raise ConfigError(f"checkpoint: {checkpoint} is not a checkpoint (no state.json)")
+    _on_ranks(checked)
+    from dapo_megatron import session
+
+    figures = session.evaluate(checked, checkpoint)
+    if figures is not None:
+        _print_figures(figures)
+        _write(json_file, figures)
+
+
+@doctor.command()
+def env(json_file: JsonPath = None) -> None:
+    """Check this machine and its Python environment."""
+    from rich.console import Console
+
+    from dapo_megatron.cluster.environment import check_environment, render, to_json
+
+    records = check_environment()
+    render(records, Console())
+    if json_file is not None:
+        json_file.write_text(to_json(records), encoding="utf-8")
+    if any(record.status == "fail" for record in records):
+        raise typer.Exit(1)
+
+
+def _load(path: Path, overrides: list[str]) -> Config:
+    config = load_config(path, overrides)
+    check_layout(config, num_processes(config))
+    return config
+
+
+def _on_ranks(config: Config) -> None:
+    """Outside a launcher: run this very command on run.processes ranks, then exit."""
+    if not is_launched():
+        raise typer.Exit(launch(sys.argv[1:], config.run.processes))
+
+
+def _print_figures(figures: dict[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("set", "figure", "value")
+    for name, value in figures.items():
+        group, _, figure = name.removeprefix("eval/").rpartition("/")
+        table.add_row(group, figure, f"{value:.4f}")
+    Console().print(table)
+
+
+def _write(path: Path | None, figures: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures), encoding="utf-8")
+
+
+def main() -> None:
+    """The entry point: a user's mistake is a message, not a traceback."""
+    try:
+        app()
+    except DapoError as error:
+        # Inside a launched run rank 0 has said it already, on the terminal.
+        if not is_launched():
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Starting the ranks of a run on this machine, when no launcher has."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+GRACE_SECONDS = 15.0
+"""How long the other ranks get to end by themselves after one has failed."""
+
+
+def is_launched() -> bool:
+    """Whether torchrun, srun or `launch` started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(arguments: Sequence[str], num_processes: int) -> int:
+    """Run `python -m dapo_megatron *arguments` on `num_processes` ranks; the exit code.
+
+    The first rank to fail decides it; the others are given GRACE_SECONDS and are then killed.
+    SIGINT and SIGTERM are passed on. Ranks die with this process.
+    """
+    port = _free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dapo_megatron", *arguments],
+            env={**os.environ, **_environment(rank, num_processes, port)},
+            preexec_fn=_die_with_parent,
+        )
+        for rank in range(num_processes)
+    ]
+    with _signals_passed_on(ranks):
+        return _wait(ranks)
+
+
+def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        # More threads than cores make every collective wait for a thread that is not running.
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_processes))
+    return environment
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    deadline = None
+    code = 0
+    while any(rank.poll() is None for rank in ranks):
+        failed = [rank.returncode for rank in ranks if rank.poll()]
+        if failed and deadline is None:
+            code, deadline = failed[0], time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.05)
+    return code or next((rank.returncode for rank in ranks if rank.returncode), 0)
+
+
+@contextlib.contextmanager
+def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    def pass_on(number: int, _: object) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    # A terminal sends SIGINT to the ranks as well; ours only must not end this process first.
+    kept = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _die_with_parent() -> None:
+    """Linux: SIGKILL for this process when the one that started it is gone."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

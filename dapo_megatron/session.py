@@ -1,0 +1,234 @@
+"""One rank of one run, from joining the others to the summary."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TextIO, TypeVar
+
+from dapo_megatron.cluster.ranks import Ranks, join
+from dapo_megatron.config import Config, dump_config
+from dapo_megatron.run_folder import RunFolder, read_state, write_json
+from dapo_megatron.types import DapoError
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Session:
+    """This rank, the run's folder, and the terminal it was started from."""
+
+    config: Config
+    ranks: Ranks
+    folder: RunFolder
+    terminal: TextIO
+    resume_from: Path | None
+
+
+@contextmanager
+def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
+    """Join the other ranks and take the run's folder; output of libraries goes to logs/.
+
+    An error is told in a line on the terminal, its traceback in this rank's log.
+    """
+    from dapo_megatron.policy.device import backend
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    ranks = join(backend())
+    folder = RunFolder(config.folder)
+    terminal = sys.stdout
+    try:
+        source = None
+        if with_folder:
+            source = together(ranks, lambda: folder.open(config.resume))
+            folder.is_continued = ranks.broadcast(folder.is_continued)
+            terminal = _redirect_output(folder.logs / f"rank_{ranks.rank}.log")
+        yield Session(config, ranks, folder, terminal, source)
+    except DapoError as error:
+        if ranks.rank == 0:
+            print(f"error: {error}", file=terminal, flush=True)
+        raise
+    except Exception as error:
+        where = f" (traceback in {folder.logs}/rank_{ranks.rank}.log)" if with_folder else ""
+        print(f"rank {ranks.rank}: {type(error).__name__}: {error}{where}", file=terminal, flush=True)
+        raise
+    finally:
+        import torch.distributed as dist
+
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def train(config: Config) -> None:
+    """Train, on this rank of a launched job."""
+    with open_session(config, with_folder=True) as session:
+        _train(session)
+
+
+def _train(session: Session) -> None:
+    from dapo_megatron import build, loop
+    from dapo_megatron.tracking import RunConsole
+
+    config, ranks, folder = session.config, session.ranks, session.folder
+    state = read_state(session.resume_from) if session.resume_from else None
+    progress = loop.Progress(**state["progress"]) if state else loop.Progress()
+    recorder: Any = build.SilentRecorder()
+    tracker, console = None, None
+    if ranks.rank == 0:
+        folder.config.write_text(dump_config(config), encoding="utf-8")
+        console = RunConsole(num_steps=config.train.rollout_steps, file=session.terminal)
+        console.header(f"dapo_megatron {config.run.name}", _facts(session))
+    tracker = together(
+        ranks, lambda: build.build_tracker(config, folder, console, progress.step), tell=False
+    )
+    if console is not None:
+        recorder = build.RankZeroRecorder(
+            tracker.tracker, folder, console, config.tracking.samples, ranks.world_size
+        )
+    status = "FAILED"
+    core = None
+    try:
+        prompts = build.load_prompts(config)
+        core = build.build_core(config, ranks)
+        if console is not None:
+            for note in prompts.notes:
+                console.note(f"  {note}")
+        parts = build.build_parts(config, ranks, core, prompts, folder, recorder)
+        if state is not None:
+            core.policy.load(session.resume_from)
+            parts.coordinator.restore(state["coordinator"])
+        progress = loop.train(config, parts, progress)
+        summary = _summary(session, progress)
+        if console is not None:
+            write_json(folder.summary, summary)
+            tracker.tracker.artifact(folder.summary)
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        if core is not None:
+            core.close()
+        if tracker is not None:
+            tracker.tracker.finish(status)
+    if console is not None:
+        console.summary(
+            accuracy_before=summary["accuracy_before"],
+            accuracy_after=summary["accuracy_after"],
+            seconds=summary["seconds"],
+            folder=folder.path,
+            ui=tracker.ui,
+        )
+
+
+def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
+    """Evaluate the model, or the weights of a checkpoint; the figures on rank 0."""
+    from dapo_megatron import build
+
+    with open_session(config, with_folder=False) as session:
+        ranks = session.ranks
+        prompts = build.load_prompts(config)
+        core = build.build_core(config, ranks)
+        try:
+            if checkpoint is not None:
+                read_state(Path(checkpoint))
+                core.policy.load(Path(checkpoint))
+            core.sync(0)
+            figures = build.build_evaluator(config, prompts, core).run()
+        finally:
+            core.close()
+        return figures if ranks.rank == 0 else None
+
+
+def together(ranks: Ranks, work: Callable[[], Result], *, tell: bool = True) -> Result:
+    """Do `work` on rank 0 alone; a DapoError of it is raised on every rank, so that nobody waits
+    for a rank that has given up. With `tell`, every rank gets the result."""
+    result, error = None, None
+    if ranks.rank == 0:
+        try:
+            result = work()
+        except DapoError as raised:
+            error = raised
+    told, error = ranks.broadcast((result if tell else None, error))
+    if error is not None:
+        raise error
+    return told if tell else result  # type: ignore[return-value]
+
+
+def _summary(session: Session, progress: Any) -> dict[str, Any]:
+    from dapo_megatron.tracking import commit, versions
+
+    peaks = session.ranks.all_gather(_peak_gib())
+    return {
+        "accuracy_before": _accuracy(progress.first_evaluation),
+        "accuracy_after": _accuracy(progress.last_evaluation),
+        "steps": progress.step,
+        "seconds": progress.seconds,
+        "max_gap": progress.max_gap,
+        "peak_memory_gib": sum(peaks),
+        "evaluation_before": progress.first_evaluation,
+        "evaluation_after": progress.last_evaluation,
+        "seed": session.config.seed,
+        "num_processes": session.ranks.world_size,
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def _accuracy(figures: Mapping[str, float]) -> float | None:
+    """Mean over the evaluation sets of avg@k."""
+    values = [value for name, value in figures.items() if "/avg@" in name]
+    return fmean(values) if values else None
+
+
+def _peak_gib() -> float:
+    """Largest resident memory of this rank and of any of its children, in GiB."""
+    kib = sum(
+        resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return kib / 2**20
+
+
+def _facts(session: Session) -> dict[str, str]:
+    config = session.config
+    policy = config.policy
+    world = session.ranks.world_size
+    parallel = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
+    facts = {
+        "model": config.model.path,
+        "policy": f"tensor {policy.tensor_parallel} x pipeline {policy.pipeline_parallel} x "
+        f"data {world // parallel}, {policy.precision}",
+        "engine": f"tensor {config.engine_tensor_parallel} x "
+        f"{world // config.engine_tensor_parallel} replicas",
+        "folder": str(session.folder.path),
+    }
+    if session.resume_from is not None:
+        facts["resumed from"] = str(session.resume_from)
+    return facts
+
+
+def _redirect_output(log: Path) -> TextIO:
+    """Send what this process and its libraries print to `log`; a file on the terminal it had."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+    with log.open("ab") as file:
+        file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}\n".encode())
+        file.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    return terminal
+
+
+def _interrupt(*_: object) -> None:
+    """SIGTERM ends a run as Ctrl-C does: cleanly, with the status KILLED."""
+    raise KeyboardInterrupt
