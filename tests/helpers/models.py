@@ -1,0 +1,75 @@
+"""Tiny models with random weights, in HF folders, for the tests that compare backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tools.make_tiny_model import MAX_TOKENS, make_tokenizer
+
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # bias on query, key and value
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),  # norm on query and key; head_dim on its own
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random model of `family` with the quickstart's tokenizer; returns `folder`.
+
+    Two layers, 4 query heads on 2 key-value heads of 32, untied; `overrides` go to the HF config
+    (`tie_word_embeddings=True`, `num_hidden_layers=4`, ...). Every weight differs from what a
+    fresh model or a forgotten tensor would hold: matrices of std 0.1, norms in [0.5, 1.5], biases
+    away from 0.
+    """
+    config_class, model_class = FAMILIES[family]
+    tokenizer = make_tokenizer()
+    # vLLM's CPU attention wants heads of 32 or more; only Qwen3 may part that from hidden_size.
+    sizes: dict[str, Any] = (
+        {"hidden_size": 64, "head_dim": 32} if family == "qwen3" else {"hidden_size": 128}
+    )
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_TOKENS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    model = model_class(config_class(**{**settings, **sizes, **overrides}))
+    randomize(model, seed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Fill all parameters from `seed`, leaving torch's global generator alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            weight.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith("bias"):
+            weight.uniform_(0.2, 0.8, generator=generator)
+            weight.mul_(torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1)
+        else:
+            weight.normal_(0.0, 0.1, generator=generator)

@@ -1,0 +1,178 @@
+"""The committed tiny model is what its script makes; the random models are random everywhere."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+
+from tests.helpers.models import FAMILIES, make_random_model
+from tools.make_tiny_model import (
+    CHAIN_SUM,
+    HELD_OUT_SEED,
+    Recipe,
+    accuracy,
+    answer_loss,
+    corrupt,
+    make_config,
+    make_problems,
+    make_tokenizer,
+    publish,
+    shared_length,
+)
+
+COMMITTED = Path(__file__).parents[2] / "model_configs" / "tiny_qwen3"
+QUESTION = "State the final answer to the following arithmetic problem: 12 + 34 ="
+
+
+@pytest.fixture(scope="module")
+def remade(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the script publishes, without the training."""
+    folder = tmp_path_factory.mktemp("remade") / "tiny"
+    publish(Qwen3ForCausalLM(make_config()), folder)
+    return folder
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / name).read_text())
+    values.pop("transformers_version", None)
+    return values
+
+
+def shapes(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+        return {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+
+
+def test_committed_folder_is_what_the_script_makes(remade: Path) -> None:
+    assert {f.name for f in COMMITTED.iterdir()} == {f.name for f in remade.iterdir()}
+    for name in sorted(f.name for f in remade.glob("*.json")):
+        assert read(COMMITTED, name) == read(remade, name), name
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (COMMITTED / name).read_text() == (remade / name).read_text(), name
+    assert shapes(COMMITTED) == shapes(remade)
+
+
+def test_committed_folder_is_small_and_of_finite_float32() -> None:
+    assert sum(f.stat().st_size for f in COMMITTED.iterdir()) <= 3 * 1000**2
+    assert {dtype for dtype, _ in shapes(COMMITTED).values()} == {"F32"}
+    model = AutoModelForCausalLM.from_pretrained(COMMITTED)
+    assert all(bool(weight.isfinite().all()) for weight in model.parameters())
+
+
+def test_architecture_divides_by_two() -> None:
+    config = make_config()
+    for name in (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "vocab_size",
+        "intermediate_size",
+    ):
+        assert getattr(config, name) % 2 == 0, name
+
+
+def test_tokenizer_round_trip() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
+    rng = random.Random(0)
+    texts = ["", " ", "  a  .", "don 't , !", string.digits + string.punctuation, "a\n\n b"]
+    texts += ["".join(rng.choices([*map(chr, range(32, 127)), "\n"], k=60)) for _ in range(200)]
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=True).input_ids
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*tokenizer("7").input_ids, tokenizer.eos_token_id]) == "7<eos>"
+    assert tokenizer("é").input_ids == [tokenizer.unk_token_id]
+
+
+def test_chat_template() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
+    user = {"role": "user", "content": QUESTION}
+    ids = tokenizer.apply_chat_template([user], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(ids) == QUESTION + "<answer>"
+    assert len(ids) == len(QUESTION) + 1
+    whole = tokenizer.apply_chat_template(
+        [user, {"role": "assistant", "content": "46"}], tokenize=False
+    )
+    assert whole == QUESTION + "<answer>46<eos>"
+
+
+def test_end_of_text_is_one_token_everywhere() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
+    for name in ("config.json", "generation_config.json"):
+        assert read(COMMITTED, name)["eos_token_id"] == tokenizer.eos_token_id
+        assert read(COMMITTED, name)["pad_token_id"] == tokenizer.pad_token_id
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_committed_model_is_half_right_and_knows_better() -> None:
+    """Coarse bounds, on fewer samples than the script takes; the script's figures are exact."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM.from_pretrained(COMMITTED)
+    problems = make_problems(Recipe(), HELD_OUT_SEED, 110)[:100]
+    assert 0.27 < accuracy(model, Recipe(), problems, samples=4) < 0.48
+    assert accuracy(model, Recipe(), problems, samples=0) > 0.85
+
+
+def test_problems_are_distinct_and_follow_the_seed() -> None:
+    problems = make_problems(Recipe(), 1, 500)
+    assert len({problem.prompt for problem in problems}) == len(problems)
+    assert problems == make_problems(Recipe(), 1, 500)
+    assert Recipe().options == CHAIN_SUM
+
+
+@pytest.mark.parametrize("answer", ["0", "7", "-12", "100", "-9", "x y", "True", "3/4"])
+def test_corrupt_never_right(answer: str) -> None:
+    rng = random.Random(0)
+    wrong = {corrupt(answer, rng) for _ in range(300)}
+    assert answer not in wrong
+    assert len(wrong) > 3
+    if answer.lstrip("-").isdigit():
+        assert all(int(text) != int(answer) for text in wrong)
+
+
+def test_answer_loss_with_shared_beginning_is_the_plain_loss() -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(make_config())
+    tokenizer = make_tokenizer()
+    prompts, answers = ["sum: 1 + 2<answer>", "sum: 10 + 20<answer>"], ["3", "30"]
+    texts = [p + a + "<eos>" for p, a in zip(prompts, answers, strict=True)]
+    ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
+    lengths = torch.tensor([len(tokenizer(prompt).input_ids) for prompt in prompts])
+    shared = shared_length([tokenizer(prompt).input_ids for prompt in prompts])
+    assert shared == len("sum: 1")
+    loss = answer_loss(model, ids, lengths, shared)
+    torch.autograd.backward(loss)
+    shared_grad = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    labels = ids.masked_fill(ids == model.config.pad_token_id, -100)
+    labels = labels.masked_fill(torch.arange(ids.shape[1]) < lengths[:, None], -100)
+    plain = model(ids, labels=labels).loss
+    plain.backward()
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(shared_grad, model.model.embed_tokens.weight.grad)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_models(family: str, tied: bool, tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    make_random_model(family, tmp_path / "a", 3, tie_word_embeddings=tied)
+    torch.set_rng_state(state)
+    make_random_model(family, tmp_path / "b", 3, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float32)
+    weights = dict(model.named_parameters())
+    assert ("lm_head.weight" in weights) == (not tied)
+    assert any(name.endswith("q_proj.bias") for name in weights) == (family == "qwen2")
+    for name, weight in again.named_parameters():
+        assert torch.equal(weight, weights[name])
+        assert weight.std() > 0.05, name

@@ -1,0 +1,314 @@
+"""Make the tiny base model of the quickstart: Qwen3, character-level, half wrong on purpose.
+
+The model learns a verifiable task of the reasoning-gym package in two phases. In the first the
+answers are right, so it learns the task; in the second most answers are corrupted, so it learns to
+doubt. At temperature 1 it is then right about 4 times in 10, while the right answer stays its
+likeliest one: reinforcement learning has a lot to win, and nearly every group of samples is mixed.
+
+Only answer tokens carry loss: operands are random, and predicting them would spend the capacity of
+0.6 M parameters on noise. Prompts of one task begin alike, so that beginning is run once per batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import reasoning_gym
+import torch
+import typer
+from rich.progress import track
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+PAD, EOS, UNK, ANSWER = "<pad>", "<eos>", "<unk>", "<answer>"
+CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+MAX_TOKENS = 256
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{{- '<answer>' + message['content'] + '<eos>' -}}"
+    "{%- else -%}{{- message['content'] -}}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<answer>' -}}{%- endif -%}"
+)
+HELD_OUT_SEED = 1_000_000_007
+PROBLEM_POOL = 100_000
+CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a base model is made from; two equal recipes make the same model on one machine."""
+
+    task: str = "chain_sum"
+    options: dict[str, Any] = field(default_factory=lambda: dict(CHAIN_SUM))
+    seed: int = 0
+    steps: int = 650
+    batch: int = 256
+    lr: float = 3e-3
+    wrong_fraction: float = 0.62
+    wrong_steps: int = 250
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One verifiable problem: the rendered prompt, and the data set's own entry for its scorer."""
+
+    prompt: str
+    entry: dict[str, Any]
+
+    @property
+    def answer(self) -> str:
+        """The right answer, as the data set writes it."""
+        return str(self.entry["answer"])
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per printable ASCII character, plus a short chat template."""
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, ANSWER, *CHARACTERS])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([PAD, EOS, UNK, ANSWER])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        additional_special_tokens=[ANSWER],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_TOKENS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_config() -> Qwen3Config:
+    """The architecture: about 0.6 M parameters; heads, layers and vocabulary divisible by 2."""
+    tokenizer = make_tokenizer()
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_TOKENS,
+        max_window_layers=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+
+
+def make_problems(recipe: Recipe, seed: int, size: int) -> list[Problem]:
+    """Distinct problems of the recipe's task, in the data set's order, as rendered prompts."""
+    tokenizer = make_tokenizer()
+    dataset = reasoning_gym.create_dataset(recipe.task, seed=seed, size=size, **recipe.options)
+    entries = {entry["question"]: entry for entry in dataset}
+    return [
+        Problem(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            ),
+            entry,
+        )
+        for question, entry in entries.items()
+    ]
+
+
+def corrupt(answer: str, rng: random.Random) -> str:
+    """A plausible wrong answer: a number off by 1, 2 or 10, or with one character replaced."""
+    while True:
+        if answer.lstrip("-").isdigit() and rng.random() < 0.7:
+            wrong = str(int(answer) + rng.choice([-10, -2, -1, 1, 2, 10]))
+        else:
+            place = rng.randrange(len(answer))
+            character = answer[place]
+            kind = (
+                "0123456789" if character.isdigit() else "+-" if character in "+-" else CHARACTERS
+            )
+            wrong = answer[:place] + rng.choice(kind) + answer[place + 1 :]
+            wrong = str(int(wrong)) if wrong.lstrip("-").isdigit() else wrong
+        if wrong != answer:
+            return wrong
+
+
+def answer_loss(model: Qwen3ForCausalLM, ids: Tensor, prompt_tokens: Tensor, shared: int) -> Tensor:
+    """Mean cross-entropy of the answer tokens.
+
+    Args:
+        ids: [batch, tokens], padded on the right.
+        prompt_tokens: [batch], the length of each prompt.
+        shared: the number of leading tokens that all rows have in common; run once for the batch.
+    """
+    cache = None
+    if shared:
+        cache = model(ids[:1, :shared], use_cache=True).past_key_values
+        cache.batch_repeat_interleave(len(ids))
+    logits = model(ids[:, shared:-1], past_key_values=cache).logits
+    targets = ids[:, shared + 1 :]
+    place = torch.arange(shared + 1, ids.shape[1])
+    ignored = (place < prompt_tokens[:, None]) | (targets == model.config.pad_token_id)
+    targets = targets.masked_fill(ignored, -100)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def shared_length(rows: Collection[list[int]]) -> int:
+    """How many leading tokens all rows have in common."""
+    first, last = min(rows), max(rows)  # in dictionary order: what these share, all share
+    pairs = enumerate(zip(first, last, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(last)))
+
+
+def make_optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the rest.
+
+    Muon reaches in 300 steps the loss that AdamW alone reaches in more than 600.
+    """
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    known = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in known]
+    return [
+        torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=recipe.lr, betas=(0.9, 0.98)),
+    ]
+
+
+def set_lr(optimizers: list[torch.optim.Optimizer], recipe: Recipe, step: int) -> None:
+    """Linear warm-up over 50 steps, then a cosine down to 2% of the peak."""
+    warm = min(1.0, (step + 1) / 50)
+    cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.lr * warm * max(cosine, 0.02)
+
+
+def pretrain(recipe: Recipe, problems: list[Problem]) -> Qwen3ForCausalLM:
+    """Train a fresh model: right answers first, then `wrong_steps` of mostly wrong ones."""
+    torch.manual_seed(recipe.seed)
+    rng = random.Random(recipe.seed)
+    tokenizer = make_tokenizer()
+    model = Qwen3ForCausalLM(make_config())
+    optimizers = make_optimizers(model, recipe)
+    prompt_ids = {p.prompt: tokenizer(p.prompt).input_ids for p in problems}
+    shared = shared_length(prompt_ids.values())
+
+    for step in track(range(recipe.steps), description="pretraining"):
+        set_lr(optimizers, recipe, step)
+        doubt = recipe.wrong_fraction if step >= recipe.steps - recipe.wrong_steps else 0.0
+        batch = rng.sample(problems, recipe.batch)
+        answers = [
+            corrupt(problem.answer, rng) if rng.random() < doubt else problem.answer
+            for problem in batch
+        ]
+        texts = [p.prompt + answer + EOS for p, answer in zip(batch, answers, strict=True)]
+        ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
+        prompt_tokens = torch.tensor([len(prompt_ids[p.prompt]) for p in batch])
+        loss = answer_loss(model, ids, prompt_tokens, shared)
+        model.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def accuracy(
+    model: Qwen3ForCausalLM, recipe: Recipe, problems: list[Problem], *, samples: int
+) -> float:
+    """The share of right answers by the package's own scorer; greedy when `samples` is 0."""
+    tokenizer = make_tokenizer()
+    dataset = reasoning_gym.create_dataset(recipe.task, seed=0, size=1, **recipe.options)
+    asked = [problem for problem in problems for _ in range(max(samples, 1))]
+    inputs = tokenizer([problem.prompt for problem in asked], padding=True, return_tensors="pt")
+    room = MAX_TOKENS - inputs.input_ids.shape[1]
+    longest = max(len(problem.answer) for problem in problems) + 4
+    sampling: dict[str, Any] = {"do_sample": False}
+    if samples:
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    output = model.generate(
+        inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        max_new_tokens=min(room, longest),
+        **sampling,
+    )
+    texts = tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    scores = [dataset.score_answer(t, p.entry) for t, p in zip(texts, asked, strict=True)]
+    return len([score for score in scores if score == 1.0]) / len(scores)
+
+
+def publish(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """Write model, tokenizer and generation settings beside `folder`, then rename into place."""
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    replaced = folder.with_name(f".{folder.name}.{os.getpid()}.replaced")
+    partial.mkdir(parents=True)
+    model.generation_config = GenerationConfig(
+        eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
+    )
+    model.save_pretrained(partial)
+    (partial / "model.safetensors").chmod(0o644)
+    make_tokenizer().save_pretrained(partial)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder to make (replaced if it exists).")],
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and corruption.")] = 0,
+    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = Recipe.steps,
+    wrong_steps: Annotated[
+        int, typer.Option(help="How many of them, the last, see wrong answers.")
+    ] = Recipe.wrong_steps,
+    wrong_fraction: Annotated[
+        float, typer.Option(help="Share of wrong answers in those steps.")
+    ] = Recipe.wrong_fraction,
+    batch: Annotated[int, typer.Option(help="Problems per step.")] = Recipe.batch,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = Recipe.lr,
+    task: Annotated[str, typer.Option(help="A reasoning-gym data set.")] = Recipe.task,
+    options: Annotated[str, typer.Option(help="Its settings, as a JSON object.")] = json.dumps(
+        CHAIN_SUM
+    ),
+    threads: Annotated[int, typer.Option(help="CPU threads; other numbers round otherwise.")] = 1,
+) -> None:
+    """Make a tiny base model, measure it on held-out problems, and publish it."""
+    started = time.monotonic()
+    torch.set_num_threads(threads)
+    recipe = Recipe(task, json.loads(options), seed, steps, batch, lr, wrong_fraction, wrong_steps)
+    held_out = make_problems(recipe, HELD_OUT_SEED, 400)[:200]
+    secret = {problem.prompt for problem in held_out}
+    pool = make_problems(recipe, recipe.seed, PROBLEM_POOL)
+    model = pretrain(recipe, [problem for problem in pool if problem.prompt not in secret])
+    sampled = accuracy(model, recipe, held_out, samples=4)
+    greedy = accuracy(model, recipe, held_out, samples=0)
+    publish(model, output)
+    seconds = round(time.monotonic() - started, 1)
+    figures = {"accuracy_sampled": sampled, "accuracy_greedy": greedy, "seconds": seconds}
+    print(f"right at temperature 1: {sampled:.3f}, greedy: {greedy:.3f}, in {seconds} s: {output}")
+    print(json.dumps({**asdict(recipe), **figures}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
