@@ -55,3 +55,14 @@ def test_long_and_short_are_shared_out() -> None:
 def test_a_sequence_that_fits_nowhere_is_named() -> None:
     with pytest.raises(ValueError, match="sequence 1 has 101 tokens"):
         plan_microbatches([5, 101], 2, max_tokens=100)
+
+
+def test_the_bound_is_exact() -> None:
+    assert plan_microbatches([3, 3, 3], 1, max_tokens=6) == [[[0, 1], [2]]]
+    assert plan_microbatches([3, 3, 3], 1, max_tokens=5) == [[[0], [1], [2]]]
+
+
+def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
+    # Attention is quadratic: one of 9,000 tokens is more work than two of 5,000.
+    plan = plan_microbatches([9_000, 5_000, 5_000, 5_000], 2, max_tokens=20_000)
+    assert [sorted(i for micro in micros for i in micro) for micros in plan] == [[0], [1, 2, 3]]
