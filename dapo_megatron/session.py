@@ -58,7 +58,8 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
         raise
     except Exception as error:
         where = f" (traceback in {folder.logs}/rank_{ranks.rank}.log)" if with_folder else ""
-        print(f"rank {ranks.rank}: {type(error).__name__}: {error}{where}", file=terminal, flush=True)
+        said = f"{type(error).__name__}: {error}"
+        print(f"rank {ranks.rank}: {said.strip()[:300]}{where}", file=terminal, flush=True)
         raise
     finally:
         import torch.distributed as dist

@@ -78,12 +78,13 @@ def _layout() -> dict[str, int]:
 
 
 def _optimizer_tensors(optimizer: Any) -> dict[str, Tensor]:
-    """State of each parameter slice this rank's optimizer owns: main copy, moments, step."""
+    """State of each parameter slice this rank's optimizer owns: moments, step, float32 copy."""
     found: dict[str, Tensor] = {}
     for one, name, param, main in _owned(optimizer):
         where = one._get_model_param_range_map(param)["param"]
         key = f"optimizer/{name}[{where.start}:{where.end}]"
-        found[f"{key}/param"] = main.data
+        if main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
+            found[f"{key}/param"] = main.data  # else it is the model's own float32 weight
         for field, value in one.optimizer.state[main].items():
             found[f"{key}/{field}"] = value
     return found
