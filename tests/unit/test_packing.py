@@ -66,3 +66,8 @@ def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
     # Attention is quadratic: one of 9,000 tokens is more work than two of 5,000.
     plan = plan_microbatches([9_000, 5_000, 5_000, 5_000], 2, max_tokens=20_000)
     assert [sorted(i for micro in micros for i in micro) for micros in plan] == [[0], [1, 2, 3]]
+
+
+def test_ranks_with_less_to_do_end_in_empty_micro_batches() -> None:
+    plan = plan_microbatches([9_000, 5_000, 5_000, 5_000], 2, max_tokens=9_000)
+    assert plan == [[[0], [], []], [[1], [2], [3]]]
