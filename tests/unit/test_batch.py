@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.data.batch import assemble, fresh_mask, graded, split
@@ -126,6 +126,7 @@ def test_no_graded_completion_gives_an_empty_batch_and_no_update() -> None:
     assert split(batch, 4, "token") == []
 
 
+@settings(deadline=None)  # cores are shared
 @given(
     sizes=st.lists(st.lists(st.integers(1, 7), min_size=2, max_size=5), min_size=1, max_size=6),
     num_updates=st.integers(1, 12),

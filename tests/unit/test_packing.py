@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.data.packing import LINEAR_TOKENS, plan_microbatches
 
 
+@settings(deadline=None)  # cores are shared
 @given(
     lengths=st.lists(st.integers(1, 500), max_size=60),
     num_ranks=st.integers(1, 9),
@@ -30,6 +31,7 @@ def test_every_sequence_once_within_the_bound_and_ranks_in_step(
     assert plan == plan_microbatches(lengths, num_ranks, max_tokens=max_tokens)
 
 
+@settings(deadline=None)  # cores are shared
 @given(
     lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=60), num_ranks=st.integers(1, 8)
 )

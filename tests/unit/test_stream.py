@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.data.stream import PromptStream
@@ -43,6 +43,7 @@ def test_without_shuffle_the_order_is_the_source_order() -> None:
     assert taken(PromptStream(prompts(3), seed=1, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
+@settings(deadline=None)  # cores are shared
 @given(
     num=st.integers(1, 20),
     seed=st.integers(),
