@@ -148,6 +148,18 @@ def test_clip_fractions_name_the_bound_that_gave_the_loss() -> None:
     assert float(without.dual_clip_fraction) == 0.0
 
 
+def test_the_ratio_is_constant_beyond_its_limit() -> None:
+    logp = torch.tensor([25.0, 90.0, -90.0], requires_grad=True)
+    advantage = torch.tensor([-1.0, -1.0, 1.0])
+    result = dapo_token_loss(
+        logp, torch.zeros(3), advantage, torch.ones(3), clip_low=0.2, clip_high=0.28
+    )
+    result.total.backward()
+    expected = torch.tensor([math.exp(20), math.exp(20), -math.exp(-20)])
+    torch.testing.assert_close(result.per_token.detach(), expected)
+    assert not logp.grad.any()
+
+
 def test_shapes_of_the_loss_must_agree() -> None:
     with pytest.raises(ValueError, match=r"old_logp \(2,\)"):
         dapo_token_loss(torch.zeros(3), torch.zeros(2), torch.zeros(3), torch.ones(3), **CLIP)

@@ -30,6 +30,7 @@ def test_dapo_math_is_the_reference_grader(case: dict[str, Any]) -> None:
 
 # What the golden cases do not reach: (answer, what the written rules make of it).
 RULES = [
+    (r"x,\text{and} y", "x,y"),
     ("x^2 = y = 7", "7"),
     ("an apple a day", "appleday"),
     (r"3,\text{and} 4", "34"),
@@ -115,6 +116,9 @@ def test_math_verify_is_lenient_and_says_what_it_read() -> None:
     assert "2" in result.pred
     assert grader("no number", "0.5", {}) == Grade(-1.0, False, "")
     assert grader("42", r"\frac{84}{2}", {}).correct  # LaTeX truth without dollars
+    # The truth goes first: an interval answers an inequality, not the other way round.
+    assert grader(r"\boxed{(1,\infty)}", "x>1", {}).correct
+    assert not grader(r"\boxed{x>1}", r"(1,\infty)", {}).correct
     with pytest.raises(ValueError, match="no expression in the truth"):
         grader("42", "", {})
 
