@@ -1,0 +1,32 @@
+"""Token batches of random tokens, ready for an update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dapo_megatron.types import TokenBatch
+
+
+def random_batch(
+    lengths: Sequence[int], *, vocab: int, prompt: int = 2, seed: int = 0
+) -> TokenBatch:
+    """Sequences of these lengths; all tokens after the first `prompt` are response tokens.
+
+    Old log-probs are about those of a random model, so that ratios lie on both sides of the clip.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    mask = torch.cat([torch.arange(length) >= prompt for length in lengths])
+    old = -4.6 + 0.3 * torch.randn(num_tokens, generator=generator)
+    return TokenBatch(
+        tokens=torch.randint(4, vocab, (num_tokens,), generator=generator),
+        lengths=torch.tensor(lengths),
+        loss_mask=mask,
+        advantages=torch.where(mask, torch.randn(num_tokens, generator=generator), 0.0),
+        weights=torch.ones(num_tokens),
+        engine_logprobs=torch.where(mask, old, 0.0),
+        group_ids=torch.arange(len(lengths)),
+        old_logprobs=torch.where(mask, old, 0.0),
+    )

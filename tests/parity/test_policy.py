@@ -1,0 +1,200 @@
+"""Policy parity, as a chain:  HF = Megatron on one process = any layout, any micro-batch split.
+
+The first link compares log-probs, entropy, loss and every gradient tensor with plain torch on the
+HF model; the second compares layouts and splits with the one-process result, and parameters after
+three optimizer steps. All in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron.algo.loss import dapo_token_loss, make_loss
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import TokenBatch
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+
+LENGTHS = (5, 60, 17, 9, 33, 4, 40, 12, 3)
+CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+MODELS = {
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 99}),
+    "qwen3": ("qwen3", {}),
+    "qwen2_bias": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "llama_mha": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+}
+
+
+@dataclass
+class Observed:
+    """What one layout gives for the same mini-batch."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    gradients: dict[str, Tensor]
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def batch_for(model: str) -> TokenBatch:
+    return random_batch(LENGTHS, vocab=MODELS[model][1].get("vocab_size", 99))
+
+
+def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping[str, int]) -> Any:
+    """Build the policy in this layout, measure, and take Megatron's groups down again."""
+    from megatron.core import parallel_state
+
+    from dapo_megatron.data.packing import plan_microbatches
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    torch.set_num_threads(1)
+    split = layout.get("max_tokens", 128)
+    config = tiny_config(
+        model__path=folder,
+        policy__tensor_parallel=layout.get("tp", 1),
+        policy__pipeline_parallel=layout.get("pp", 1),
+        optimizer__lr=1e-4,
+    )
+    plan = skewed_plan if layout.get("skewed") else partial(plan_microbatches, max_tokens=split)
+    policy = MegatronPolicy(config, Ranks(rank, world_size, rank), plan)
+    batch, loss = batch_for(model), make_loss(**CLIP, tis_cap=None)
+    logprobs = policy.logprobs(batch)
+    gradients = policy.gradients(batch, loss)
+    stats = [policy.update(batch, loss, 1e-4) for _ in range(3)]
+    weights = {name: tensor.clone() for name, tensor in policy.weights()}
+    parallel_state.destroy_model_parallel()
+    return Observed(
+        logprobs.logprobs,
+        logprobs.entropy,
+        gradients,
+        [one.loss for one in stats],
+        [one.grad_norm for one in stats],
+        weights,
+    )
+
+
+def skewed_plan(lengths: Any, num_ranks: int) -> list[list[list[int]]]:
+    """The worst split for a mean of means: one micro-batch with the shortest sequence alone, all
+    others in one; and on further ranks nothing but empty micro-batches."""
+    shortest = min(range(len(lengths)), key=lambda index: lengths[index])
+    rest = [index for index in range(len(lengths)) if index != shortest]
+    return [[[shortest], rest]] + [[[], []] for _ in range(num_ranks - 1)]
+
+
+def observe_all(rank: int, world_size: int, folders: dict[str, str], layouts: Any) -> Any:
+    return {
+        (model, name): observe(rank, world_size, folder, model, layout)
+        for model, folder in folders.items()
+        for name, layout in layouts.items()
+    }
+
+
+ONE = {"one": {}, "one_skewed": {"skewed": 1}, "one_small": {"max_tokens": 60}}
+TWO = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "dp2_skewed": {"skewed": 1}}
+FOUR = {"tp2_pp2": {"tp": 2, "pp": 2}, "tp2_dp2": {"tp": 2}, "pp2_dp2": {"pp": 2}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: str(make_random_model(family, root / name, seed=1, **overrides))
+        for name, (family, overrides) in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def one(folders: dict[str, str]) -> dict[tuple[str, str], Observed]:
+    return run_ranks(observe_all, 1, 1, folders, ONE)[0]
+
+
+@pytest.fixture(scope="module")
+def two(folders: dict[str, str]) -> dict[tuple[str, str], Observed]:
+    first, second = run_ranks(observe_all, 2, 2, folders, TWO)
+    for key, seen in first.items():  # every rank sees the same
+        assert torch.equal(seen.logprobs, second[key].logprobs)
+        assert seen.losses == second[key].losses
+    return first
+
+
+@pytest.fixture(scope="module")
+def hf(folders: dict[str, str]) -> dict[str, Observed]:
+    return {name: hf_observed(Path(folder), batch_for(name)) for name, folder in folders.items()}
+
+
+def hf_observed(folder: Path, batch: TokenBatch) -> Observed:
+    """The same figures by plain torch: one sequence at a time, one sum, one division."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logprobs, entropy = [], []
+    for tokens in batch.tokens.split(batch.lengths.tolist()):
+        dist = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        zero = torch.zeros(1)
+        logprobs.append(torch.cat([zero, dist.gather(-1, tokens[1:, None])[:, 0]]))
+        entropy.append(torch.cat([zero, -(dist.exp() * dist).sum(-1)]))
+    logp = torch.cat(logprobs)
+    loss = (
+        dapo_token_loss(logp, batch.old_logprobs, batch.advantages, batch.loss_mask, **CLIP).total
+        / batch.num_loss_tokens
+    )
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    return Observed(
+        logp.detach(), torch.cat(entropy).detach(), gradients, [float(loss)], [float(norm)], {}
+    )
+
+
+def worst(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Largest difference per tensor, relative to the tensor's largest element."""
+    assert seen.keys() == wanted.keys()
+    return max(
+        float((seen[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_hf_equals_megatron(model: str, hf: Any, one: Any) -> None:
+    wanted, seen = hf[model], one[model, "one"]
+    assert (seen.logprobs - wanted.logprobs).abs().max() < 1e-5
+    assert (seen.entropy - wanted.entropy).abs().max() < 1e-5
+    assert seen.losses[0] == pytest.approx(wanted.losses[0], abs=1e-6)
+    assert seen.grad_norms[0] == pytest.approx(wanted.grad_norms[0], rel=1e-5)
+    assert worst(seen.gradients, wanted.gradients) < 1e-5
+
+
+@pytest.mark.parametrize("layout", [name for name in (*ONE, *TWO) if name != "one"])
+@pytest.mark.parametrize("model", MODELS)
+def test_layout_gives_the_same(model: str, layout: str, one: Any, two: Any) -> None:
+    check_same({**one, **two}[model, layout], one[model, "one"])
+
+
+def check_same(seen: Observed, wanted: Observed) -> None:
+    assert (seen.logprobs - wanted.logprobs).abs().max() < 1e-5
+    assert seen.losses[0] == pytest.approx(wanted.losses[0], abs=1e-6)
+    assert worst(seen.gradients, wanted.gradients) < 1e-5
+    assert seen.grad_norms == pytest.approx(wanted.grad_norms, rel=1e-4)
+    assert seen.losses == pytest.approx(wanted.losses, abs=1e-5)
+    assert worst(seen.weights, wanted.weights) < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["qwen3_tied", "qwen2_bias"])
+def test_four_ranks_give_the_same(model: str, folders: dict[str, str], one: Any) -> None:
+    four = run_ranks(observe_all, 4, 4, {model: folders[model]}, FOUR)[0]
+    for layout in FOUR:
+        check_same(four[model, layout], one[model, "one"])
