@@ -41,11 +41,16 @@ def prepare_environment(rank: int, local_rank: int) -> None:
 
 
 def arguments(config: EngineConfig) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` about memory."""
+    """The arguments of `vllm.LLM` that a device asks for."""
     if has_cuda():
         return {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
-    # Given in bytes and with eager mode, vLLM takes this size as it is and needs no warm-up.
-    return {"kv_cache_memory_bytes": config.kv_cache_gib << 30}
+    return {
+        # Given in bytes and with eager mode, vLLM takes this size as it is and needs no warm-up.
+        "kv_cache_memory_bytes": config.kv_cache_gib << 30,
+        # A seeded request whose prompt is cut at the step's token budget fails: vLLM then sets the
+        # generator back, which torch's cannot do on CPU.
+        "enable_chunked_prefill": False,
+    }
 
 
 @contextmanager

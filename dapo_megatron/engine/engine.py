@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm import LLM, RequestOutput, SamplingParams
 
+_SYNC_FAILED = "a weight sync failed midway, it holds old weights and new ones"
+_WEIGHTS_DROPPED = "sleep() dropped its weights, receive() must come first"
+
 
 class VllmEngine:
     """See `protocols.RolloutEngine`. All ranks construct it, with torch.distributed initialized."""
@@ -92,9 +95,11 @@ class VllmEngine:
 
         Raises SyncError naming the tensor; the engine then takes no more requests.
         """
+        if self._unusable == _SYNC_FAILED:
+            self._require_usable()
         if self.has_work():
             raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
-        self._unusable = "a weight sync failed"
+        self._unusable = _SYNC_FAILED
         report = self._receiver.receive(weights, version)
         self._unusable = ""
         self._version = version
@@ -109,7 +114,7 @@ class VllmEngine:
         if self.has_work():
             raise DapoError(f"engine put to sleep with {len(self._requests)} requests in flight")
         if device.sleep(self._llm):
-            self._unusable = "its weights were dropped by sleep()"
+            self._unusable = _WEIGHTS_DROPPED
 
     def wake(self) -> None:
         """Undo `sleep`; on CUDA `receive` must follow."""
@@ -117,7 +122,7 @@ class VllmEngine:
 
     def _require_usable(self) -> None:
         if self._unusable:
-            raise SyncError(f"the engine must not sample: {self._unusable}")
+            raise SyncError(f"the engine cannot be used: {self._unusable}")
 
     def _sampling(self, request: SampleRequest) -> SamplingParams:
         from vllm import SamplingParams

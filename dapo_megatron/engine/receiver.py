@@ -7,6 +7,7 @@ modules say of themselves, and the weights go in through vLLM's own layerwise re
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -117,6 +118,30 @@ _DESCRIPTIONS: dict[type, Callable[..., Shapes]] = {
 }
 
 
+def checked(
+    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, Shape], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass on copies of `weights` in `dtype`, each once it is known to be as `expected`.
+
+    Copies, because vLLM keeps a tensor until its layer is complete, and the giver may reuse it at
+    once. Raises SyncError at the first tensor that is extra, repeated or misshapen, without passing
+    it on, and at the end for missing ones.
+    """
+    missing = dict(expected)
+    for name, tensor in weights:
+        if name not in expected:
+            raise SyncError(f"{name}: the engine has no such tensor")
+        if name not in missing:
+            raise SyncError(f"{name}: given twice")
+        if tuple(tensor.shape) != missing.pop(name):
+            raise SyncError(
+                f"{name}: shape {tuple(tensor.shape)}, the engine's is {expected[name]}"
+            )
+        yield name, tensor.detach().to(dtype, copy=True)
+    if missing:
+        raise SyncError(f"{', '.join(missing)}: missing from the weights given to the engine")
+
+
 class WeightReceiver:
     """Replaces all weights of one engine, on each of its ranks alike."""
 
@@ -128,44 +153,22 @@ class WeightReceiver:
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """Load `weights` (whole tensors under HF names) and drop the cached prefixes.
 
-        Raises SyncError at the first tensor that is extra, repeated or misshapen, before that
-        tensor is loaded, and at the end for missing ones. After an error the engine holds a
-        mixture of old and new weights and must not be used.
+        Raises SyncError as `checked` does; the engine then holds a mixture of old and new weights
+        and must not be used.
         """
         start = time.perf_counter()
-        self._llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": self._check(weights)}
-        )
+        stream = checked(weights, self.expected, self._dtype)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         self._llm.apply_model(_repack_tied_head)
         if not self._llm.reset_prefix_cache():
             raise SyncError("prefix cache: not dropped; requests with old weights are in flight")
-        num_bytes = sum(torch.Size(shape).numel() for shape in self.expected.values())
+        num_elements = sum(math.prod(shape) for shape in self.expected.values())
         return SyncReport(
             version=version,
             num_tensors=len(self.expected),
-            num_bytes=num_bytes * self._dtype.itemsize,
+            num_bytes=num_elements * self._dtype.itemsize,
             seconds=time.perf_counter() - start,
         )
-
-    def _check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass on copies of `weights`, refusing what the engine does not expect.
-
-        Copies, because vLLM keeps a tensor until its layer is complete, and the giver may reuse it
-        at once.
-        """
-        missing = dict(self.expected)
-        for name, tensor in weights:
-            if name not in self.expected:
-                raise SyncError(f"{name}: the engine has no such tensor")
-            if name not in missing:
-                raise SyncError(f"{name}: given twice")
-            if tuple(tensor.shape) != missing.pop(name):
-                raise SyncError(
-                    f"{name}: shape {tuple(tensor.shape)}, the engine's is {self.expected[name]}"
-                )
-            yield name, tensor.detach().to(self._dtype, copy=True)
-        if missing:
-            raise SyncError(f"{', '.join(missing)}: missing from the weights given to the engine")
 
 
 def _repack_tied_head(model: nn.Module) -> None:

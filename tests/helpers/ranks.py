@@ -18,7 +18,7 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 400.0
 ) -> list[Any]:
     """`[fn(rank, *args) for each rank]`, each in a spawned process under torchrun's variables.
 
