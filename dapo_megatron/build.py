@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from dapo_megatron.bridge.hf import write_checkpoint
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
-from dapo_megatron.loop import Parts
+from dapo_megatron.loop import Parts, Recorder
 from dapo_megatron.protocols import Policy, RolloutEngine, Tracker
 from dapo_megatron.rewards.pool import GradingPool
-from dapo_megatron.rollout.coordinator import Collected, Coordinator
+from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import RolloutDriver
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.run_folder import FolderCheckpoints, RunFolder, write_json
@@ -27,7 +28,7 @@ from dapo_megatron.tracking import (
     JsonlTracker,
     MlflowTracker,
     RunConsole,
-    write_samples,
+    RunRecorder,
 )
 from dapo_megatron.types import Prompt, SyncReport
 
@@ -80,7 +81,10 @@ def load_prompts(config: Config) -> Prompts:
             "held out": loaded.num_held_out,
         }
         counts = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
-        notes.append(f"{source.name}: {len(loaded.prompts)} prompts" + (f" ({counts} left out)" if counts else ""))
+        notes.append(
+            f"{source.name}: {len(loaded.prompts)} prompts"
+            + (f" ({counts} left out)" if counts else "")
+        )
         return loaded.prompts
 
     evaluation = {source.name: load(source, frozenset()) for source in config.evaluation.sets}
@@ -122,7 +126,12 @@ def build_evaluator(config: Config, prompts: Prompts, core: Core) -> Evaluator:
 
 
 def build_parts(
-    config: Config, ranks: Ranks, core: Core, prompts: Prompts, folder: RunFolder, recorder: Any
+    config: Config,
+    ranks: Ranks,
+    core: Core,
+    prompts: Prompts,
+    folder: RunFolder,
+    recorder: Recorder,
 ) -> Parts:
     """What the loop works with."""
     return Parts(
@@ -137,82 +146,48 @@ def build_parts(
         ),
         evaluator=build_evaluator(config, prompts, core),
         recorder=recorder,
-        checkpoints=FolderCheckpoints(config, folder, ranks, core.policy),
+        checkpoints=FolderCheckpoints(
+            config,
+            folder,
+            ranks,
+            core.policy,
+            partial(export_hf, config, core.policy, ranks) if config.checkpoint.export_hf else None,
+        ),
     )
 
 
-def build_tracker(config: Config, folder: RunFolder, console: RunConsole, step: int) -> RunTracker:
-    """Rank 0's trackers, the local ones first; a continued run goes on in its own MLflow run."""
+def export_hf(config: Config, policy: Policy, ranks: Ranks, folder: Path) -> None:
+    """The policy as an HF checkpoint in `folder`. Collective."""
+    source = Path(config.model.path)
+    write_checkpoint(folder, policy.weights(), source, is_writer=ranks.rank == 0)
+
+
+def build_recorder(
+    config: Config, folder: RunFolder, console: RunConsole, *, step: int, num_devices: int
+) -> RunRecorder:
+    """Rank 0's recorder; a run continued after `step` goes on in its own files and MLflow run.
+
+    Raises DapoError if MLflow cannot be reached.
+    """
     jsonl = JsonlTracker(folder.metrics)
     jsonl.truncate_after(step if folder.is_continued else -1)
+    # Local files before servers.
     trackers: list[Tracker] = [jsonl, console]
     mlflow = None
     if config.tracking.mlflow:
         mlflow = MlflowTracker(config, run_id=_mlflow_run(folder))
         write_json(folder.mlflow_run, {"run_id": mlflow.run_id})
         trackers.append(mlflow)
-    return RunTracker(CompositeTracker(*trackers), mlflow.ui if mlflow else None)
-
-
-@dataclass
-class RunTracker:
-    """The trackers of a run as one, and where to look at it."""
-
-    tracker: Tracker
-    ui: str | None
+    return RunRecorder(
+        tracker=CompositeTracker(*trackers),
+        console=console,
+        samples_folder=folder.samples if config.tracking.samples else None,
+        num_devices=num_devices,
+        ui=mlflow.ui if mlflow else None,
+    )
 
 
 def _mlflow_run(folder: RunFolder) -> str | None:
     if not folder.is_continued or not folder.mlflow_run.exists():
         return None
     return str(json.loads(folder.mlflow_run.read_text(encoding="utf-8"))["run_id"])
-
-
-@dataclass
-class RankZeroRecorder:
-    """loop.Recorder: metrics to the trackers, rollouts to samples/, progress to the console."""
-
-    tracker: Tracker
-    folder: RunFolder
-    console: RunConsole
-    keep_samples: bool
-    num_devices: int
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of a step, with the per-device throughput added."""
-        speed = metrics.get("throughput/tokens_per_second")
-        if speed is not None:
-            per_device = {"throughput/tokens_per_second_per_device": speed / self.num_devices}
-            metrics = {**metrics, **per_device}
-        self.tracker.log(step, metrics)
-
-    def samples(self, step: int, collected: Collected) -> None:
-        """The step's rollouts, with what became of each group."""
-        if self.keep_samples:
-            path = write_samples(self.folder.samples, step, collected.seen)
-            self.tracker.artifact(path, "samples")
-
-    @contextmanager
-    def progress(self, num_groups: int) -> Any:
-        """A bar on the console; yields a function of the groups done."""
-        with self.console.rollout_progress(num_groups) as bar:
-            yield lambda done: bar.update(done)
-
-
-class SilentRecorder:
-    """loop.Recorder of every other rank."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def samples(self, step: int, collected: Collected) -> None:
-        """Nothing."""
-
-    def progress(self, num_groups: int) -> AbstractContextManager[Any]:
-        """Nothing to watch."""
-        return _nobody_watches()
-
-
-@contextmanager
-def _nobody_watches() -> Any:
-    yield lambda done: None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,11 +22,11 @@ from dapo_megatron.types import Group, StepStats, SyncError, SyncReport, TokenBa
 
 
 class Recorder(Protocol):
-    """What the loop tells the world; build.py makes it of trackers, files and the console."""
+    """What the loop tells the world; see tracking/recorder.py."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def samples(self, step: int, collected: Collected) -> None: ...
-    def progress(self, num_groups: int) -> Any: ...
+    def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None: ...
+    def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]: ...
 
 
 class Checkpoints(Protocol):
@@ -86,7 +86,7 @@ def train(config: Config, parts: Parts, progress: Progress) -> Progress:
                 progress.seconds = time.perf_counter() - started
                 state = {"progress": vars(progress), "coordinator": parts.coordinator.state()}
                 publish = parts.checkpoints.save(step, state)
-        parts.recorder.samples(step, collected)
+        parts.recorder.samples(step, collected.seen)
         parts.recorder.log(step, metrics | clock.metrics())
         # Published last: a checkpoint that exists has its metrics and samples on disk.
         if publish is not None:

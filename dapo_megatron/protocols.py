@@ -39,8 +39,15 @@ The same number of micro-batches on every rank; some may be empty."""
 class Exchange(Protocol):
     """What ranks tell each other, in plain Python values. One rank: returns its argument."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
 
     def all_gather(self, value: Any) -> list[Any]:
         """The value of each rank, in rank order, on every rank."""

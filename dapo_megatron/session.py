@@ -8,16 +8,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config, dump_config
 from dapo_megatron.run_folder import RunFolder, read_state, write_json
 from dapo_megatron.types import DapoError
+
+if TYPE_CHECKING:
+    from dapo_megatron.tracking import RunRecorder, SilentRecorder
 
 Result = TypeVar("Result")
 
@@ -76,58 +79,59 @@ def train(config: Config) -> None:
 
 def _train(session: Session) -> None:
     from dapo_megatron import build, loop
-    from dapo_megatron.tracking import RunConsole
 
     config, ranks, folder = session.config, session.ranks, session.folder
     state = read_state(session.resume_from) if session.resume_from else None
     progress = loop.Progress(**state["progress"]) if state else loop.Progress()
-    recorder: Any = build.SilentRecorder()
-    tracker, console = None, None
-    if ranks.rank == 0:
-        folder.config.write_text(dump_config(config), encoding="utf-8")
-        console = RunConsole(num_steps=config.train.rollout_steps, file=session.terminal)
-        console.header(f"dapo_megatron {config.run.name}", _facts(session))
-    tracker = together(
-        ranks, lambda: build.build_tracker(config, folder, console, progress.step), tell=False
-    )
-    if console is not None:
-        recorder = build.RankZeroRecorder(
-            tracker.tracker, folder, console, config.tracking.samples, ranks.world_size
-        )
-    status = "FAILED"
-    core = None
-    try:
+    recorder = _open_recorder(session, progress.step)
+    with _true_status(recorder), ExitStack() as stack:
         prompts = build.load_prompts(config)
+        for note in prompts.notes:
+            recorder.note(f"  {note}")
         core = build.build_core(config, ranks)
-        if console is not None:
-            for note in prompts.notes:
-                console.note(f"  {note}")
+        stack.callback(core.close)
         parts = build.build_parts(config, ranks, core, prompts, folder, recorder)
-        if state is not None:
+        if state is not None and session.resume_from is not None:
             core.policy.load(session.resume_from)
             parts.coordinator.restore(state["coordinator"])
         progress = loop.train(config, parts, progress)
         summary = _summary(session, progress)
-        if console is not None:
+        if ranks.rank == 0:
             write_json(folder.summary, summary)
-            tracker.tracker.artifact(folder.summary)
+        recorder.keep(folder.summary)
+    recorder.summary(summary, folder.path)
+
+
+def _open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
+    """Rank 0's recorder, its header printed; elsewhere the silent one."""
+    from dapo_megatron import build
+    from dapo_megatron.tracking import RunConsole, SilentRecorder
+
+    config, folder = session.config, session.folder
+
+    def make() -> RunRecorder:
+        folder.config.write_text(dump_config(config), encoding="utf-8")
+        console = RunConsole(num_steps=config.train.rollout_steps, file=session.terminal)
+        console.header(f"dapo_megatron {config.run.name}", _facts(session))
+        return build.build_recorder(
+            config, folder, console, step=step, num_devices=session.ranks.world_size
+        )
+
+    return together(session.ranks, make, tell=False) or SilentRecorder()
+
+
+@contextmanager
+def _true_status(recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
+    """Close the run as what it was: FINISHED, FAILED or KILLED."""
+    status = "FAILED"
+    try:
+        yield
         status = "FINISHED"
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
-        if core is not None:
-            core.close()
-        if tracker is not None:
-            tracker.tracker.finish(status)
-    if console is not None:
-        console.summary(
-            accuracy_before=summary["accuracy_before"],
-            accuracy_after=summary["accuracy_after"],
-            seconds=summary["seconds"],
-            folder=folder.path,
-            ui=tracker.ui,
-        )
+        recorder.finish(status)
 
 
 def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
@@ -149,9 +153,9 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
         return figures if ranks.rank == 0 else None
 
 
-def together(ranks: Ranks, work: Callable[[], Result], *, tell: bool = True) -> Result:
+def together(ranks: Ranks, work: Callable[[], Result], *, tell: bool = True) -> Result | None:
     """Do `work` on rank 0 alone; a DapoError of it is raised on every rank, so that nobody waits
-    for a rank that has given up. With `tell`, every rank gets the result."""
+    for a rank that has given up. Its result on every rank, or with tell=False on rank 0 alone."""
     result, error = None, None
     if ranks.rank == 0:
         try:
@@ -161,7 +165,7 @@ def together(ranks: Ranks, work: Callable[[], Result], *, tell: bool = True) -> 
     told, error = ranks.broadcast((result if tell else None, error))
     if error is not None:
         raise error
-    return told if tell else result  # type: ignore[return-value]
+    return told if tell else result
 
 
 def _summary(session: Session, progress: Any) -> dict[str, Any]:
@@ -192,10 +196,8 @@ def _accuracy(figures: Mapping[str, float]) -> float | None:
 
 def _peak_gib() -> float:
     """Largest resident memory of this rank and of any of its children, in GiB."""
-    kib = sum(
-        resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    return kib / 2**20
+    both = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(resource.getrusage(who).ru_maxrss for who in both) / 2**20
 
 
 def _facts(session: Session) -> dict[str, str]:

@@ -103,7 +103,7 @@ def _refuse_unknown_computation(hf: Mapping[str, Any], family: str) -> None:
                 )
     elif kind != "default":
         raise ConfigError(f"model.path: rope type {kind!r} is not supported (default, llama3)")
-    wanted = {
+    wanted: dict[str, Any] = {
         "hidden_act": "silu",
         "use_sliding_window": False,
         "mlp_bias": False,

@@ -1,16 +1,22 @@
-"""Reading HF checkpoints: each rank takes from the safetensors files just the slices it holds."""
+"""HF checkpoints: each rank reads just the slices it holds; writing streams whole tensors."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from dapo_megatron.bridge.shards import Shard
 from dapo_megatron.types import CheckpointError
+
+FILE_BYTES = 4 * 2**30
+"""A safetensors file is closed when it has at least this much."""
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
@@ -32,11 +38,10 @@ def find_tensors(folder: Path) -> dict[str, Path]:
         ) from error
 
 
-def read_into(folder: Path, shards: Sequence[Shard], ignore: Sequence[str] = ()) -> None:
+def read_into(folder: Path, shards: Sequence[Shard]) -> None:
     """Fill the shards from an HF checkpoint.
 
-    Raises CheckpointError naming a tensor that is missing or misshapen, or (over all ranks a
-    caller's business) left unread by nobody's rule; names in `ignore` may be absent or unread.
+    Raises CheckpointError naming a tensor that is missing or misshapen.
     """
     places = find_tensors(folder)
     by_file: dict[Path, list[Shard]] = defaultdict(list)
@@ -57,3 +62,40 @@ def read_into(folder: Path, shards: Sequence[Shard], ignore: Sequence[str] = ())
                     shard.write(piece[shard.region.slices])
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
+
+
+def write_checkpoint(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], source: Path, *, is_writer: bool
+) -> None:
+    """Write `weights` as an HF checkpoint, with all that is not weights copied from `source`.
+
+    Every rank iterates (the weights are gathered from all); the one with `is_writer` writes.
+    """
+    files: dict[str, list[str]] = {}
+    held: dict[str, Tensor] = {}
+    num_bytes = 0
+
+    def close() -> None:
+        name = f"model-{len(files) + 1:05d}.safetensors"
+        save_file(held, folder / name, metadata={"format": "pt"})
+        files[name] = list(held)
+        held.clear()
+
+    for name, tensor in weights:
+        if is_writer:
+            held[name] = tensor.detach().to("cpu", copy=True)
+            num_bytes += tensor.nbytes
+            if sum(one.nbytes for one in held.values()) >= FILE_BYTES:
+                close()
+    if not is_writer:
+        return
+    if held:
+        close()
+    index = {
+        "metadata": {"total_size": num_bytes},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    for path in source.iterdir():
+        if path.is_file() and not path.name.startswith("model") and path.suffix != ".safetensors":
+            shutil.copy2(path, folder / path.name)

@@ -57,6 +57,8 @@ class Collected:
     counts: dict[str, int]
     """The ledger's books of this step."""
     rounds: int
+    grade_seconds: float
+    """Waited for grading after the last token."""
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Coordinator:
         wanted = self.config.prompts_per_step
         mixed = self._take_carried(version)
         seen: list[tuple[Group, Fate]] = []
-        rounds = 0
+        rounds, graded_before = 0, self.driver.grade_seconds
         while len(mixed) < wanted and rounds < self.config.max_rounds:
             rounds += 1
             for group in self._round(wanted - len(mixed), len(mixed), on_progress):
@@ -108,6 +110,7 @@ class Coordinator:
             seen=[(group, fates.get(group.ticket, fate)) for group, fate in seen],
             counts=self.ledger.close_step(),
             rounds=rounds,
+            grade_seconds=self.driver.grade_seconds - graded_before,
         )
 
     def state(self) -> dict[str, Any]:
@@ -126,12 +129,8 @@ class Coordinator:
         self.carried = [group_from_json(group) for group in state["carried"]]
         self.keep_rate.kept, self.keep_rate.issued = state["keep_rate"]
 
-    def _round(
-        self, needed: int, have: int, on_progress: Callable[[int], None]
-    ) -> list[Group]:
-        num_prompts = (
-            self.keep_rate.prompts_for(needed) if self.config.dynamic_sampling else needed
-        )
+    def _round(self, needed: int, have: int, on_progress: Callable[[int], None]) -> list[Group]:
+        num_prompts = self.keep_rate.prompts_for(needed) if self.config.dynamic_sampling else needed
         tickets = list(
             zip(self.ledger.issue(num_prompts), self.stream.take(num_prompts), strict=True)
         )
@@ -162,7 +161,7 @@ class Coordinator:
         """A final fate, or CARRIED for a group that can be trained on. On raw correctness, never
         on the shaped reward (dapo_spec 1.6)."""
         correct = [c.grade.correct for c in group.completions if c.grade is not None]
-        if not correct:
+        if len(correct) < 2:  # a mean of one is no baseline
             return Fate.UNGRADED
         if self.config.dynamic_sampling:
             said = verdict(correct)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -41,7 +42,7 @@ class Sampling:
 
 
 def sample_seed(seed_name: str, ticket: int, sample: int) -> int:
-    """A seed that depends on these three alone, not on layout, replica or time; 0 <= seed < 2^62."""
+    """A seed in [0, 2^62) that depends on these three alone, not on layout, replica or time."""
     digest = hashlib.blake2b(f"{seed_name}/{ticket}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
@@ -56,6 +57,8 @@ class RolloutDriver:
         self._engine = engine
         self._grading = grading
         self._exchange = exchange
+        self.grade_seconds = 0.0
+        """Waited for grading after the last token, over the life of the driver."""
 
     def run(
         self,
@@ -90,8 +93,10 @@ class RolloutDriver:
                     )
             self._collect(finished, wait=False)
             on_progress(sum(left == 0 for left in missing.values()))
+        sampled = time.perf_counter()
         while self._grading is not None and self._grading.pending:
             self._collect(finished, wait=True)
+        self.grade_seconds += time.perf_counter() - sampled
         return self._everyones(tickets, finished if self._engine.is_leader else {})
 
     def _collect(self, finished: dict[tuple[int, int], Completion], *, wait: bool) -> None:

@@ -26,7 +26,7 @@ class Fate(StrEnum):
     OVERLONG = "overlong"
     """Every completion was truncated while overlong.filter keeps those out of the loss."""
     UNGRADED = "ungraded"
-    """The grader answered for none of its completions."""
+    """The grader answered for fewer than two of its completions."""
     EXPIRED = "expired"
     """Mixed, but beyond what the step needed (on_policy), or carried for too many versions."""
     CARRIED = "carried"

@@ -17,12 +17,13 @@ from dapo_megatron.types import Completion, Finish, StepStats, SyncReport
 
 
 def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str, float]:
-    """accuracy/raw, reward/mean, response_tokens/*, groups/*."""
+    """accuracy/raw, reward/mean, response_tokens/*, groups/*, time/grade."""
     completions = [c for group, _ in collected.seen for c in group.completions]
     graded = [c for c in completions if c.grade is not None]
     lengths = [len(c.tokens) for c in completions]
     metrics = {f"groups/{name}": float(count) for name, count in collected.counts.items()}
     metrics["groups/rounds"] = float(collected.rounds)
+    metrics["time/grade"] = collected.grade_seconds
     if graded:
         metrics["accuracy/raw"] = fmean(bool(c.grade and c.grade.correct) for c in graded)
         metrics["reward/mean"] = fmean(_rewards(graded, overlong))
@@ -58,9 +59,7 @@ def update_metrics(stats: Sequence[StepStats]) -> dict[str, float]:
         weighted = (v * one.num_tokens for v, one in zip(values, stats, strict=True))
         return sum(weighted) / total
 
-    metrics = {
-        f"policy/{name}": mean(one.means[name] for one in stats) for name in stats[0].means
-    }
+    metrics = {f"policy/{name}": mean(one.means[name] for one in stats) for name in stats[0].means}
     metrics["policy/loss"] = mean(one.loss for one in stats)
     metrics["policy/grad_norm"] = mean(one.grad_norm for one in stats)
     metrics["policy/lr"] = stats[-1].lr

@@ -5,6 +5,7 @@ from dapo_megatron.tracking.console import RolloutProgress, RunConsole
 from dapo_megatron.tracking.jsonl import JsonlTracker, write_samples
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
 from dapo_megatron.tracking.provenance import commit, versions
+from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
 from dapo_megatron.tracking.tracker import CompositeTracker, NullTracker
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "NullTracker",
     "RolloutProgress",
     "RunConsole",
+    "RunRecorder",
+    "SilentRecorder",
     "commit",
     "versions",
     "write_samples",

@@ -1,0 +1,99 @@
+"""What a run tells the world: metrics to the trackers, rollouts to samples/, progress to the
+console. Rank 0 has the real one; every other rank has the silent one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.protocols import Tracker
+from dapo_megatron.tracking.console import RunConsole
+from dapo_megatron.tracking.jsonl import write_samples
+from dapo_megatron.types import Group
+
+
+@dataclass(frozen=True)
+class RunRecorder:
+    """Rank 0's. `samples_folder` None keeps no rollouts; `ui` is where to look at the run."""
+
+    tracker: Tracker
+    console: RunConsole
+    samples_folder: Path | None
+    num_devices: int
+    ui: str | None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step, with the per-device throughput added."""
+        speed = metrics.get("throughput/tokens_per_second")
+        if speed is not None:
+            per_device = {"throughput/tokens_per_second_per_device": speed / self.num_devices}
+            metrics = {**metrics, **per_device}
+        self.tracker.log(step, metrics)
+
+    def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
+        """The step's rollouts, with what became of each group."""
+        if self.samples_folder is not None:
+            path = write_samples(self.samples_folder, step, groups)
+            self.tracker.artifact(path, "samples")
+
+    @contextmanager
+    def progress(self, num_groups: int) -> Iterator[Callable[[int], None]]:
+        """A bar on the console; yields a function of the groups done."""
+        with self.console.rollout_progress(num_groups) as bar:
+            yield lambda done: bar.update(done)
+
+    def note(self, text: str) -> None:
+        """A line on the console."""
+        self.console.note(text)
+
+    def keep(self, path: Path) -> None:
+        """A file of the run as an artifact."""
+        self.tracker.artifact(path)
+
+    def finish(self, status: str) -> None:
+        """How the run really ended."""
+        self.tracker.finish(status)
+
+    def summary(self, figures: Mapping[str, Any], folder: Path) -> None:
+        """The block at the end."""
+        self.console.summary(
+            accuracy_before=figures["accuracy_before"],
+            accuracy_after=figures["accuracy_after"],
+            seconds=figures["seconds"],
+            folder=folder,
+            ui=self.ui,
+        )
+
+
+class SilentRecorder:
+    """Every other rank's: the same calls, no effect."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
+        """Nothing."""
+
+    def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Nobody watches."""
+        return _unwatched()
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def keep(self, path: Path) -> None:
+        """Nothing."""
+
+    def finish(self, status: str) -> None:
+        """Nothing."""
+
+    def summary(self, figures: Mapping[str, Any], folder: Path) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def _unwatched() -> Iterator[Callable[[int], None]]:
+    yield lambda done: None
