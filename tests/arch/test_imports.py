@@ -1,0 +1,230 @@
+"""Who may import whom, how long a file may be, and what may never be in the repository."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "dapo_megatron"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the files of a room may import: other rooms (itself always) and packages."""
+
+    rooms: frozenset[str]
+    packages: frozenset[str]
+
+
+def room(rooms: str = "", packages: str = "") -> Room:
+    return Room(frozenset(rooms.split()), frozenset(packages.split()))
+
+
+EVERYTHING = (
+    "types config protocols algo data rewards bridge policy engine rollout loop tracking cluster "
+    "run_folder session build"
+)
+ROOMS = {
+    "__init__": room(),
+    "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
+    "config": room("types", "pydantic yaml"),
+    "protocols": room("types", "torch"),
+    "algo": room("types", "torch"),
+    "data": room("types config algo", "torch transformers jinja2 pyarrow reasoning_gym"),
+    "rewards": room("types config algo", "math_verify reasoning_gym"),
+    # protocols for Exchange: how ranks tell each other what they hold.
+    "bridge": room("types config protocols", "torch safetensors"),
+    "policy": room(
+        "types config protocols bridge", "torch megatron transformer_engine safetensors"
+    ),
+    "engine": room("types config protocols bridge", "torch vllm numpy"),
+    "rollout": room("types config protocols algo data rewards", "torch"),
+    "loop": room("types config protocols algo data rewards rollout", "torch"),
+    "tracking": room("types config protocols", "mlflow rich"),
+    "cluster": room("types config protocols", "torch rich"),
+    "run_folder": room("types config protocols"),
+    "session": room(EVERYTHING, "torch rich"),
+    "build": room(EVERYTHING, "torch transformers rich"),
+    "__main__": room(EVERYTHING, "typer rich"),
+}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+LONG_FILES = {"config.py": (600, "the whole schema, a docstring under each field, and its reading")}
+LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a file, with the name taken: `dapo_megatron.algo.loss.make_loss`."""
+
+    module: str
+    line: int
+
+    @property
+    def room(self) -> str | None:
+        """The room it is in, or None for a module of another package."""
+        package, _, rest = self.module.partition(".")
+        return (rest.partition(".")[0] or "__init__") if package == "dapo_megatron" else None
+
+
+def room_of(file: Path) -> str:
+    first = file.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def imports(file: Path) -> Iterator[Import]:
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute in this house"
+            # `from a import b` may name a module, a.b.
+            yield from (Import(f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def shown(file: Path, line: int) -> str:
+    return f"{file.relative_to(REPOSITORY)}:{line}"
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def tracked_text() -> Iterator[tuple[Path, str]]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        path = REPOSITORY / name
+        try:
+            yield path, path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, FileNotFoundError):  # binary, or deleted and not committed
+            continue
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {room_of(file) for file in FILES} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("name", sorted(ROOMS))
+def test_a_room_imports_what_the_table_allows(name: str) -> None:
+    allowed = ROOMS[name]
+    wrong = []
+    for file in (file for file in FILES if room_of(file) == name):
+        for found in imports(file):
+            package = found.module.partition(".")[0]
+            if found.room is not None:
+                # The package itself holds its version alone; anyone may ask for it.
+                fine = found.room in {*allowed.rooms, name, "__init__", "__version__"}
+            else:
+                fine = package in {*allowed.packages, *sys.stdlib_module_names}
+            if not fine:
+                wrong.append(f"{shown(file, found.line)} imports {found.module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_loop_and_rollout_name_no_backend() -> None:
+    backends = re.compile(r"(torch\.distributed|megatron|vllm|mlflow)(\.|$)")
+    wrong = [
+        f"{shown(file, found.line)} imports {found.module}"
+        for file in FILES
+        if room_of(file) in {"loop", "rollout", "algo", "data", "rewards"}
+        for found in imports(file)
+        if backends.match(found.module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_giants_have_one_room_each() -> None:
+    home = {"megatron": "policy", "vllm": "engine", "mlflow": "tracking"}
+    wrong = [
+        f"{shown(file, found.line)} imports {found.module}"
+        for file in FILES
+        for found in imports(file)
+        if home.get(found.module.partition(".")[0], room_of(file)) != room_of(file)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
+LIGHT = "types config protocols run_folder cluster.launch cluster.ranks rewards session __main__"
+
+
+def test_light_modules_stay_light() -> None:
+    # One interpreter for all: it names the first module after which something heavy is there.
+    code = f"""
+import importlib, sys
+for name in {LIGHT.split()!r}:
+    importlib.import_module("dapo_megatron." + name)
+    heavy = sorted(set({HEAVY.split()!r}) & set(sys.modules))
+    assert not heavy, f"dapo_megatron.{{name}} imports {{heavy}}"
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_files_are_short() -> None:
+    lines = {
+        str(file.relative_to(PACKAGE)): len(file.read_text(encoding="utf-8").splitlines())
+        for file in FILES
+    }
+    wrong = {
+        name: count
+        for name, count in lines.items()
+        if count > LONG_FILES.get(name, (MAX_FILE_LINES, ""))[0]
+    }
+    assert not wrong
+    # An allowance that is not needed any more goes.
+    assert all(lines[name] > MAX_FILE_LINES for name in LONG_FILES)
+
+
+def test_functions_are_short() -> None:
+    lengths = {
+        f"{file.relative_to(PACKAGE)}:{one.name}": (one.end_lineno or 0) - one.lineno + 1
+        for file in FILES
+        for one in functions(file)
+    }
+    wrong = {
+        name: count
+        for name, count in lengths.items()
+        if count > LONG_FUNCTIONS.get(name, (MAX_FUNCTION_LINES, ""))[0]
+    }
+    assert not wrong
+    assert all(lengths[name] > MAX_FUNCTION_LINES for name in LONG_FUNCTIONS)
+
+
+@pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="asks git for the files")
+def test_nothing_names_the_machine_it_was_written_on() -> None:
+    machine = re.compile(r"(?<![\w.-])/(?:work|root)/|/tmp/[w]\b")
+    # Names of packages are in the locks; where they came from is the affair of each machine.
+    registry = re.compile(
+        r"--(?:extra-)?index-url[ =]|PIP_(?:EXTRA_)?INDEX_URL=|https?://[^\s/]*"
+        r"(?:py[p]i|pythonhosted|artifactory|nexus|jfrog)"
+    )
+    wrong = [
+        shown(path, text.count("\n", 0, found.start()) + 1)
+        for path, text in tracked_text()
+        for pattern in (machine, registry)
+        for found in pattern.finditer(text)
+    ]
+    assert not wrong, wrong
