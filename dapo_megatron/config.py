@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +22,7 @@ from dapo_megatron.types import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 
@@ -30,12 +31,16 @@ class Section(BaseModel):
     """A node of the tree: frozen, strict about types, unknown keys refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
 class RunConfig(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The run's folder is `run.directory/run.name`."""
     directory: str = "runs"
     """Where run folders are made."""
@@ -132,8 +137,8 @@ class OptimizerConfig(Section):
     warmup_rollout_steps: Annotated[int, Field(ge=0)]
     """lr of rollout step k (from 1) is lr * min(1, (k-1)/warmup); 0 for none."""
     weight_decay: NonNegative
-    beta1: Fraction
-    beta2: Fraction
+    beta1: Beta
+    beta2: Beta
     eps: Positive
     clip_grad: Positive
     """Largest norm of the whole gradient."""
@@ -177,7 +182,7 @@ Source = Annotated[ReasoningGymSource | FileSource, Field(discriminator="kind")]
 
 
 class DataConfig(Section):
-    train: Annotated[tuple[Source, ...], Field(min_length=1, strict=False)]
+    train: Annotated[tuple[Source, ...], Field(strict=False)]
     shuffle: bool = True
     """A fresh order per epoch, by seed."""
 
@@ -259,14 +264,7 @@ class Config(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which `1e-6` is a number and a repeated key an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{key}: given twice{node.start_mark}")
-        return super().construct_mapping(node, deep)
+    """YAML in which `1e-6` is a number."""
 
 
 # PyYAML follows YAML 1.1, in which a float needs a dot and a signed exponent.
@@ -284,8 +282,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read ({why})") from error
     tree = _parse(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of keys")
@@ -312,9 +311,25 @@ def dump_config(config: Config) -> str:
 
 def _parse(text: str, where: str) -> Any:
     try:
+        _refuse(_repeated(yaml.compose(text, Loader=_Loader), where))
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from error
+
+
+def _repeated(node: yaml.Node | None, where: str, above: str = "") -> Iterable[str]:
+    """Keys given twice, which YAML itself would let pass: the last one wins."""
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, child in node.value:
+            dotted = f"{above}{key.value}"
+            if dotted in seen:
+                yield f"{dotted}: given twice ({where}, line {key.start_mark.line + 1})"
+            seen.add(dotted)
+            yield from _repeated(child, where, f"{dotted}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            yield from _repeated(child, where, f"{above}{index}.")
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -347,40 +362,49 @@ def _child(node: Any, part: str, dotted: str) -> Any:
     return child
 
 
+_SOURCES: dict[str, type[Section]] = {
+    "reasoning_gym": ReasoningGymSource,
+    "jsonl": FileSource,
+    "parquet": FileSource,
+}
+
+_WORDS = {
+    "model_type": "must be a mapping of keys",
+    "dict_type": "must be a mapping of keys",
+    "tuple_type": "must be a list",
+    "string_type": "must be text; quote it if YAML takes it for something else",
+}
+
+
 def _explain(item: dict[str, Any]) -> str:
     """One pydantic error as `dotted.key: what is wrong; what to do`."""
-    # A tagged union adds its tag to the location; users never typed it.
-    tags = set(get_args(ReasoningGymSource.model_fields["kind"].annotation)) | set(
-        get_args(FileSource.model_fields["kind"].annotation)
-    )
-    loc = tuple(part for part in item["loc"] if part not in tags)
-    dotted = ".".join(str(part) for part in loc)
-    if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(loc[-1]), _fields(loc[:-1]), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        known = "" if near else f"; known here: {', '.join(_fields(loc[:-1]))}"
-        return f"{dotted}: unknown key{hint}{known}"
-    if item["type"] == "missing":
+    loc, error, given = item["loc"], item["type"], item.get("input")
+    # The kind of a source is part of pydantic's location; users never typed it there.
+    dotted = ".".join(str(part) for part in loc if part not in _SOURCES)
+    if error == "extra_forbidden":
+        known = _fields(loc[:-1])
+        near = difflib.get_close_matches(str(loc[-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        return f"{dotted}: unknown key; {hint}"
+    if error == "missing":
         return f"{dotted}: missing; every run must state it"
-    given = item.get("input")
+    if error.startswith("union_tag"):
+        dotted, given = f"{dotted}.kind", given.get("kind") if isinstance(given, dict) else given
+        return f"{dotted}: must be one of {', '.join(_SOURCES)} (given: {given!r})"
     shown = "" if isinstance(given, dict | list) else f" (given: {given!r})"
-    return f"{dotted}: {item['msg']}{shown}"
+    return f"{dotted}: {_WORDS.get(error, item['msg'])}{shown}"
 
 
 def _fields(loc: Iterable[Any]) -> list[str]:
     """Names of the keys that may stand at a place of the tree."""
     section: type[BaseModel] = Config
     for part in loc:
-        if isinstance(part, int):
-            continue
-        field = section.model_fields.get(str(part))
-        if field is None:
-            return []
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            section = annotation
-        else:  # a list of sources
-            return sorted({*ReasoningGymSource.model_fields, *FileSource.model_fields})
+        if part in _SOURCES:
+            section = _SOURCES[part]
+        elif part in section.model_fields:
+            annotation = section.model_fields[part].annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                section = annotation
     return list(section.model_fields)
 
 
@@ -406,6 +430,8 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"overlong.max_tokens: {overlong.max_tokens} is more than rollout.max_response_tokens "
             f"= {rollout.max_response_tokens}, so the penalty could never reach -1"
         )
+    if not config.data.train:
+        yield "data.train: empty; there is nothing to train on"
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     if sequences % config.train.updates_per_step:
         yield (
@@ -481,22 +507,27 @@ def _layout_problems(config: Config, world: int, hf: dict[str, Any]) -> Iterable
     product = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
     if world % product:
         yield (
-            f"policy: tensor_parallel x pipeline_parallel x context_parallel = {product} does not "
+            f"policy.tensor_parallel x pipeline_parallel x context_parallel = {product} does not "
             f"divide the {world} processes (run.processes, or the launcher's)"
         )
-    if world % engine_tp:
+    if config.engine.tensor_parallel and world % engine_tp:
         yield f"engine.tensor_parallel: {engine_tp} does not divide the {world} processes"
     heads = hf.get("num_attention_heads", 1)
     groups = hf.get("num_key_value_heads") or heads
     layers = hf.get("num_hidden_layers", 1)
-    for key, tp in (
-        ("policy.tensor_parallel", policy.tensor_parallel),
-        ("engine.tensor_parallel", engine_tp),
+    if heads % policy.tensor_parallel or groups % policy.tensor_parallel:
+        yield (
+            f"policy.tensor_parallel: {policy.tensor_parallel} does not divide the model's {heads} "
+            f"attention heads and {groups} key-value heads"
+        )
+    # The engine can copy a key-value head to several ranks.
+    if config.engine.tensor_parallel and (
+        heads % engine_tp or (groups % engine_tp and engine_tp % groups)
     ):
-        if heads % tp:
-            yield f"{key}: {tp} does not divide the model's {heads} attention heads"
-        elif key.startswith("policy") and groups % tp:
-            yield f"{key}: {tp} does not divide the model's {groups} key-value heads"
+        yield (
+            f"engine.tensor_parallel: {engine_tp} does not divide the model's {heads} attention "
+            f"heads, or neither divides nor is a multiple of its {groups} key-value heads"
+        )
     if layers % policy.pipeline_parallel:
         yield (
             f"policy.pipeline_parallel: {policy.pipeline_parallel} does not divide the model's "
@@ -506,6 +537,6 @@ def _layout_problems(config: Config, world: int, hf: dict[str, Any]) -> Iterable
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if limit and longest > limit:
         yield (
-            f"rollout: max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
+            f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
             f"{limit} positions (max_position_embeddings)"
         )

@@ -1,0 +1,410 @@
+"""The configuration: what is accepted, and that every refusal names the dotted key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from dapo_megatron.config import (
+    Config,
+    check_layout,
+    dump_config,
+    load_config,
+    num_processes,
+    parse_config,
+)
+from dapo_megatron.types import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((REPOSITORY / "model_configs").glob("*.yaml"))
+TINY = REPOSITORY / "model_configs" / "tiny_cpu.yaml"
+
+
+def tree() -> dict[str, Any]:
+    """A complete configuration as plain values."""
+    return dict(yaml.safe_load(TINY.read_text(encoding="utf-8")))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(TINY, overrides)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_of_the_repository_loads_and_survives_a_dump(
+    path: Path, tmp_path: Path
+) -> None:
+    config = load_config(path)
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(resolved) == config
+    # What is saved with a run states every key, defaults too.
+    assert set(yaml.safe_load(dump_config(config))["rollout"]) == set(
+        type(config.rollout).model_fields
+    )
+
+
+def test_a_config_with_every_kind_of_value_survives_a_dump(tmp_path: Path) -> None:
+    sets = [
+        {"kind": "jsonl", "name": "größe", "path": "a b.jsonl", "grader": "my.mod:fn", "limit": 3},
+        {"kind": "parquet", "name": "p", "path": "c.parquet", "grader": "dapo_math"},
+    ]
+    config = parse_config({**tree(), "evaluation": {"sets": sets, "every": 3}, "seed": 7})
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.e-6", "1.0e-6", "+1e-06", ".1e-5", "10e-7"])
+def test_a_float_may_be_written_as_people_write_it(text: str) -> None:
+    assert load_config(TINY, [f"optimizer.lr={text}"]).optimizer.lr == 1e-6
+
+
+def test_a_whole_number_is_a_float_where_one_is_asked_for() -> None:
+    assert load_config(TINY, ["optimizer.clip_grad=1"]).optimizer.clip_grad == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        ("seed: 1\nseed: 2\n", "seed", 2),
+        ("loss:\n  clip_low: 1\n  clip_low: 1\n", "loss.clip_low", 3),
+        ("data:\n  train:\n  - size: 1\n    size: 2\n", "data.train.0.size", 4),
+    ],
+)
+def test_a_repeated_key_is_refused(tmp_path: Path, text: str, key: str, line: int) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == f"{key}: given twice ({path}, line {line})"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read (No such file"),
+        (b"seed: [1\n", "not valid YAML"),
+        (b"\xff\xfe\x00", "cannot be read ("),
+        (b"", "the top level must be a mapping"),
+        (b"- 1\n", "the top level must be a mapping"),
+    ],
+)
+def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: {said}")
+
+
+def test_a_config_is_frozen() -> None:
+    config = load_config(TINY)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.loss.clip_high = 0.5
+
+
+# ---------------------------------------------------------------------------- overrides
+
+
+def test_overrides_reach_every_depth() -> None:
+    config = load_config(
+        TINY,
+        [
+            "seed=3",
+            "loss.dual_clip=null",
+            "optimizer.lr=1e-6",
+            "data.train.0.size=17",
+            "data.train.0.options.min_terms=3",
+            "data.train.0.exclude_seeds=[1, 2]",
+            "evaluation.sets=[]",
+            "tracking.mlflow=false",  # a section that the YAML does not have
+            "resume=runs/a=b/checkpoints/step_000001",  # only the first = divides
+            "seed=4",  # the last one wins
+        ],
+    )
+    assert config.seed == 4
+    assert config.loss.dual_clip is None
+    assert config.optimizer.lr == 1e-6
+    source = config.data.train[0]
+    assert source.kind == "reasoning_gym"
+    assert (source.size, source.options["min_terms"], source.exclude_seeds) == (17, 3, (1, 2))
+    assert config.evaluation.sets == ()
+    assert config.tracking.mlflow is False
+    assert config.resume == "runs/a=b/checkpoints/step_000001"
+
+
+def test_an_override_fills_an_empty_section(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**tree(), "tracking": None}), encoding="utf-8")
+    assert load_config(path, ["tracking.mlflow=false"]).tracking.mlflow is False
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("loss.clip_high", "'loss.clip_high': an override is written key.path=value"),
+        ("=0.3", "'=0.3': an override is written key.path=value"),
+        ("seed.x=3", "seed: is a value, it has no keys below it"),
+        ("data.train.3.size=4", "data.train.3: the list has 1 entries, numbered from 0"),
+        ("data.train.first.size=4", "data.train.first: the list has 1 entries, numbered from 0"),
+        ("data.train.1={}", "data.train.1: the list has 1 entries, numbered from 0"),
+        ("loss.clip_high=[", "loss.clip_high: not valid YAML"),
+        ("loss..clip_high=3", "loss.: unknown key"),
+    ],
+)
+def test_a_malformed_override_is_refused(override: str, said: str) -> None:
+    assert refusal(override).startswith(said)
+
+
+# ---------------------------------------------------------------------------- keys and types
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("loss.clip_hihg=0.3", "loss.clip_hihg: unknown key; did you mean 'clip_high'?"),
+        ("polciy.precision=float32", "polciy: unknown key; did you mean 'policy'?"),
+        ("data.trian=[]", "data.trian: unknown key; did you mean 'train'?"),
+        ("data.train.0.datset=x", "data.train.0.datset: unknown key; did you mean 'dataset'?"),
+        ("evaluation.sets.0.sed=1", "evaluation.sets.0.sed: unknown key; did you mean 'seed'?"),
+        ("sync.speed=3", "sync.speed: unknown key; known here: max_gap"),
+        # What another kind of source knows is no help here.
+        (
+            "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",
+            "data.train.0.datasett: unknown key; known here: kind, name, path, grader, limit",
+        ),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(override: str, said: str) -> None:
+    assert refusal(override) == said
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=one", "seed: Input should be a valid integer (given: 'one')"),
+        ("seed=true", "seed: Input should be a valid integer (given: True)"),
+        ("seed=1.0", "seed: Input should be a valid integer (given: 1.0)"),
+        ("optimizer.lr='1e-6'", "optimizer.lr: Input should be a valid number (given: '1e-6')"),
+        ("loss.clip_low=true", "loss.clip_low: Input should be a valid number (given: True)"),
+        ("tracking.mlflow=1", "tracking.mlflow: Input should be a valid boolean (given: 1)"),
+        ("run.name=7", "run.name: must be text; quote it if YAML takes it for something else"),
+        ("run.name=..", "run.name: String should match pattern"),
+        ("loss=3", "loss: must be a mapping of keys (given: 3)"),
+        ("engine=null", "engine: must be a mapping of keys (given: None)"),
+        ("data.train=x", "data.train: must be a list (given: 'x')"),
+        ("data.train.0.options=x", "data.train.0.options: must be a mapping of keys (given: 'x')"),
+        ("data.train.0.exclude_seeds=[1, x]", "data.train.0.exclude_seeds.1: Input should be"),
+        ("data.train.0.size=0", "data.train.0.size: Input should be greater than or equal to 1"),
+        ("optimizer.lr=0", "optimizer.lr: Input should be greater than 0 (given: 0)"),
+        ("optimizer.lr=.nan", "optimizer.lr: Input should be a finite number (given: nan)"),
+        ("loss.clip_high=.inf", "loss.clip_high: Input should be a finite number (given: inf)"),
+        ("optimizer.beta2=1.0", "optimizer.beta2: Input should be less than 1 (given: 1.0)"),
+        ("loss.dual_clip=1.0", "loss.dual_clip: Input should be greater than 1 (given: 1.0)"),
+        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: Input should be greater"),
+        ("policy.precision=fp32", "policy.precision: Input should be 'float32' or 'bfloat16'"),
+        (
+            "data.train.0.kind=csv",
+            "data.train.0.kind: must be one of reasoning_gym, jsonl, parquet",
+        ),
+        ("data.train.0={name: a}", "data.train.0.kind: must be one of reasoning_gym"),
+    ],
+)
+def test_a_wrong_value_is_named_once(override: str, said: str) -> None:
+    message = refusal(override)
+    assert message.startswith(said)
+    assert "\n" not in message
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    lines = refusal("loss.clip_hihg=0.3", "seed=x", "optimizer.lr=-1").splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "seed",
+        "loss.clip_hihg",
+        "optimizer.lr",
+    ]
+
+
+@pytest.mark.parametrize(
+    "dotted", ["seed", "loss", "model.path", "optimizer.lr", "loss.dual_clip", "sync.max_gap"]
+)
+def test_a_missing_field_is_named(dotted: str) -> None:
+    whole = tree()
+    node = whole
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        node = node[parent]
+    del node[last]
+    with pytest.raises(ConfigError) as caught:
+        parse_config(whole)
+    assert str(caught.value) == f"{dotted}: missing; every run must state it"
+
+
+# Defaults within the sections of the objective, and why a YAML need not state them.
+OBJECTIVE_DEFAULTS = {
+    "rollout.at_bound": "acts only when dynamic sampling cannot fill a step",
+    "rollout.max_age": "acts only with on_policy: false",
+    "rollout.expected_keep_rate": "a first guess of how many prompts to issue, not of what to keep",
+    "overlong.penalty": "DAPO's own rule; false is the departure",
+    "loss.advantage_eps": "guards a division; design.md, section 4 gives it as 1e-6",
+}
+
+
+def test_no_hidden_default_changes_the_algorithm() -> None:
+    defaults = {
+        f"{section}.{name}"
+        for section in ("rollout", "overlong", "loss", "optimizer", "train")
+        for name, field in Config.model_fields[section].annotation.model_fields.items()  # type: ignore[union-attr]
+        if not field.is_required()
+    }
+    assert defaults == set(OBJECTIVE_DEFAULTS)
+    for section in ("seed", "rollout", "overlong", "loss", "optimizer", "train", "data"):
+        assert Config.model_fields[section].is_required(), section
+
+
+# ---------------------------------------------------------------------------- contradictions
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["overlong.buffer_tokens=16"], "overlong.buffer_tokens: 16 must be less than"),
+        (["overlong.max_tokens=17"], "overlong.max_tokens: 17 is more than rollout.max_response"),
+        (["train.updates_per_step=5"], "train.updates_per_step: 5 does not divide the 512 seq"),
+        (["rollout.prompts_per_step=31"], None),  # 31 x 16 is divisible by 4
+        (
+            ["train.max_tokens_per_microbatch=111"],
+            "train.max_tokens_per_microbatch: 111 cannot hold one sequence of 112 tokens",
+        ),
+        (["train.max_tokens_per_microbatch=112"], None),
+        (["loss.clip_low=1.0"], "loss.clip_low: 1.0 must be less than 1"),
+        (["rollout.top_p=0.9"], "rollout.top_p: 0.9; training samples must come from the whole"),
+        (["data.train=[]"], "data.train: empty"),
+        (
+            ["evaluation.sets.0.name=chain_sum"],
+            "data.train / evaluation.sets: the name 'chain_sum' is used twice",
+        ),
+        (["policy.sequence_parallel=true"], "policy.sequence_parallel: not supported yet"),
+        (["policy.virtual_pipeline_parallel=2"], "policy.virtual_pipeline_parallel: not supp"),
+        (["policy.context_parallel=2"], "policy.context_parallel: not supported yet"),
+        (["policy.expert_parallel=2"], "policy.expert_parallel: not supported yet"),
+        (["policy.expert_tensor_parallel=2"], "policy.expert_tensor_parallel: not supported"),
+        (["policy.kernels=transformer_engine"], "policy.kernels: transformer_engine needs"),
+        (["policy.kernels=transformer_engine", "policy.precision=bfloat16"], None),
+    ],
+)
+def test_contradictions(overrides: list[str], said: str | None) -> None:
+    if said is None:
+        load_config(TINY, overrides)
+        return
+    message = refusal(*overrides)
+    assert message.startswith(said)
+    assert "\n" not in message
+
+
+# ---------------------------------------------------------------------------- layout
+
+MODEL = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 112,
+}
+
+
+def layout_problems(
+    folder: Path, world: int, overrides: Mapping[str, Any], model: Mapping[str, Any] = MODEL
+) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    texts = [f"{key}={value}" for key, value in overrides.items()]
+    config = load_config(TINY, [f"model.path={folder}", *texts])
+    try:
+        check_layout(config, world)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+TP, PP, ENGINE = "policy.tensor_parallel", "policy.pipeline_parallel", "engine.tensor_parallel"
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "said"),
+    [
+        (2, {TP: 2}, None),
+        (8, {TP: 2, PP: 2}, None),
+        (8, {TP: 4, PP: 2, ENGINE: 2}, None),
+        (2, {TP: 1, PP: 2, ENGINE: 1}, None),
+        (12, {TP: 4, ENGINE: 12}, None),  # the engine copies key-value heads
+        (3, {TP: 2}, "policy.tensor_parallel x pipeline_parallel x context_parallel = 2 does not"),
+        (2, {TP: 2, PP: 2}, "policy.tensor_parallel x pipeline_parallel x context_parallel = 4"),
+        (3, {TP: 1, ENGINE: 2}, "engine.tensor_parallel: 2 does not divide the 3 processes"),
+        (8, {TP: 8}, "policy.tensor_parallel: 8 does not divide the model's 12 attention heads"),
+        (3, {TP: 3}, "policy.tensor_parallel: 3 does not divide the model's 12 attention heads "),
+        (8, {TP: 1, ENGINE: 8}, "engine.tensor_parallel: 8 does not divide the model's 12"),
+        (6, {TP: 1, ENGINE: 6}, "engine.tensor_parallel: 6 does not divide the model's 12"),
+        (4, {TP: 1, PP: 4}, "policy.pipeline_parallel: 4 does not divide the model's 6 layers"),
+        (
+            2,
+            {"rollout.max_prompt_tokens": 97},
+            "rollout.max_prompt_tokens + max_response_tokens = 113 exceeds the model's 112",
+        ),
+    ],
+)
+def test_layout(tmp_path: Path, world: int, overrides: dict[str, Any], said: str | None) -> None:
+    problems = layout_problems(tmp_path, world, overrides)
+    if said is None:
+        assert problems == []
+    else:
+        assert len(problems) == 1
+        assert problems[0].startswith(said)
+
+
+def test_a_model_without_grouped_heads_has_as_many_key_value_heads(tmp_path: Path) -> None:
+    model = {"num_attention_heads": 4, "num_key_value_heads": None, "num_hidden_layers": 2}
+    assert layout_problems(tmp_path, 4, {TP: 4}, model) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read (No such file or directory); name a folder with an HF checkpoint"),
+        ("{", "is not JSON"),
+        ("[]", "does not hold a mapping"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_named(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    config = load_config(TINY, [f"model.path={tmp_path}"])
+    with pytest.raises(ConfigError) as caught:
+        check_layout(config, 2)
+    assert str(caught.value).startswith(f"model.path: {path} {said}")
+
+
+def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(TINY, ["run.processes=2"])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert num_processes(config) == 2
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert num_processes(config) == 16
+
+
+def test_the_engine_is_cut_as_the_policy_unless_told() -> None:
+    assert load_config(TINY, ["policy.tensor_parallel=2"]).engine_tensor_parallel == 2
+    assert load_config(TINY, ["engine.tensor_parallel=1"]).engine_tensor_parallel == 1
