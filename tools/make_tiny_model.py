@@ -61,7 +61,7 @@ class Recipe:
     steps: int = 650
     batch: int = 256
     lr: float = 3e-3
-    wrong_fraction: float = 0.62
+    wrong_fraction: float = 0.56
     wrong_steps: int = 250
 
 
