@@ -114,8 +114,8 @@ def _run(engine: Any, requests: Sequence[SampleRequest]) -> Results:
 
 @torch.no_grad()
 def _gap(model: PreTrainedModel, requests: Sequence[SampleRequest], results: Results) -> float:
-    """Largest |log-prob by engine - by HF| of any sampled token."""
-    worst = 0.0
+    """Largest |log-prob by engine - by HF| of any sampled token; nan if any is nan."""
+    gaps = []
     for request in requests:
         completion = results[request.ticket, request.sample]
         ids = torch.tensor([*request.tokens, *completion.tokens])
@@ -123,8 +123,8 @@ def _gap(model: PreTrainedModel, requests: Sequence[SampleRequest], results: Res
         # A greedy token's log-prob is the plain one.
         logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
         sampled = logprobs.gather(1, ids[len(request.tokens) :, None])[:, 0]
-        worst = max(worst, (sampled - torch.tensor(completion.logprobs)).abs().max().item())
-    return worst
+        gaps.append((sampled - torch.tensor(completion.logprobs)).abs().max())
+    return float(torch.stack(gaps).max())
 
 
 def _gaps_over_syncs(engine: Any, folder: Path, num_syncs: int) -> tuple[list[float], list[int]]:
@@ -177,8 +177,8 @@ def _one_rank(rank: int, folder: Path) -> Seen:
     for request in _requests(range(6)):
         seen["alone"] |= _run(engine, [request])
     seen["state"] = (before, _global_state())
-    # More prompt tokens at once than vLLM takes into one step (4096).
-    seen["flood"] = len(_run(engine, _requests(range(20), num_tokens=PROMPT_TOKENS)))
+    # More prompt tokens at once than vLLM takes into one step (4096), no prefix of them cached.
+    seen["flood"] = len(_run(engine, _requests(range(12), num_tokens=120, temperature=1.0)))
     seen["aborted"] = _abort_midway(engine)
     seen["gaps"], seen["versions"] = _gaps_over_syncs(engine, folder, 3)
     seen["prefix"] = _gap_of_cached_prompt(engine, folder)
@@ -301,7 +301,7 @@ def _checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def test_logprobs_are_those_of_hf_before_and_after_each_sync(one: Seen) -> None:
     """At temperature 1, 0.7 and 0, with a tied head; four sets of weights."""
     assert len(one["gaps"]) == 4
-    assert max(one["gaps"]) < GAP
+    assert all(gap < GAP for gap in one["gaps"])
     assert one["versions"] == [0, 1, 2, 3]
 
 
@@ -344,7 +344,7 @@ def test_engine_leaves_the_process_as_it_was(one: Seen) -> None:
 
 
 def test_more_prompts_than_one_step_takes(one: Seen) -> None:
-    assert one["flood"] == 80
+    assert one["flood"] == 48
 
 
 def test_aborted_requests_do_not_come_back_and_the_others_do(one: Seen) -> None:
@@ -379,7 +379,7 @@ def test_tensor_parallel_ranks_agree_with_each_other_and_with_hf(
     first, second = tensor_parallel
     assert (first["identity"], second["identity"]) == ((0, 1, True), (0, 1, False))
     assert list(first["batch"].items()) == list(second["batch"].items())  # in order, too
-    assert max(first["gaps"] + second["gaps"]) < GAP
+    assert all(gap < GAP for gap in first["gaps"] + second["gaps"])
     assert first["versions"] == [0, 1, 2, 3]
     assert first["expected"] == second["expected"] == _checkpoint_shapes(qwen2)
     assert first["left in /dev/shm"] == []
@@ -389,7 +389,7 @@ def test_replicas_work_on_their_own_and_give_the_same_for_the_same(replicas: lis
     first, second = replicas
     assert (first["identity"], second["identity"]) == ((0, 2, True), (1, 2, True))
     assert first["batch"] == second["batch"]
-    assert max(first["gaps"] + second["gaps"]) < GAP
+    assert all(gap < GAP for gap in first["gaps"] + second["gaps"])
 
 
 def test_expected_tensors_are_those_of_the_checkpoint(
