@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +14,7 @@ import typer
 
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.config import Config, check_layout, load_config, num_processes
+from dapo_megatron.rewards.registry import check as check_grader
 from dapo_megatron.types import ConfigError, DapoError
 
 app = typer.Typer(
@@ -36,7 +40,8 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     _on_ranks(checked)
     from dapo_megatron import session
 
-    session.train(checked)
+    with _told():
+        session.train(checked)
 
 
 @app.command()
@@ -53,7 +58,8 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, json_file: JsonPat
     _on_ranks(checked)
     from dapo_megatron import session
 
-    figures = session.evaluate(checked, checkpoint)
+    with _told():
+        figures = session.evaluate(checked, checkpoint)
     if figures is not None:
         _print_figures(figures)
         _write(json_file, figures)
@@ -77,13 +83,25 @@ def env(json_file: JsonPath = None) -> None:
 def _load(path: Path, overrides: list[str]) -> Config:
     config = load_config(path, overrides)
     check_layout(config, num_processes(config))
+    for source in (*config.data.train, *config.evaluation.sets):
+        check_grader(source.grader)
     return config
 
 
 def _on_ranks(config: Config) -> None:
     """Outside a launcher: run this very command on run.processes ranks, then exit."""
     if not is_launched():
-        raise typer.Exit(launch(sys.argv[1:], config.run.processes))
+        command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
+        raise typer.Exit(launch(command, config.run.processes))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A session has told its user of an error already, on the terminal it was started from."""
+    try:
+        yield
+    except DapoError:
+        raise SystemExit(2) from None
 
 
 def _print_figures(figures: dict[str, float]) -> None:
@@ -107,8 +125,7 @@ def main() -> None:
     try:
         app()
     except DapoError as error:
-        # Inside a launched run rank 0 has said it already, on the terminal.
-        if not is_launched():
+        if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -1,6 +1,6 @@
 """A run's folder: what is where, checkpoints that appear whole or not at all, resuming.
 
-    runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  checkpoints/  logs/
+runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  checkpoints/  logs/
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class RunFolder:
             if not (source / "state.json").exists():
                 raise CheckpointError(f"resume: {source} is not a checkpoint (no state.json)")
         self.is_continued = resume == "auto" or self._is_own(source)
-        if not self.is_continued and any(self.path.glob("[!.]*")):
+        if self.is_continued:
+            self._set_aside_after(source)
+        elif any(self.path.glob("[!.]*")):
             self._move_aside()
         for folder in (self.samples, self.checkpoints, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -67,8 +69,11 @@ class RunFolder:
         return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def _take_lock(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -77,12 +82,27 @@ class RunFolder:
             ) from None
 
     def _move_aside(self) -> None:
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
+        aside = _free_name(self.path)
         aside.mkdir()
         for entry in self.path.glob("[!.]*"):
             entry.rename(aside / entry.name)
+
+    def _set_aside_after(self, source: Path | None) -> None:
+        """Checkpoints newer than the one to resume from are of a past that is done again: a later
+        `auto` must not find them, nor `checkpoint.keep` prefer them."""
+        name = source.resolve().name if source else ""
+        first = int(match[1]) if (match := re.match(r"step_(\d+)", name)) else 0
+        for path, step in _published(self.checkpoints):
+            if int(step[1]) > first:
+                path.rename(_free_name(path))
+
+
+def _free_name(path: Path) -> Path:
+    """NAME.1, NAME.2, ... beside `path`: the first that is free."""
+    number = 1
+    while (free := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return free
 
 
 def newest(checkpoints: Path) -> Path | None:
@@ -96,7 +116,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "state.json"
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: not a checkpoint's state")
@@ -111,6 +131,8 @@ class FolderCheckpoints:
     folder: RunFolder
     exchange: Exchange
     policy: Policy
+    export: Callable[[Path], None] | None = None
+    """Writes an HF checkpoint into a folder; collective."""
 
     def due(self, step: int) -> bool:
         """Every `checkpoint.every` steps and after the last one."""
@@ -125,6 +147,10 @@ class FolderCheckpoints:
             partial.mkdir(parents=True)
         self.exchange.barrier()
         self.policy.save(partial)
+        if self.export is not None:
+            if self.exchange.rank == 0:
+                (partial / "hf").mkdir()
+            self.export(partial / "hf")
         if self.exchange.rank == 0:
             write_json(partial / "state.json", state)
         self.exchange.barrier()

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -21,23 +20,26 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(arguments: Sequence[str], num_processes: int) -> int:
-    """Run `python -m dapo_megatron *arguments` on `num_processes` ranks; the exit code.
+def launch(
+    command: Sequence[str], num_processes: int, *, grace_seconds: float = GRACE_SECONDS
+) -> int:
+    """Run `command` on `num_processes` ranks; the exit code, as a shell gives it.
 
-    The first rank to fail decides it; the others are given GRACE_SECONDS and are then killed.
-    SIGINT and SIGTERM are passed on. Ranks die with this process.
+    The first rank to fail decides it; the others are given `grace_seconds` and are then killed.
+    SIGTERM is passed on; SIGINT reaches the ranks from the terminal. Ranks die with this process.
     """
     port = _free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "dapo_megatron", *arguments],
+            command,
             env={**os.environ, **_environment(rank, num_processes, port)},
             preexec_fn=_die_with_parent,
         )
         for rank in range(num_processes)
     ]
     with _signals_passed_on(ranks):
-        return _wait(ranks)
+        code = _wait(ranks, grace_seconds)
+    return code if code >= 0 else 128 - code
 
 
 def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
@@ -55,13 +57,13 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
     return environment
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int:
     deadline = None
     code = 0
     while any(rank.poll() is None for rank in ranks):
         failed = [rank.returncode for rank in ranks if rank.poll()]
         if failed and deadline is None:
-            code, deadline = failed[0], time.monotonic() + GRACE_SECONDS
+            code, deadline = failed[0], time.monotonic() + grace_seconds
         if deadline is not None and time.monotonic() > deadline:
             for rank in ranks:
                 rank.kill()

@@ -1,0 +1,157 @@
+"""The command line, for real: a short run learns, and a killed one goes on as if never killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.configs import REPOSITORY, TINY
+
+STEPS = 10
+OVERRIDES = (
+    f"train.rollout_steps={STEPS}",
+    "rollout.prompts_per_step=16",
+    "rollout.samples_per_prompt=8",
+    "rollout.on_policy=false",  # so that carried groups are part of what a resume must restore
+    "train.updates_per_step=4",
+    "optimizer.lr=3e-4",
+    "optimizer.warmup_rollout_steps=1",
+    "checkpoint.every=3",
+    "evaluation.every=0",
+    "policy.tensor_parallel=1",
+    "policy.pipeline_parallel=2",
+)
+
+
+def command(directory: Path, name: str, *more: str) -> list[str]:
+    where = (f"run.directory={directory}", f"run.name={name}")
+    return [sys.executable, "-m", "dapo_megatron", "train", str(TINY), *OVERRIDES, *where, *more]
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what a clock says."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def straight(directory: Path) -> Path:
+    """An uninterrupted run's folder."""
+    done = subprocess.run(
+        command(directory, "straight"), cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "accuracy before" in done.stdout
+    assert "mlflow ui --backend-store-uri" in done.stdout
+    return directory / "straight"
+
+
+def test_a_short_run_learns(straight: Path) -> None:
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
+    assert summary["max_gap"] < 1e-4
+    assert {"versions", "commit", "seconds", "peak_memory_gib"} <= summary.keys()
+
+
+def test_the_folder_is_complete(straight: Path) -> None:
+    rows = read_metrics(straight)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert rows[1]["policy/lr"] == 0.0
+    for row in rows[1:]:
+        ended = ("trained", "all_correct", "all_wrong", "overlong", "ungraded", "expired")
+        assert row["groups/trained"] == 16
+        assert row["groups/issued"] >= sum(row[f"groups/{fate}"] for fate in ended[1:])
+    issued = sum(row.get("groups/issued", 0) for row in rows)
+    settled = sum(row.get(f"groups/{fate}", 0) for row in rows for fate in ended)
+    assert issued == settled + rows[-1]["groups/carried"]
+    assert len(list((straight / "samples").glob("step_*.jsonl"))) == STEPS
+    assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == [
+        "step_000009",
+        "step_000010",
+    ]
+    assert (straight / "logs" / "rank_1.log").exists()
+
+
+def test_the_resolved_config_loads(straight: Path) -> None:
+    from dapo_megatron.config import load_config
+
+    assert load_config(straight / "config.yaml").train.rollout_steps == STEPS
+
+
+def test_mlflow_has_every_metric_and_the_true_status(directory: Path, straight: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{directory}/mlflow.db")
+    run = client.get_run(json.loads((straight / "mlflow_run.json").read_text())["run_id"])
+    assert run.info.status == "FINISHED"
+    last = read_metrics(straight)[-1]
+    logged = {name.replace("_at_", "@") for name in run.data.metrics}
+    assert {name for name in last if name != "step"} <= logged
+    history = client.get_metric_history(run.info.run_id, "accuracy/raw")
+    assert [point.step for point in history] == list(range(1, STEPS + 1))
+    assert any(item.path == "samples" for item in client.list_artifacts(run.info.run_id))
+
+
+def test_killed_and_resumed_is_as_if_never_killed(directory: Path, straight: Path) -> None:
+    folder = directory / "killed"
+    process = subprocess.Popen(
+        command(directory, "killed", "resume=auto"),
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_for_step(folder, 5, process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    run_id = (folder / "mlflow_run.json").read_text()
+    assert not (folder / "summary.json").exists()
+    wait_until_unlocked(folder)
+
+    done = subprocess.run(
+        command(directory, "killed", "resume=auto"), cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step_000003" in done.stdout
+    assert (folder / "mlflow_run.json").read_text() == run_id
+    assert read_metrics(folder) == read_metrics(straight)  # to the last digit
+    kept = ("accuracy_before", "accuracy_after", "steps", "max_gap")
+    both = [json.loads((run / "summary.json").read_text()) for run in (folder, straight)]
+    assert [both[0][key] for key in kept] == [both[1][key] for key in kept]
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        path = folder / "metrics.jsonl"
+        if path.exists() and path.read_text().count("\n") > step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"step {step} not reached")
+
+
+def wait_until_unlocked(folder: Path) -> None:
+    """Until the killed ranks are really gone: the kernel then drops their lock."""
+    import fcntl
+
+    with (folder / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
