@@ -135,7 +135,8 @@ def group() -> Group:
 
 def test_samples_hold_everything_of_a_group(tmp_path: Path) -> None:
     path = write_samples(tmp_path / "samples", 12, [(group(), Verdict.MIXED), (group(), "expired")])
-    assert path == tmp_path / "samples" / "step_000012.jsonl"
+    assert list((tmp_path / "samples").iterdir()) == [path]
+    assert path.name == "step_000012.jsonl"
     first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     assert first == {
         "ticket": 12,
@@ -424,6 +425,7 @@ def test_commit_is_of_the_checkout_of_this_package_alone(
     monkeypatch.setattr(dapo_megatron, "__file__", str(source))
     assert commit() is None, "no repository"
     git("init")
+    git("commit", "--allow-empty", "-m", "of another project")
     assert commit() is None, "inside a repository that does not hold the package"
     git("add", ".")
     git("commit", "-m", "m")
