@@ -136,6 +136,7 @@ def build_parts(
     """What the loop works with."""
     return Parts(
         policy=core.policy,
+        engine=core.engine,
         sync=core.sync,
         coordinator=Coordinator(
             config=config.rollout,

@@ -162,8 +162,6 @@ class ReasoningGymSource(Section):
     seed: int
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the data set (min_terms, max_digits, ...)."""
-    exclude_seeds: tuple[int, ...] = Field(default=(), strict=False)
-    """Problems of the same data set, options and size under these seeds are left out."""
     grader: str = "reasoning_gym"
 
 

@@ -14,7 +14,7 @@ from dapo_megatron.algo.mismatch import GapStatistics, gap_statistics
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import assemble, fresh_mask, split
-from dapo_megatron.protocols import Policy
+from dapo_megatron.protocols import Policy, RolloutEngine
 from dapo_megatron.rollout import metrics as figures
 from dapo_megatron.rollout.coordinator import Collected, Coordinator
 from dapo_megatron.rollout.evaluate import Evaluator
@@ -43,6 +43,7 @@ class Parts:
     """Everything a run is made of, behind its seams."""
 
     policy: Policy
+    engine: RolloutEngine
     sync: Callable[[int], SyncReport]
     """Policy weights into the engines, which then carry this version."""
     coordinator: Coordinator
@@ -101,6 +102,9 @@ def train_step(
     """One rollout step: sample with the weights of step - 1, update them, sync."""
     with clock("generate"), parts.recorder.progress(config.rollout.prompts_per_step) as watch:
         collected = parts.coordinator.collect(version=step - 1, on_progress=watch)
+        # Policy and engine take turns in the accelerator's memory.
+        parts.engine.sleep()
+        parts.policy.onload()
     batch = make_batch(config, collected.train)
     with clock("logprobs"):
         old = parts.policy.logprobs(batch)
@@ -109,7 +113,9 @@ def train_step(
     with clock("update"):
         stats = update(config, parts.policy, batch, step)
     with clock("sync"):
+        parts.engine.wake()
         report = parts.sync(step)
+        parts.policy.offload()
     clock.tokens = int(batch.tokens.numel())
     return collected, {
         **figures.rollout_metrics(collected, config.overlong),

@@ -19,7 +19,9 @@ from dapo_megatron.types import ConfigError, DataError, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 256
+DRAWS = 4
+"""Problems drawn at most from a reasoning-gym data set, per problem wanted."""
 ROLES = ("system", "user", "assistant")
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
@@ -34,7 +36,7 @@ class LoadedSource:
     num_duplicates: int = 0
     """Asked before in the same reasoning-gym source. Rows of a file are never merged."""
     num_held_out: int = 0
-    """Also found under `exclude_seeds` or among the texts to exclude."""
+    """Among the texts to exclude."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,9 @@ def load_source(
 ) -> LoadedSource:
     """All prompts of `source`, through the tokenizer's chat template.
 
-    `exclude` holds prompt texts to leave out: those of the held-out sets. The size of a
-    reasoning-gym source, and the limit of a file, are upper bounds: what is left out is not made
-    up for.
+    `exclude` holds prompt texts to leave out: those of the held-out sets. A reasoning-gym source
+    draws on until it has `size` prompts (at most DRAWS times as many problems); the limit of a
+    file is of rows read, and what is left out is not made up for.
 
     Raises DataError naming file, row and column, or the source; ConfigError for an unknown
     reasoning-gym data set or option.
@@ -77,8 +79,11 @@ def load_source(
         )
     dropped = _Dropped()
     rows = _problems(source, dropped) if isinstance(source, ReasoningGymSource) else _rows(source)
-    prompts = []
+    wanted = source.size if isinstance(source, ReasoningGymSource) else None
+    prompts: list[Prompt] = []
     for prompt in _render(rows, tokenizer, source.name):
+        if len(prompts) == wanted:
+            break
         if prompt.text in exclude:
             dropped.held_out += 1
         elif len(prompt.tokens) > max_prompt_tokens:
@@ -121,15 +126,10 @@ def _render(
 
 
 def _problems(source: ReasoningGymSource, dropped: _Dropped) -> Iterator[_Row]:
-    held_out = {
-        entry["question"] for seed in source.exclude_seeds for entry in _entries(source, seed)
-    }
     asked: set[str] = set()
-    for index, entry in enumerate(_entries(source, source.seed)):
+    for index, entry in enumerate(_entries(source)):
         question = entry["question"]
-        if question in held_out:
-            dropped.held_out += 1
-        elif question in asked:
+        if question in asked:
             dropped.duplicates += 1
         else:
             asked.add(question)
@@ -139,12 +139,16 @@ def _problems(source: ReasoningGymSource, dropped: _Dropped) -> Iterator[_Row]:
                 messages=[{"role": "user", "content": question}],
                 # Some data sets have many right answers and give none; their scorer needs none.
                 truth=entry["answer"] or "",
-                extra={"dataset": source.dataset, "entry": entry},
+                extra={
+                    "dataset": source.dataset,
+                    "options": dict(source.options),
+                    "entry": entry,
+                },
             )
 
 
-def _entries(source: ReasoningGymSource, seed: int) -> Iterable[dict[str, Any]]:
-    """The package's own entries: {question, answer, metadata}."""
+def _entries(source: ReasoningGymSource) -> Iterable[dict[str, Any]]:
+    """The package's own entries, made as they are asked for: {question, answer, metadata}."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -163,7 +167,7 @@ def _entries(source: ReasoningGymSource, seed: int) -> Iterable[dict[str, Any]]:
             )
     try:
         dataset: Iterable[dict[str, Any]] = reasoning_gym.create_dataset(
-            source.dataset, size=source.size, seed=seed, **source.options
+            source.dataset, size=DRAWS * source.size, seed=source.seed, **source.options
         )
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: options: refused by {source.dataset}: {error}") from error

@@ -127,7 +127,6 @@ def test_overrides_reach_every_depth() -> None:
             "optimizer.lr=1e-6",
             "data.train.0.size=17",
             "data.train.0.options.min_terms=3",
-            "data.train.0.exclude_seeds=[1, 2]",
             "evaluation.sets=[]",
             "tracking.mlflow=false",  # a section that the YAML does not have
             "resume=runs/a=b/checkpoints/step_000001",  # only the first = divides
@@ -139,7 +138,7 @@ def test_overrides_reach_every_depth() -> None:
     assert config.optimizer.lr == 1e-6
     source = config.data.train[0]
     assert source.kind == "reasoning_gym"
-    assert (source.size, source.options["min_terms"], source.exclude_seeds) == (17, 3, (1, 2))
+    assert (source.size, source.options["min_terms"]) == (17, 3)
     assert config.evaluation.sets == ()
     assert config.tracking.mlflow is False
     assert config.resume == "runs/a=b/checkpoints/step_000001"
@@ -206,7 +205,6 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, said: str) -> N
         ("engine=null", "engine: must be a mapping of keys (given: None)"),
         ("data.train=x", "data.train: must be a list (given: 'x')"),
         ("data.train.0.options=x", "data.train.0.options: must be a mapping of keys (given: 'x')"),
-        ("data.train.0.exclude_seeds=[1, x]", "data.train.0.exclude_seeds.1: Input should be"),
         ("data.train.0.size=0", "data.train.0.size: Input should be greater than or equal to 1"),
         ("optimizer.lr=0", "optimizer.lr: Input should be greater than 0 (given: 0)"),
         ("optimizer.lr=.nan", "optimizer.lr: Input should be a finite number (given: nan)"),
