@@ -1,0 +1,284 @@
+"""The command line answers at once, and starts, watches and ends its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = "model_configs/tiny_cpu.yaml"
+PATIENCE = 60.0
+"""Seconds after which a test gives up on another process."""
+
+
+def outside_a_launcher() -> dict[str, str]:
+    taken = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in taken}
+    # Plain, wide text wherever the tests run.
+    return {**kept, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+
+
+def command_line(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dapo_megatron", *arguments],
+        cwd=REPOSITORY,
+        env={**outside_a_launcher(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+# ---------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(("--help",), 0), (("train", TINY, "loss.clip_hihg=0.3"), 2)],
+    ids=["help", "config error"],
+)
+def test_it_answers_in_two_seconds(arguments: tuple[str, ...], code: int) -> None:
+    # A busy machine may be slow once, and is forgiven; a heavy import is slow every time.
+    best = float("inf")
+    for _ in range(5):
+        started = time.monotonic()
+        assert command_line(*arguments).returncode == code
+        best = min(best, time.monotonic() - started)
+        if best < 2.0:
+            return
+    pytest.fail(f"the fastest of 5 took {best:.1f} s")
+
+
+def test_help_names_the_commands() -> None:
+    said = command_line("--help").stdout
+    assert all(command in said for command in ("train", "evaluate", "doctor"))
+
+
+def test_a_config_error_is_one_line_that_names_the_key_and_the_nearest() -> None:
+    ran = command_line("train", TINY, "loss.clip_hihg=0.3")
+    assert ran.returncode == 2
+    assert ran.stderr == "error: loss.clip_hihg: unknown key; did you mean 'clip_high'?\n"
+    assert ran.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("train", TINY, "policy.tensor_parallel=3"), "policy.tensor_parallel x pipeline_parallel"),
+        (("train", TINY, "model.path=nowhere"), "model.path: nowhere/config.json cannot be read"),
+        (("evaluate", TINY, "evaluation.sets=[]"), "evaluation.sets: empty"),
+        (("evaluate", TINY, "checkpoint=nowhere"), "checkpoint: nowhere is not a checkpoint"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(arguments: tuple[str, ...], said: str) -> None:
+    ran = command_line(*arguments)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
+def test_under_a_launcher_one_rank_tells_the_mistake(rank: str, speaks: bool) -> None:
+    ran = command_line("train", TINY, "loss.clip_hihg=0.3", RANK=rank, WORLD_SIZE="2")
+    assert ran.returncode == 2
+    assert ("loss.clip_hihg" in ran.stderr) == speaks
+
+
+def test_a_command_line_that_makes_no_sense_is_refused() -> None:
+    assert command_line("trian", TINY).returncode == 2
+    assert command_line("train").returncode == 2
+
+
+# ---------------------------------------------------------------------------- ranks
+
+LAUNCHER = """
+import sys
+from dapo_megatron.cluster.launch import launch
+code, num_ranks, grace = sys.argv[1:]
+sys.exit(launch([sys.executable, "-c", code], int(num_ranks), grace_seconds=float(grace)))
+"""
+
+RANK = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def say(text):
+    os.write(1, (text + "\\n").encode())  # in one piece: the ranks share a pipe
+"""
+
+Launcher = subprocess.Popen[str]
+Start = Callable[..., Launcher]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """start(code, num_ranks): a launcher whose ranks run `code`, with `rank` and `say` at hand."""
+    launchers: list[Launcher] = []
+
+    def start_one(
+        code: str, num_ranks: int, *, grace: float = 0.2, environment: dict[str, str] | None = None
+    ) -> Launcher:
+        launcher = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                LAUNCHER,
+                RANK + textwrap.dedent(code),
+                str(num_ranks),
+                str(grace),
+            ],
+            cwd=REPOSITORY,
+            env=environment or outside_a_launcher(),
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,  # as a shell starts a job
+        )
+        launchers.append(launcher)
+        return launcher
+
+    yield start_one
+    for launcher in launchers:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
+
+
+def lines(launcher: Launcher, num_lines: int) -> list[str]:
+    """The next lines that its ranks say, sorted."""
+    assert launcher.stdout is not None
+    return sorted(launcher.stdout.readline().strip() for _ in range(num_lines))
+
+
+def all_ended(launcher: Launcher) -> bool:
+    """Whether nobody holds the pipe any more: launcher and ranks are gone, and said no more."""
+    assert launcher.stdout is not None
+    readable, _, _ = select.select([launcher.stdout], [], [], PATIENCE)
+    return bool(readable) and launcher.stdout.read() == ""
+
+
+def test_every_rank_is_told_who_it_is(start: Start) -> None:
+    code = """
+        names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        say(" ".join([str(rank), *(os.environ[name] for name in names)]))
+    """
+    launcher = start(code, 3)
+    said = [line.rpartition(" ") for line in lines(launcher, 3)]
+    assert [rest for rest, _, _ in said] == [f"{rank} {rank} 3 3 127.0.0.1" for rank in range(3)]
+    ports = {port for _, _, port in said}
+    assert len(ports) == 1
+    assert 1024 <= int(ports.pop()) < 65536
+    assert launcher.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("given", [None, "5"])
+def test_ranks_share_the_cores_unless_told(start: Start, given: str | None) -> None:
+    environment = outside_a_launcher()
+    environment.pop("OMP_NUM_THREADS", None)
+    if given is not None:
+        environment["OMP_NUM_THREADS"] = given
+    launcher = start('say(os.environ["OMP_NUM_THREADS"])', 2, environment=environment)
+    assert lines(launcher, 2) == [given or str(max(1, (os.cpu_count() or 1) // 2))] * 2
+
+
+def test_a_failing_rank_ends_the_others_and_gives_the_exit_code(start: Start) -> None:
+    launcher = start("sys.exit(7) if rank == 1 else time.sleep(1000)", 3)
+    assert launcher.wait(PATIENCE) == 7
+    assert all_ended(launcher)
+
+
+def test_after_a_failure_the_others_may_end_by_themselves(start: Start, tmp_path: Path) -> None:
+    code = f"""
+        path = {str(tmp_path / "pid")!r}
+        if rank == 1:
+            with open(path + ".new", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(path + ".new", path)
+            sys.exit(9)
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        try:
+            while True:  # until the launcher has seen how rank 1 ended
+                os.kill(int(open(path).read()), 0)
+                time.sleep(0.01)
+        except ProcessLookupError:
+            say("cleaned up")
+            sys.exit(3)
+    """
+    launcher = start(code, 2, grace=PATIENCE)
+    assert lines(launcher, 1) == ["cleaned up"]
+    assert launcher.wait(PATIENCE) == 9
+
+
+def test_a_killed_rank_gives_the_exit_code_of_a_shell(start: Start) -> None:
+    launcher = start("os.kill(os.getpid(), signal.SIGKILL)", 1)
+    assert launcher.wait(PATIENCE) == 128 + signal.SIGKILL
+
+
+def test_sigterm_is_passed_on(start: Start) -> None:
+    code = """
+        def leave(*_):
+            say(f"rank {rank} leaves")
+            sys.exit(5)
+        signal.signal(signal.SIGTERM, leave)
+        say("ready")
+        while True:
+            signal.pause()
+    """
+    launcher = start(code, 2, grace=PATIENCE)
+    assert lines(launcher, 2) == ["ready", "ready"]
+    launcher.send_signal(signal.SIGTERM)
+    assert lines(launcher, 2) == ["rank 0 leaves", "rank 1 leaves"]
+    assert launcher.wait(PATIENCE) == 5
+
+
+def test_ctrl_c_lets_the_ranks_end_first(start: Start) -> None:
+    code = """
+        try:
+            say("ready")
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            say("clean")
+    """
+    launcher = start(code, 2)
+    assert lines(launcher, 2) == ["ready", "ready"]
+    os.killpg(launcher.pid, signal.SIGINT)  # a terminal signals the whole group
+    assert lines(launcher, 2) == ["clean", "clean"]
+    assert launcher.wait(PATIENCE) == 0
+
+
+def test_ranks_die_with_a_killed_launcher(start: Start) -> None:
+    launcher = start('say("ready"); time.sleep(1000)', 2)
+    assert lines(launcher, 2) == ["ready", "ready"]
+    launcher.kill()
+    assert all_ended(launcher)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_outside_a_launcher_its_ranks_run_the_same_command(tmp_path: Path, command: str) -> None:
+    # Python imports this before anything else: a rank says how it was called, and ends.
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+            import os, sys
+            if "RANK" in os.environ:
+                said = f"{os.environ['RANK']} {' '.join(sys.orig_argv[1:])}\\n"
+                os.write(1, said.encode())
+                os._exit(4)
+        """),
+        encoding="utf-8",
+    )
+    arguments = (command, TINY, "run.processes=3", "policy.tensor_parallel=1")
+    ran = command_line(*arguments, PYTHONPATH=str(tmp_path))
+    assert ran.returncode == 4
+    assert sorted(ran.stdout.splitlines()) == [
+        f"{rank} -m dapo_megatron {' '.join(arguments)}" for rank in range(3)
+    ]
