@@ -1,0 +1,52 @@
+"""Groups survive JSON to the last bit."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.rollout.codec import group_from_json, group_to_json
+from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt
+
+TEXT = st.text(max_size=8)
+FLOAT = st.floats(allow_nan=False)
+TOKENS = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | FLOAT | TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=4,
+)
+COMPLETIONS = st.builds(
+    Completion,
+    sample=st.integers(0, 64),
+    tokens=TOKENS,
+    logprobs=st.lists(FLOAT, max_size=4).map(tuple),
+    text=TEXT,
+    finish=st.sampled_from(Finish),
+    version=st.integers(0, 10_000),
+    grade=st.none() | st.builds(Grade, score=FLOAT, correct=st.booleans(), pred=TEXT),
+)
+GROUPS = st.builds(
+    Group,
+    ticket=st.integers(0),
+    prompt=st.builds(
+        Prompt,
+        source=TEXT,
+        index=st.integers(0),
+        tokens=TOKENS,
+        text=TEXT,
+        truth=TEXT,
+        extra=st.dictionaries(TEXT, PLAIN, max_size=2),
+    ),
+    completions=st.lists(COMPLETIONS, max_size=3).map(tuple),
+)
+
+
+@given(GROUPS)
+def test_a_group_comes_back_equal(group: Group) -> None:
+    back = group_from_json(json.loads(json.dumps(group_to_json(group))))
+    assert back == group
+    # Equality is not enough: -0.0 == 0.0, 1 == True, and a list of an enum's value would do.
+    assert repr(back) == repr(group)
