@@ -70,13 +70,13 @@ def env(json_file: JsonPath = None) -> None:
     """Check this machine and its Python environment."""
     from rich.console import Console
 
-    from dapo_megatron.cluster.environment import check_environment, render, to_json
+    from dapo_megatron.cluster.environment import check_environment, render, to_json, worst
 
-    records = check_environment()
-    render(records, Console())
+    checks = check_environment()
+    render(checks, Console())
     if json_file is not None:
-        json_file.write_text(to_json(records), encoding="utf-8")
-    if any(record.status == "fail" for record in records):
+        json_file.write_text(to_json(checks), encoding="utf-8")
+    if worst(checks) == "fail":
         raise typer.Exit(1)
 
 

@@ -65,7 +65,7 @@ def construction() -> Iterator[None]:
     environment = {name: os.environ.get(name) for name in names}
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
-        with random_state(), warnings.catch_warnings():
+        with random_state(cuda=has_cuda()), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             if not has_cuda():
                 _adapt_cpu_platform()
@@ -83,14 +83,15 @@ def construction() -> Iterator[None]:
 
 
 @contextmanager
-def random_state() -> Iterator[None]:
+def random_state(cuda: bool = False) -> Iterator[None]:
     """Around vLLM's use of the global generators: the policy draws as if there were no engine.
 
     On CPU each sampling step draws from torch's global generator even when every request has its
     own seed, so that the ranks' generators would drift apart with the work of their engines.
+    (`cuda`: the device's generator, too; reading it waits for the device.)
     """
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if has_cuda() else []
+    devices = [torch.cuda.current_device()] if cuda else []
     try:
         with torch.random.fork_rng(devices):
             yield

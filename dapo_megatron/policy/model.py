@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -98,8 +100,12 @@ def layer_spec(arch: Architecture, config: PolicyConfig) -> ModuleSpec:
 def build_model(arch: Architecture, config: PolicyConfig) -> GPTModel:
     """This rank's stage of the model, weights unset."""
     padded_vocab = -(-arch.vocab // config.tensor_parallel) * config.tensor_parallel
+    with warnings.catch_warnings():
+        # About the default of a setting that nobody here has set.
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        megatron_config = transformer_config(arch, config)
     model = GPTModel(
-        config=transformer_config(arch, config),
+        config=megatron_config,
         transformer_layer_spec=layer_spec(arch, config),
         vocab_size=padded_vocab,
         max_sequence_length=arch.max_positions,

@@ -60,7 +60,7 @@ class Ledger:
             self.open[ticket] = True
             return
         del self.open[ticket]
-        self.totals[fate] += 1
+        self.totals[fate.value] += 1  # a plain word in messages
         self._step[fate] += 1
 
     def close_step(self) -> dict[str, int]:
