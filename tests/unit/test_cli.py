@@ -20,6 +20,8 @@ TINY = "model_configs/tiny_cpu.yaml"
 PATIENCE = 60.0
 """Seconds after which a test gives up on another process."""
 
+pytestmark = pytest.mark.timeout(3 * PATIENCE)
+
 
 def outside_a_launcher() -> dict[str, str]:
     taken = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

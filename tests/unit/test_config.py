@@ -25,6 +25,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "model_configs").glob("*.yaml"))
 TINY = REPOSITORY / "model_configs" / "tiny_cpu.yaml"
 
+# What the cases below reckon with, whatever the file says.
+NUMBERS = (
+    "rollout.prompts_per_step=32",
+    "rollout.samples_per_prompt=16",
+    "rollout.max_prompt_tokens=96",
+    "rollout.max_response_tokens=16",
+    "overlong.max_tokens=16",
+    "overlong.buffer_tokens=8",
+    "train.updates_per_step=4",
+    "train.max_tokens_per_microbatch=16384",
+    "policy.tensor_parallel=2",
+    "engine.tensor_parallel=null",
+)
+
 
 def tree() -> dict[str, Any]:
     """A complete configuration as plain values."""
@@ -33,7 +47,7 @@ def tree() -> dict[str, Any]:
 
 def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(TINY, overrides)
+        load_config(TINY, [*NUMBERS, *overrides])
     return str(caught.value)
 
 
@@ -305,7 +319,7 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
 )
 def test_contradictions(overrides: list[str], said: str | None) -> None:
     if said is None:
-        load_config(TINY, overrides)
+        load_config(TINY, [*NUMBERS, *overrides])
         return
     message = refusal(*overrides)
     assert message.startswith(said)
@@ -327,7 +341,7 @@ def layout_problems(
 ) -> list[str]:
     (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
     texts = [f"{key}={value}" for key, value in overrides.items()]
-    config = load_config(TINY, [f"model.path={folder}", *texts])
+    config = load_config(TINY, [*NUMBERS, f"model.path={folder}", *texts])
     try:
         check_layout(config, world)
     except ConfigError as error:
