@@ -83,8 +83,15 @@ def env(json_file: JsonPath = None) -> None:
 def _load(path: Path, overrides: list[str]) -> Config:
     config = load_config(path, overrides)
     check_layout(config, num_processes(config))
-    for source in (*config.data.train, *config.evaluation.sets):
-        check_grader(source.grader)
+    for key, sources in (
+        ("data.train", config.data.train),
+        ("evaluation.sets", config.evaluation.sets),
+    ):
+        for number, source in enumerate(sources):
+            try:
+                check_grader(source.grader)
+            except ConfigError as error:
+                raise ConfigError(f"{key}.{number}.grader: {error}") from None
     return config
 
 

@@ -42,9 +42,10 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
 
     An error is told in a line on the terminal, its traceback in this rank's log.
     """
-    from dapo_megatron.policy.device import backend
+    from dapo_megatron.policy.device import backend, claim
 
     signal.signal(signal.SIGTERM, _interrupt)
+    claim(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
     ranks = join(backend())
     folder = RunFolder(config.folder)
     terminal = sys.stdout

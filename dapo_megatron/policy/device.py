@@ -30,6 +30,12 @@ def backend() -> str:
     return "nccl" if has_cuda() else "gloo"
 
 
+def claim(local_rank: int) -> None:
+    """Make this process use the GPU of its local rank; before joining the process group."""
+    if has_cuda():
+        torch.cuda.set_device(local_rank)
+
+
 def megatron_device() -> contextlib.AbstractContextManager[None]:
     """Enter around every call into Megatron-core."""
     return contextlib.nullcontext() if has_cuda() else _cpu_answers_for_cuda()

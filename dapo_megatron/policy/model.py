@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 
 import torch
 from megatron.core import parallel_state
@@ -11,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -18,9 +20,10 @@ from dapo_megatron.bridge.families import Architecture, Place
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.policy.attention import CausalAttention
 from dapo_megatron.policy.device import device, has_cuda
+from dapo_megatron.types import ConfigError
 
 
-def initialize_parallel(config: PolicyConfig) -> None:
+def initialize_parallel(config: PolicyConfig, seed: int) -> None:
     """Make Megatron's process groups for this layout. Collective, once per process."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
@@ -28,13 +31,23 @@ def initialize_parallel(config: PolicyConfig) -> None:
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
     )
+    if has_cuda():
+        # Layers made on a GPU ask for its generators even if their initializer does nothing.
+        model_parallel_cuda_manual_seed(seed)
 
 
 def kernels(config: PolicyConfig) -> str:
-    """`transformer_engine` or `local`: what `auto` means here."""
-    if config.kernels != "auto":
-        return config.kernels
-    return "transformer_engine" if has_cuda() and config.precision != "float32" else "local"
+    """`transformer_engine` or `local`: what `auto` means here. Raises ConfigError."""
+    installed = find_spec("transformer_engine") is not None
+    if config.kernels == "auto":
+        fused = installed and has_cuda() and config.precision != "float32"
+        return "transformer_engine" if fused else "local"
+    if config.kernels == "transformer_engine" and not (installed and has_cuda()):
+        raise ConfigError(
+            "policy.kernels: transformer_engine needs an NVIDIA GPU and the package "
+            "(requirements.txt); use auto or local"
+        )
+    return config.kernels
 
 
 def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerConfig:

@@ -39,7 +39,7 @@ class MegatronPolicy:
         self._device = device()
         self.architecture: Architecture = architecture(read_model_config(config))
         with megatron_device():
-            initialize_parallel(config.policy)
+            initialize_parallel(config.policy, config.seed)
             model = build_model(self.architecture, config.policy)
             self._shards = shards_of(
                 dict(model.named_parameters()), self.architecture, place(self.architecture)
@@ -101,9 +101,8 @@ class MegatronPolicy:
         return self._shards
 
     def gradients(self, mini: TokenBatch, loss: LossFn) -> dict[str, Tensor]:
-        """The whole gradient of a mini-batch by HF name, reduced over ranks but not clipped, on
-        every rank; no step is taken. For parity checks: needs data parallel size 1 or the
-        non-sharded view of each gradient buffer."""
+        """The whole gradient of a mini-batch by HF name, on every rank: reduced over ranks, not
+        clipped, and no step is taken. For parity checks; collective."""
         num_tokens = max(mini.num_loss_tokens, 1)
         with megatron_device():
             self._zero_grad()
@@ -156,7 +155,9 @@ class MegatronPolicy:
 
     def _means(self, sums: list[dict[str, Tensor]], num_tokens: int) -> dict[str, float]:
         """Token means of the statistics over all micro-batches and ranks."""
-        names: list[str] = self._exchange.all_gather(sorted(sums[0]) if sums else [])[-1]
+        # Stages before the last have no sums and do not know their names.
+        everyones = self._exchange.all_gather(sorted(sums[0]) if sums else [])
+        names: list[str] = next(filter(None, everyones))
         total = torch.zeros(len(names), dtype=torch.float64, device=self._device)
         if self._speaks():
             for one in sums:

@@ -39,13 +39,14 @@ def run_ranks(
             theirs.close()
             processes.append(process)
             pipes[ours] = rank
-        return _collect(pipes, world_size, timeout)
+        results = _collect(pipes, world_size, timeout)
+        for process in processes:
+            process.join(timeout=30.0)
+        return results
     finally:
         for process in processes:
-            process.join(timeout=5.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
 
 
 def _collect(pipes: dict[Connection, int], world_size: int, timeout: float) -> list[Any]:
