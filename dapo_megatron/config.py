@@ -1,4 +1,4 @@
-"""The whole configuration: one frozen, typed tree, read from YAML plus `key.path=value` overrides.
+"""The whole configuration: one frozen, typed tree. config_file.py reads it from YAML.
 
 Numbers of the objective have no default: the YAML of a run shows the algorithm it ran
 (docs/decisions.md, 3). Settings that change speed or bookkeeping alone do have one. Nothing heavy
@@ -7,16 +7,13 @@ is imported here, so that a mistake is refused in a second, before anything star
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from dapo_megatron.types import ConfigError
 
@@ -258,165 +255,22 @@ class Config(Section):
         return self.engine.tensor_parallel or self.policy.tensor_parallel
 
 
-# ---------------------------------------------------------------------------- reading
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which `1e-6` is a number."""
-
-
-# PyYAML follows YAML 1.1, in which a float needs a dot and a signed exponent.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `key.path=value` overrides, check everything that needs no model.
-
-    Raises ConfigError naming every offending dotted key.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read ({why})") from error
-    tree = _parse(text, str(path))
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: the top level must be a mapping of keys")
-    for override in overrides:
-        _apply(tree, override)
-    return parse_config(tree)
-
-
-def parse_config(tree: dict[str, Any]) -> Config:
-    """A checked Config from plain values. Raises ConfigError."""
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]  # type: ignore[arg-type]
-        raise ConfigError("\n".join(lines)) from None
-    _refuse(_contradictions(config))
-    return config
-
-
-def dump_config(config: Config) -> str:
-    """YAML that `load_config` reads back to an equal Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        _refuse(_repeated(yaml.compose(text, Loader=_Loader), where))
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {error}") from error
-
-
-def _repeated(node: yaml.Node | None, where: str, above: str = "") -> Iterable[str]:
-    """Keys given twice, which YAML itself would let pass: the last one wins."""
-    if isinstance(node, yaml.MappingNode):
-        seen = set()
-        for key, child in node.value:
-            dotted = f"{above}{key.value}"
-            if dotted in seen:
-                yield f"{dotted}: given twice ({where}, line {key.start_mark.line + 1})"
-            seen.add(dotted)
-            yield from _repeated(child, where, f"{dotted}.")
-    elif isinstance(node, yaml.SequenceNode):
-        for index, child in enumerate(node.value):
-            yield from _repeated(child, where, f"{above}{index}.")
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    dotted, equals, value = override.partition("=")
-    if not equals or not dotted:
-        raise ConfigError(f"{override!r}: an override is written key.path=value")
-    node: Any = tree
-    *parents, last = dotted.split(".")
-    for depth, part in enumerate(parents):
-        node = _child(node, part, ".".join(parents[: depth + 1]))
-    if isinstance(node, list):
-        if not last.isdigit() or int(last) >= len(node):
-            raise ConfigError(f"{dotted}: the list has {len(node)} entries, numbered from 0")
-        node[int(last)] = _parse(value, dotted)
-    else:
-        node[last] = _parse(value, dotted)
-
-
-def _child(node: Any, part: str, dotted: str) -> Any:
-    if isinstance(node, list):
-        if not part.isdigit() or int(part) >= len(node):
-            raise ConfigError(f"{dotted}: the list has {len(node)} entries, numbered from 0")
-        child = node[int(part)]
-    else:
-        child = node.setdefault(part, {})
-        if child is None:
-            child = node[part] = {}
-    if not isinstance(child, dict | list):
-        raise ConfigError(f"{dotted}: is a value, it has no keys below it")
-    return child
-
-
-_SOURCES: dict[str, type[Section]] = {
-    "reasoning_gym": ReasoningGymSource,
-    "jsonl": FileSource,
-    "parquet": FileSource,
-}
-
-_WORDS = {
-    "model_type": "must be a mapping of keys",
-    "dict_type": "must be a mapping of keys",
-    "tuple_type": "must be a list",
-    "string_type": "must be text; quote it if YAML takes it for something else",
-}
-
-
-def _explain(item: dict[str, Any]) -> str:
-    """One pydantic error as `dotted.key: what is wrong; what to do`."""
-    loc, error, given = item["loc"], item["type"], item.get("input")
-    # The kind of a source is part of pydantic's location; users never typed it there.
-    dotted = ".".join(str(part) for part in loc if part not in _SOURCES)
-    if error == "extra_forbidden":
-        known = _fields(loc[:-1])
-        near = difflib.get_close_matches(str(loc[-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
-        return f"{dotted}: unknown key; {hint}"
-    if error == "missing":
-        return f"{dotted}: missing; every run must state it"
-    if error.startswith("union_tag"):
-        dotted, given = f"{dotted}.kind", given.get("kind") if isinstance(given, dict) else given
-        return f"{dotted}: must be one of {', '.join(_SOURCES)} (given: {given!r})"
-    shown = "" if isinstance(given, dict | list) else f" (given: {given!r})"
-    return f"{dotted}: {_WORDS.get(error, item['msg'])}{shown}"
-
-
-def _fields(loc: Iterable[Any]) -> list[str]:
-    """Names of the keys that may stand at a place of the tree."""
-    section: type[BaseModel] = Config
-    for part in loc:
-        if part in _SOURCES:
-            section = _SOURCES[part]
-        elif part in section.model_fields:
-            annotation = section.model_fields[part].annotation
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                section = annotation
-    return list(section.model_fields)
-
-
 # ---------------------------------------------------------------------------- checking
 
 
-def _refuse(problems: Iterable[str]) -> None:
+def check_values(config: Config) -> None:
+    """Refuse values that are fine alone and not together. Raises ConfigError naming all of them."""
+    refuse(_contradictions(config))
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ConfigError if there is any problem, with a line for each."""
     found = list(problems)
     if found:
         raise ConfigError("\n".join(found))
 
 
 def _contradictions(config: Config) -> Iterable[str]:
-    """Values that are fine alone and not together."""
     rollout, overlong, policy = config.rollout, config.overlong, config.policy
     if overlong.buffer_tokens >= overlong.max_tokens:
         yield (
@@ -480,7 +334,7 @@ def check_layout(config: Config, world_size: int) -> None:
 
     Reads `model.path/config.json` alone. Raises ConfigError with the numbers.
     """
-    _refuse(_layout_problems(config, world_size, read_model_config(config)))
+    refuse(_layout_problems(config, world_size, read_model_config(config)))
 
 
 def read_model_config(config: Config) -> dict[str, Any]:

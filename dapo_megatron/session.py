@@ -15,7 +15,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.config import Config, dump_config
+from dapo_megatron.config import Config
+from dapo_megatron.config_file import dump_config
 from dapo_megatron.run_folder import RunFolder, read_state, write_json
 from dapo_megatron.types import DapoError
 

@@ -22,7 +22,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.config import Config, dump_config
+from dapo_megatron.config import Config
+from dapo_megatron.config_file import dump_config
 from dapo_megatron.tracking.provenance import commit, versions
 from dapo_megatron.types import DapoError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.config import Config, load_config
+from dapo_megatron.config import Config
+from dapo_megatron.config_file import load_config
 
 TINY = Path(__file__).resolve().parents[2] / "model_configs" / "tiny_cpu.yaml"
 REPOSITORY = TINY.parents[1]

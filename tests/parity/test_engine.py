@@ -18,7 +18,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dapo_megatron.config import Config, parse_config
+from dapo_megatron.config import Config
+from dapo_megatron.config_file import parse_config
 from dapo_megatron.types import Completion, Finish, SampleRequest, SyncError
 from tests.helpers.models import make_random_model, randomize
 from tests.helpers.ranks import run_ranks

@@ -11,14 +11,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from dapo_megatron.config import (
-    Config,
-    check_layout,
-    dump_config,
-    load_config,
-    num_processes,
-    parse_config,
-)
+from dapo_megatron.config import Config, check_layout, num_processes
+from dapo_megatron.config_file import dump_config, load_config, parse_config
 from dapo_megatron.types import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

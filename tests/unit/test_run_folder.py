@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.config import Config, load_config
+from dapo_megatron.config import Config
+from dapo_megatron.config_file import load_config
 from dapo_megatron.run_folder import (
     FolderCheckpoints,
     RunFolder,

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import dapo_megatron
-from dapo_megatron.config import Config, dump_config, load_config, parse_config
+from dapo_megatron.config import Config
+from dapo_megatron.config_file import dump_config, load_config, parse_config
 from dapo_megatron.tracking import (
     CompositeTracker,
     JsonlTracker,
@@ -364,7 +365,7 @@ def test_an_mlflow_that_cannot_be_used_is_named(
 def test_runs_that_start_together_share_a_new_database(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(config(tmp_path)))
     start = (
-        "from dapo_megatron.config import load_config\n"
+        "from dapo_megatron.config_file import load_config\n"
         "from dapo_megatron.tracking import MlflowTracker\n"
         f"MlflowTracker(load_config({str(tmp_path / 'config.yaml')!r})).finish('FINISHED')\n"
     )
