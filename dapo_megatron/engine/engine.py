@@ -4,11 +4,9 @@ Replicas: vLLM cuts the world into groups of `tensor_parallel` consecutive ranks
 an engine of its own. The ranks of a group schedule and sample on their own and agree because they
 are given the same requests, in the same order, between the same steps.
 
-Log-probs are those of the distribution a token was drawn from, before top-p. vLLM has two that can
-be: `processed_logprobs` are at the sampling temperature but after top-p, `raw_logprobs` before both
-(at temperature 0 either is the raw one). So the first is taken while rollouts use top_p 1, else the
-second, which is right at temperature 1 alone. Requests with other settings than the rollouts'
-(evaluation) get log-probs in the same mode.
+Log-probs are vLLM's `processed_logprobs`: at the request's temperature (at 0 the plain ones) and
+after top-p. At top-p 1, which the configuration asks of rollouts, they are those of the whole
+distribution a token was drawn from. (`raw_logprobs` are before both: wrong at other temperatures.)
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dapo_megatron.config import Config, RolloutConfig
+from dapo_megatron.config import Config
 from dapo_megatron.engine import device
 from dapo_megatron.types import (
     Completion,
@@ -170,23 +168,12 @@ def _start(config: Config) -> LLM:
             max_num_seqs=config.engine.max_sequences,
             enforce_eager=config.engine.enforce_eager,
             enable_prefix_caching=True,
-            logprobs_mode=_logprobs_mode(config.rollout),
+            logprobs_mode="processed_logprobs",
             seed=config.seed,
             disable_log_stats=True,
             use_tqdm_on_load=False,
             **device.arguments(config.engine),
         )
-
-
-def _logprobs_mode(rollout: RolloutConfig) -> str:
-    if rollout.top_p == 1.0:
-        return "processed_logprobs"
-    if rollout.temperature == 1.0:
-        return "raw_logprobs"
-    raise ConfigError(
-        "rollout.top_p: below 1 it needs rollout.temperature 1; vLLM gives no log-prob that is "
-        "at the temperature and before top-p"
-    )
 
 
 def _stop_ids(llm: LLM) -> list[int]:
