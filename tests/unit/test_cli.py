@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -51,15 +52,21 @@ def command_line(*arguments: str, **variables: str) -> subprocess.CompletedProce
     ids=["help", "config error"],
 )
 def test_it_answers_in_two_seconds(arguments: tuple[str, ...], code: int) -> None:
-    # A busy machine may be slow once, and is forgiven; a heavy import is slow every time.
     best = float("inf")
-    for _ in range(5):
-        started = time.monotonic()
+    for _ in range(3):
+        wall, cpu = time.monotonic(), children_cpu_seconds()
         assert command_line(*arguments).returncode == code
-        best = min(best, time.monotonic() - started)
+        wall, cpu = time.monotonic() - wall, children_cpu_seconds() - cpu
+        # On a machine that is busy with other things, what it would take on an idle one.
+        best = min(best, wall if os.getloadavg()[0] < (os.cpu_count() or 1) else cpu)
         if best < 2.0:
             return
-    pytest.fail(f"the fastest of 5 took {best:.1f} s")
+    pytest.fail(f"the fastest of 3 took {best:.1f} s")
+
+
+def children_cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_help_names_the_commands() -> None:
@@ -80,6 +87,7 @@ def test_a_config_error_is_one_line_that_names_the_key_and_the_nearest() -> None
         (("train", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         (("train", TINY, "policy.tensor_parallel=3"), "policy.tensor_parallel x pipeline_parallel"),
         (("train", TINY, "model.path=nowhere"), "model.path: nowhere/config.json cannot be read"),
+        (("train", TINY, "data.train.0.grader=dapo_mth"), "data.train.0.grader: grader 'dapo_mth'"),
         (("evaluate", TINY, "evaluation.sets=[]"), "evaluation.sets: empty"),
         (("evaluate", TINY, "checkpoint=nowhere"), "checkpoint: nowhere is not a checkpoint"),
     ],
