@@ -101,11 +101,14 @@ def test_mlflow_has_every_metric_and_the_true_status(directory: Path, straight: 
     client = MlflowClient(f"sqlite:///{directory}/mlflow.db")
     run = client.get_run(json.loads((straight / "mlflow_run.json").read_text())["run_id"])
     assert run.info.status == "FINISHED"
-    last = read_metrics(straight)[-1]
+    rows = read_metrics(straight)
     logged = {name.replace("_at_", "@") for name in run.data.metrics}
-    assert {name for name in last if name != "step"} <= logged
-    history = client.get_metric_history(run.info.run_id, "accuracy/raw")
-    assert [point.step for point in history] == list(range(1, STEPS + 1))
+    assert {name for name in rows[-1] if name != "step"} <= logged
+    for name in ("accuracy/raw", "policy/entropy", "mismatch/gap_max"):
+        history = client.get_metric_history(run.info.run_id, name)
+        assert [(p.step, p.value) for p in history] == [
+            (row["step"], row[name]) for row in rows if name in row
+        ]
     assert any(item.path == "samples" for item in client.list_artifacts(run.info.run_id))
 
 
