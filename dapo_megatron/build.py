@@ -171,7 +171,7 @@ def build_recorder(
     Raises DapoError if MLflow cannot be reached.
     """
     jsonl = JsonlTracker(folder.metrics)
-    jsonl.truncate_after(step if folder.is_continued else -1)
+    jsonl.truncate_after(step or -1)  # from the start, step 0 is evaluated anew
     # Local files before servers.
     trackers: list[Tracker] = [jsonl, console]
     mlflow = None

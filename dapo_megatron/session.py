@@ -43,6 +43,8 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
 
     An error is told in a line on the terminal, its traceback in this rank's log.
     """
+    import torch.distributed as dist
+
     from dapo_megatron.policy.device import backend, claim
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -57,20 +59,24 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
             folder.is_continued = ranks.broadcast(folder.is_continued)
             terminal = _redirect_output(folder.logs / f"rank_{ranks.rank}.log")
         yield Session(config, ranks, folder, terminal, source)
-    except DapoError as error:
-        if ranks.rank == 0:
-            print(f"error: {error}", file=terminal, flush=True)
-        raise
-    except Exception as error:
-        where = f" (traceback in {folder.logs}/rank_{ranks.rank}.log)" if with_folder else ""
-        said = f"{type(error).__name__}: {error}"
-        print(f"rank {ranks.rank}: {said.strip()[:300]}{where}", file=terminal, flush=True)
-        raise
     finally:
-        import torch.distributed as dist
-
-        if dist.is_initialized() and sys.exc_info()[0] is None:
+        error = sys.exc_info()[1]
+        if error is not None:
+            _tell(error, ranks, terminal, folder.logs if with_folder else None)
+        elif dist.is_initialized():
+            # Not after an error: the other ranks may never come.
             dist.destroy_process_group()
+
+
+def _tell(error: BaseException, ranks: Ranks, terminal: TextIO, logs: Path | None) -> None:
+    """One line on the terminal. A DapoError is as a rule everybody's, so rank 0 tells it there;
+    the others write it to their logs (and cluster/launch.py names a rank that failed alone)."""
+    if isinstance(error, DapoError):
+        print(f"error: {error}", file=terminal if ranks.rank == 0 else sys.stderr, flush=True)
+    elif isinstance(error, Exception):
+        where = f" (traceback in {logs}/rank_{ranks.rank}.log)" if logs else ""
+        said = f"{type(error).__name__}: {error}".strip()
+        print(f"rank {ranks.rank}: {said[:300]}{where}", file=terminal, flush=True)
 
 
 def train(config: Config) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -58,16 +59,19 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int:
-    deadline = None
-    code = 0
+    first, code, deadline = 0, 0, None
     while any(rank.poll() is None for rank in ranks):
-        failed = [rank.returncode for rank in ranks if rank.poll()]
+        failed = [number for number, rank in enumerate(ranks) if rank.poll()]
         if failed and deadline is None:
-            code, deadline = failed[0], time.monotonic() + grace_seconds
+            first, deadline = failed[0], time.monotonic() + grace_seconds
+            code = ranks[first].returncode
         if deadline is not None and time.monotonic() > deadline:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
+    if ranks[0].returncode != code and deadline is not None:
+        # Rank 0 has told its own story at best.
+        print(f"rank {first} failed first (exit code {code}); see its log", file=sys.stderr)
     return code or next((rank.returncode for rank in ranks if rank.returncode), 0)
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -51,6 +53,21 @@ def arguments(config: EngineConfig) -> dict[str, Any]:
         # generator back, which torch's cannot do on CPU.
         "enable_chunked_prefill": False,
     }
+
+
+def check_model(hf: Mapping[str, Any]) -> None:
+    """Refuse what vLLM on CPU would only fail on in its first step. Raises ConfigError."""
+    if has_cuda():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    if head_dim not in sizes:
+        raise ConfigError(
+            f"model.path: attention heads of {head_dim}; vLLM on CPU takes "
+            f"{', '.join(map(str, sizes))}"
+        )
 
 
 @contextmanager

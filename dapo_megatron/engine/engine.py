@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dapo_megatron.config import Config
+from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.engine import device
 from dapo_megatron.types import (
     Completion,
@@ -159,6 +159,7 @@ def _start(config: Config) -> LLM:
     with device.construction():
         from vllm import LLM
 
+        device.check_model(read_model_config(config))
         return LLM(
             model=config.model.path,
             distributed_executor_backend="external_launcher",

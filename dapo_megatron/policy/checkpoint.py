@@ -8,6 +8,7 @@ needs the layout that saved. (Why not Megatron's own distributed checkpoints: do
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ def save(folder: Path, exchange: Exchange, params: Mapping[str, Tensor], optimiz
     if has_cuda():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    save_file(contiguous, _path(folder, exchange), metadata={"layout": json.dumps(_layout())})
+    path = _path(folder, exchange)
+    save_file(contiguous, path, metadata={"layout": json.dumps(_layout())})
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # before it is published under its final name
 
 
 def load(folder: Path, exchange: Exchange, params: Mapping[str, Tensor], optimizer: Any) -> None:
