@@ -16,19 +16,26 @@ from dapo_megatron.config import Config
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
-from dapo_megatron.loop import Parts, Recorder
+from dapo_megatron.loop import Parts
 from dapo_megatron.protocols import Policy, RolloutEngine, Tracker
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import RolloutDriver
 from dapo_megatron.rollout.evaluate import Evaluator
-from dapo_megatron.run_folder import FolderCheckpoints, RunFolder, write_json
+from dapo_megatron.run_folder import (
+    FolderCheckpoints,
+    RunFolder,
+    newest,
+    read_state,
+    write_json,
+)
 from dapo_megatron.tracking import (
     CompositeTracker,
     JsonlTracker,
     MlflowTracker,
     RunConsole,
     RunRecorder,
+    SilentRecorder,
 )
 from dapo_megatron.types import Prompt, SyncReport
 
@@ -131,7 +138,7 @@ def build_parts(
     core: Core,
     prompts: Prompts,
     folder: RunFolder,
-    recorder: Recorder,
+    recorder: RunRecorder | SilentRecorder,
 ) -> Parts:
     """What the loop works with."""
     return Parts(
@@ -153,6 +160,7 @@ def build_parts(
             ranks,
             core.policy,
             partial(export_hf, config, core.policy, ranks) if config.checkpoint.export_hf else None,
+            {"mlflow_run": recorder.run_id},
         ),
     )
 
@@ -185,10 +193,15 @@ def build_recorder(
         samples_folder=folder.samples if config.tracking.samples else None,
         num_devices=num_devices,
         ui=mlflow.ui if mlflow else None,
+        run_id=mlflow.run_id if mlflow else None,
     )
 
 
 def _mlflow_run(folder: RunFolder) -> str | None:
-    if not folder.is_continued or not folder.mlflow_run.exists():
+    """The MLflow run to go on with: known to the folder from the start, and to each checkpoint."""
+    if not folder.is_continued:
         return None
-    return str(json.loads(folder.mlflow_run.read_text(encoding="utf-8"))["run_id"])
+    if folder.mlflow_run.exists():
+        return str(json.loads(folder.mlflow_run.read_text(encoding="utf-8"))["run_id"])
+    checkpoint = newest(folder.checkpoints)
+    return read_state(checkpoint).get("mlflow_run") if checkpoint else None

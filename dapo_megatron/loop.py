@@ -63,28 +63,31 @@ class Progress:
     last_evaluation: dict[str, float] = field(default_factory=dict)
 
 
-def train(config: Config, parts: Parts, progress: Progress) -> Progress:
-    """Train from `progress.step` to `train.rollout_steps`. Collective: every rank calls it."""
+def train(config: Config, parts: Parts, progress: Progress, *, started: float) -> Progress:
+    """Train from `progress.step` to `train.rollout_steps`. Collective: every rank calls it.
+
+    `started` is the time (as time.time()) from which `progress.seconds` counts on.
+    """
     last = config.train.rollout_steps
-    started = time.perf_counter() - progress.seconds
     parts.sync(progress.step)
     if progress.step == 0 and parts.evaluator.due(0, last):
-        progress.first_evaluation = progress.last_evaluation = parts.evaluator.run()
+        progress.first_evaluation = evaluate(config, parts.policy, parts.evaluator, 0)
+        progress.last_evaluation = progress.first_evaluation
         parts.recorder.log(0, progress.first_evaluation)
     while progress.step < last:
         step = progress.step + 1
         clock = Clock()
         collected, metrics = train_step(config, parts, step, clock)
         progress.step = step
-        progress.max_gap = max(progress.max_gap, metrics["mismatch/gap_max"])
+        progress.max_gap = max(progress.max_gap, metrics.get("mismatch/gap_max", 0.0))
         if parts.evaluator.due(step, last):
             with clock("evaluate"):
-                progress.last_evaluation = parts.evaluator.run()
+                progress.last_evaluation = evaluate(config, parts.policy, parts.evaluator, step)
             metrics |= progress.last_evaluation
         publish = None
         if parts.checkpoints.due(step):
             with clock("checkpoint"):
-                progress.seconds = time.perf_counter() - started
+                progress.seconds = time.time() - started
                 state = {"progress": vars(progress), "coordinator": parts.coordinator.state()}
                 publish = parts.checkpoints.save(step, state)
         parts.recorder.samples(step, collected.seen)
@@ -92,8 +95,19 @@ def train(config: Config, parts: Parts, progress: Progress) -> Progress:
         # Published last: a checkpoint that exists has its metrics and samples on disk.
         if publish is not None:
             publish()
-    progress.seconds = time.perf_counter() - started
+    progress.seconds = time.time() - started
     return progress
+
+
+def evaluate(
+    config: Config, policy: Policy, evaluator: Evaluator, version: int
+) -> dict[str, float]:
+    """Evaluate the weights `version`, after the engine has shown that it has them."""
+    groups = evaluator.probe(config.rollout.temperature)
+    batch = make_batch(config, groups)
+    batch = dataclasses.replace(batch, old_logprobs=policy.logprobs(batch).logprobs)
+    check_gap(config, batch, groups, version)
+    return evaluator.run()
 
 
 def train_step(
@@ -105,11 +119,13 @@ def train_step(
         # Policy and engine take turns in the accelerator's memory.
         parts.engine.sleep()
         parts.policy.onload()
-    batch = make_batch(config, collected.train)
+    measured = make_batch(config, collected.to_measure)
     with clock("logprobs"):
-        old = parts.policy.logprobs(batch)
-    batch = dataclasses.replace(batch, old_logprobs=old.logprobs)
-    gap = check_gap(config, batch, collected.train, step)
+        old = parts.policy.logprobs(measured).logprobs
+    measured = dataclasses.replace(measured, old_logprobs=old)
+    gap = check_gap(config, measured, collected.to_measure, version=step - 1)
+    batch = make_batch(config, collected.train)  # the first of `measured`
+    batch = dataclasses.replace(batch, old_logprobs=old[: batch.tokens.numel()])
     with clock("update"):
         stats = update(config, parts.policy, batch, step)
     with clock("sync"):
@@ -137,10 +153,13 @@ def make_batch(config: Config, groups: list[Group]) -> TokenBatch:
     )
 
 
-def check_gap(config: Config, batch: TokenBatch, groups: list[Group], step: int) -> GapStatistics:
-    """The gap on what this step's weights sampled. Raises SyncError naming the worst token."""
+def check_gap(
+    config: Config, batch: TokenBatch, groups: list[Group], version: int
+) -> GapStatistics:
+    """The gap on what the weights `version`, the policy's own, sampled. Raises SyncError naming
+    the worst token."""
     assert batch.old_logprobs is not None
-    fresh = fresh_mask(groups, version=step - 1)
+    fresh = fresh_mask(groups, version)
     gap = gap_statistics(batch.engine_logprobs, batch.old_logprobs, fresh)
     if gap.max > config.sync.max_gap and gap.worst_token is not None:
         where = gap.worst_token
@@ -148,7 +167,7 @@ def check_gap(config: Config, batch: TokenBatch, groups: list[Group], step: int)
         sequence = int((ends <= where).sum())
         position = where - int(ends[sequence] - batch.lengths[sequence])
         raise SyncError(
-            f"step {step}: engine and policy disagree by {gap.max:.3g} on "
+            f"weights {version}: engine and policy disagree by {gap.max:.3g} on "
             f"{batch.sequence_names[sequence]}, token {position} (id {int(batch.tokens[where])}): "
             f"log-prob {float(batch.engine_logprobs[where]):.6f} by the engine, "
             f"{float(batch.old_logprobs[where]):.6f} by the policy; sync.max_gap is "
@@ -172,7 +191,8 @@ def update(config: Config, policy: Policy, batch: TokenBatch, step: int) -> list
         warmup_rollout_steps=config.optimizer.warmup_rollout_steps,
     )
     minis = split(batch, config.train.updates_per_step, numbers.aggregation)
-    return [policy.update(mini, loss, lr) for mini in minis]
+    # Without a loss token there is no gradient, and momentum alone must not move the weights.
+    return [policy.update(mini, loss, lr) for mini in minis if mini.num_loss_tokens]
 
 
 class Clock:

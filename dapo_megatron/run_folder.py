@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -133,6 +133,8 @@ class FolderCheckpoints:
     policy: Policy
     export: Callable[[Path], None] | None = None
     """Writes an HF checkpoint into a folder; collective."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Saved with every checkpoint (the MLflow run id)."""
 
     def due(self, step: int) -> bool:
         """Every `checkpoint.every` steps and after the last one."""
@@ -152,7 +154,7 @@ class FolderCheckpoints:
                 (partial / "hf").mkdir()
             self.export(partial / "hf")
         if self.exchange.rank == 0:
-            write_json(partial / "state.json", state)
+            write_json(partial / "state.json", {**state, **self.extra})
         self.exchange.barrier()
 
         def publish() -> None:

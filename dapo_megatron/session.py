@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config
 from dapo_megatron.config_file import dump_config
@@ -102,7 +103,9 @@ def _train(session: Session) -> None:
         if state is not None and session.resume_from is not None:
             core.policy.load(session.resume_from)
             parts.coordinator.restore(state["coordinator"])
-        progress = loop.train(config, parts, progress)
+        started = started_at() - progress.seconds
+        progress = loop.train(config, parts, progress, started=started)
+        core.close()  # the grading processes count as ended children from here on
         summary = _summary(session, progress)
         if ranks.rank == 0:
             write_json(folder.summary, summary)
@@ -144,7 +147,7 @@ def _true_status(recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
 
 def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
     """Evaluate the model, or the weights of a checkpoint; the figures on rank 0."""
-    from dapo_megatron import build
+    from dapo_megatron import build, loop
 
     with open_session(config, with_folder=False) as session:
         ranks = session.ranks
@@ -155,7 +158,8 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
                 read_state(Path(checkpoint))
                 core.policy.load(Path(checkpoint))
             core.sync(0)
-            figures = build.build_evaluator(config, prompts, core).run()
+            evaluator = build.build_evaluator(config, prompts, core)
+            figures = loop.evaluate(config, core.policy, evaluator, 0)
         finally:
             core.close()
         return figures if ranks.rank == 0 else None

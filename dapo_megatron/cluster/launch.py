@@ -12,8 +12,18 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+_STARTED = "DAPO_MEGATRON_STARTED"
+_IMPORTED = time.time()  # of this module, which the command line imports first of all
+KILL_SECONDS = 5.0
+"""Between SIGTERM and SIGKILL."""
 GRACE_SECONDS = 15.0
 """How long the other ranks get to end by themselves after one has failed."""
+
+
+def started_at() -> float:
+    """When the user's command began, as time.time(): before the ranks were started, if `launch`
+    did that."""
+    return float(os.environ.get(_STARTED, _IMPORTED))
 
 
 def is_launched() -> bool:
@@ -49,6 +59,7 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
+        _STARTED: str(_IMPORTED),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
@@ -59,13 +70,18 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int:
-    first, code, deadline = 0, 0, None
+    first, code, deadline, asked = 0, 0, None, False
     while any(rank.poll() is None for rank in ranks):
         failed = [number for number, rank in enumerate(ranks) if rank.poll()]
         if failed and deadline is None:
             first, deadline = failed[0], time.monotonic() + grace_seconds
             code = ranks[first].returncode
-        if deadline is not None and time.monotonic() > deadline:
+        late = time.monotonic() - deadline if deadline is not None else -1.0
+        if late > 0 and not asked:
+            asked = True  # once: rank 0 may be closing the run as what it was
+            for rank in ranks:
+                rank.terminate()
+        if late > KILL_SECONDS:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)

@@ -44,7 +44,7 @@ class Ranks:
             dist.barrier()
 
 
-def join(backend: str, timeout_minutes: float = 30.0) -> Ranks:
+def join(backend: str, timeout_minutes: float = 120.0) -> Ranks:
     """Join the process group that the launcher's environment describes (torchrun, srun)."""
     import torch.distributed as dist
 

@@ -59,6 +59,14 @@ class Collected:
     rounds: int
     grade_seconds: float
     """Waited for grading after the last token."""
+    abstentions: dict[str, int]
+    """Completions of this step without a grade, by cause."""
+
+    @property
+    def to_measure(self) -> list[Group]:
+        """Groups on which engine and policy are compared: those trained on, then the fresh ones
+        that a later step will train on, when their weights are gone."""
+        return self.train + [group for group, fate in self.seen if fate is Fate.CARRIED]
 
 
 @dataclass
@@ -87,6 +95,7 @@ class Coordinator:
         mixed = self._take_carried(version)
         seen: list[tuple[Group, Fate]] = []
         rounds, graded_before = 0, self.driver.grade_seconds
+        abstained_before = self.driver.abstentions.copy()
         while len(mixed) < wanted and rounds < self.config.max_rounds:
             rounds += 1
             for group in self._round(wanted - len(mixed), len(mixed), on_progress):
@@ -111,6 +120,7 @@ class Coordinator:
             counts=self.ledger.close_step(),
             rounds=rounds,
             grade_seconds=self.driver.grade_seconds - graded_before,
+            abstentions=dict(self.driver.abstentions - abstained_before),
         )
 
     def state(self) -> dict[str, Any]:

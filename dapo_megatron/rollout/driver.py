@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dapo_megatron.protocols import Exchange, RolloutEngine
 from dapo_megatron.types import Completion, Grade, Group, Prompt, SampleRequest
+
+HEARTBEAT_SECONDS = 20.0
+"""How long ranks go without hearing from each other while one of them waits for graders."""
 
 
 class Grading(Protocol):
@@ -57,8 +61,12 @@ class RolloutDriver:
         self._engine = engine
         self._grading = grading
         self._exchange = exchange
+        self._abstained: Counter[str] = Counter()
         self.grade_seconds = 0.0
         """Waited for grading after the last token, over the life of the driver."""
+        self.abstentions: Counter[str] = Counter()
+        """Completions without a grade by cause (timeout, crash, error), over the life of the
+        driver and over all replicas: the same on every rank."""
 
     def run(
         self,
@@ -68,7 +76,7 @@ class RolloutDriver:
     ) -> list[Group]:
         """Sample and grade; every rank gets all groups, in the order of `tickets`.
 
-        `on_progress` is told how many groups of this replica are complete.
+        `on_progress` is told about how many groups are complete, judging by this replica.
         """
         mine = tickets[self._engine.replica :: self._engine.num_replicas]
         self._engine.submit(
@@ -92,17 +100,31 @@ class RolloutDriver:
                         key, prompt.source, completion.text, prompt.truth, dict(prompt.extra)
                     )
             self._collect(finished, wait=False)
-            on_progress(sum(left == 0 for left in missing.values()))
+            done = sum(left == 0 for left in missing.values())
+            on_progress(min(done * self._engine.num_replicas, len(tickets)))
         sampled = time.perf_counter()
-        while self._grading is not None and self._grading.pending:
-            self._collect(finished, wait=True)
+        # Told every few seconds: a collective that waited for hours of hung graders would end the
+        # run, and these may cost graded answers only.
+        while any(self._exchange.all_gather(self._grade_a_while(finished))):
+            pass
         self.grade_seconds += time.perf_counter() - sampled
         return self._everyones(tickets, finished if self._engine.is_leader else {})
 
+    def _grade_a_while(self, finished: dict[tuple[int, int], Completion]) -> bool:
+        """Take in gradings for HEARTBEAT_SECONDS at most; whether some are still to come."""
+        until = time.perf_counter() + HEARTBEAT_SECONDS
+        while self._grading is not None and self._grading.pending:
+            if time.perf_counter() > until:
+                return True
+            self._collect(finished, wait=True)
+        return False
+
     def _collect(self, finished: dict[tuple[int, int], Completion], *, wait: bool) -> None:
         if self._grading is not None:
-            for key, grade, _ in self._grading.collect(wait):
+            for key, grade, why in self._grading.collect(wait):
                 finished[key] = replace(finished[key], grade=grade)
+                if grade is None:
+                    self._abstained[why] += 1
 
     def _everyones(
         self,
@@ -112,7 +134,9 @@ class RolloutDriver:
         """Grading is decided by one rank per replica and told to all: a grader that is at the
         edge of its time limit must not split the ranks' minds."""
         completions: dict[int, list[Completion]] = {ticket: [] for ticket, _ in tickets}
-        for part in self._exchange.all_gather(finished):
+        abstained, self._abstained = self._abstained, Counter()
+        for part, causes in self._exchange.all_gather((finished, abstained)):
+            self.abstentions.update(causes)
             for (ticket, _), completion in part.items():
                 completions[ticket].append(completion)
         return [

@@ -17,13 +17,15 @@ from dapo_megatron.types import Completion, Finish, StepStats, SyncReport
 
 
 def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str, float]:
-    """accuracy/raw, reward/mean, response_tokens/*, groups/*, time/grade."""
+    """accuracy/raw, reward/mean, response_tokens/*, groups/*, grading/*, time/grade."""
     completions = [c for group, _ in collected.seen for c in group.completions]
     graded = [c for c in completions if c.grade is not None]
     lengths = [len(c.tokens) for c in completions]
     metrics = {f"groups/{name}": float(count) for name, count in collected.counts.items()}
     metrics["groups/rounds"] = float(collected.rounds)
     metrics["time/grade"] = collected.grade_seconds
+    for cause in ("timeout", "crash", "error"):
+        metrics[f"grading/{cause}"] = float(collected.abstentions.get(cause, 0))
     if graded:
         metrics["accuracy/raw"] = fmean(bool(c.grade and c.grade.correct) for c in graded)
         metrics["reward/mean"] = fmean(_rewards(graded, overlong))
@@ -67,7 +69,9 @@ def update_metrics(stats: Sequence[StepStats]) -> dict[str, float]:
 
 
 def mismatch_metrics(gap: GapStatistics) -> dict[str, float]:
-    """mismatch/*, over the step's fresh tokens."""
+    """mismatch/*, over the step's fresh tokens; nothing if there were none to compare."""
+    if gap.num_tokens == 0:
+        return {}
     return {"mismatch/gap_mean": gap.mean, "mismatch/gap_max": gap.max, "mismatch/kl": gap.kl}
 
 

@@ -24,6 +24,8 @@ class RunRecorder:
     samples_folder: Path | None
     num_devices: int
     ui: str | None
+    run_id: str | None
+    """The MLflow run, for the checkpoints."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a step, with the per-device throughput added."""
@@ -70,6 +72,8 @@ class RunRecorder:
 
 class SilentRecorder:
     """Every other rank's: the same calls, no effect."""
+
+    run_id: str | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""

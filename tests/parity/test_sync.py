@@ -37,21 +37,21 @@ def gaps(rank: int, overrides: dict[str, Any]) -> dict[str, Any]:
     training = random_batch((30, 7, 18), vocab=100)
     sampling = Sampling(4, 16, 1.0, 1.0, "sync")
 
-    def measure(step: int) -> float:
+    def measure(version: int) -> float:
         groups = core.driver.run(prompts, sampling)
         batch = loop.make_batch(config, groups)
         batch = replace(batch, old_logprobs=core.policy.logprobs(batch).logprobs)
-        return loop.check_gap(config, batch, groups, step).max
+        return loop.check_gap(config, batch, groups, version).max
 
     seen: dict[str, Any] = {}
     for version, num_updates in enumerate((0, 1, 2)):
         for _ in range(num_updates):
             core.policy.update(training, loss, 1e-3)
         seen[f"tensors_{version}"] = core.sync(version).num_tensors
-        seen[f"gap_{version}"] = measure(version + 1)
+        seen[f"gap_{version}"] = measure(version)
     core.policy.update(training, loss, 1e-2)  # and no sync
     try:
-        measure(3)
+        measure(2)
     except SyncError as error:
         seen["stale"] = str(error)
     core.close()

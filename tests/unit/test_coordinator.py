@@ -49,6 +49,7 @@ class ScriptedDriver:
     truncated: Callable[[int, int], bool] = lambda ticket, sample: False
     version: int = 0
     grade_seconds: float = 0.0
+    abstentions: Counter[str] = field(default_factory=Counter)
     rounds: list[int] = field(default_factory=list)
     """Prompts of each round so far."""
     samplings: list[Sampling] = field(default_factory=list)
@@ -97,12 +98,16 @@ def make(
         "on_policy": False,
         "dynamic_sampling": True,
         "max_rounds": 3,
+        "at_bound": "train_partial",
+        "max_age": 4,
         "expected_keep_rate": 0.5,
     }
     driver = ScriptedDriver(outcome, truncated)
     coordinator = Coordinator(
         config=RolloutConfig(**{**settings, **rollout}),
-        overlong=OverlongConfig(max_tokens=8, buffer_tokens=4, filter=filter_truncated),
+        overlong=OverlongConfig(
+            max_tokens=8, buffer_tokens=4, penalty=True, filter=filter_truncated
+        ),
         stream=PromptStream(
             [Prompt("s", index, (index,), str(index), "7") for index in range(10)],
             seed=0,
