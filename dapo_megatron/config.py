@@ -95,10 +95,10 @@ class RolloutConfig(Section):
     """Train on mixed groups alone (eq. 11). False: on every group."""
     max_rounds: Count
     """Rounds of prompts per step before the step trains on what it has."""
-    at_bound: Literal["train_partial", "fail"] = "train_partial"
+    at_bound: Literal["train_partial", "fail"]
     """What to do if `max_rounds` did not fill the step."""
-    max_age: Count = 4
-    """Versions after which a carried group expires."""
+    max_age: Count
+    """Versions after which a carried group expires; acts only with on_policy false."""
     expected_keep_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """First guess of the share of mixed groups; replaced by what is observed."""
 
@@ -108,7 +108,7 @@ class OverlongConfig(Section):
     """L_max of eq. 13: response tokens at which the penalty reaches -1."""
     buffer_tokens: Count
     """L_cache of eq. 13: the penalty grows over this many tokens below max_tokens."""
-    penalty: bool = True
+    penalty: bool
     """Add the soft overlong penalty to the reward."""
     filter: bool
     """Keep truncated completions out of the loss (section 3.4); they still enter the group mean."""
@@ -125,7 +125,7 @@ class LossConfig(Section):
     prompts (eq. 8 read literally); sequence: mean per completion, then over completions (GRPO)."""
     tis_cap: Positive | None
     """Cap of the truncated importance weight policy/engine; null for none."""
-    advantage_eps: NonNegative = 1e-6
+    advantage_eps: NonNegative
     """Added to the standard deviation of a group's rewards."""
 
 
@@ -178,7 +178,7 @@ Source = Annotated[ReasoningGymSource | FileSource, Field(discriminator="kind")]
 
 class DataConfig(Section):
     train: Annotated[tuple[Source, ...], Field(strict=False)]
-    shuffle: bool = True
+    shuffle: bool
     """A fresh order per epoch, by seed."""
 
 
@@ -380,6 +380,13 @@ def _layout_problems(config: Config, world: int, hf: dict[str, Any]) -> Iterable
             f"engine.tensor_parallel: {engine_tp} does not divide the model's {heads} attention "
             f"heads, or neither divides nor is a multiple of its {groups} key-value heads"
         )
+    ffn = hf.get("intermediate_size", 0)
+    for key, size in (
+        ("policy.tensor_parallel", policy.tensor_parallel),
+        ("engine.tensor_parallel", config.engine.tensor_parallel),
+    ):
+        if size and ffn % size:
+            yield f"{key}: {size} does not divide the model's intermediate_size {ffn}"
     if layers % policy.pipeline_parallel:
         yield (
             f"policy.pipeline_parallel: {policy.pipeline_parallel} does not divide the model's "

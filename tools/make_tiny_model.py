@@ -47,6 +47,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<answer>' -}}{%- endif -%}"
 )
 HELD_OUT_SEED = 1_000_000_007
+NUM_HELD_OUT = 200
 PROBLEM_POOL = 100_000
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
@@ -134,6 +135,11 @@ def make_problems(recipe: Recipe, seed: int, size: int) -> list[Problem]:
         )
         for question, entry in entries.items()
     ]
+
+
+def held_out_problems(recipe: Recipe) -> list[Problem]:
+    """What pretraining never sees, and the quickstart's held-out set asks."""
+    return make_problems(recipe, HELD_OUT_SEED, 2 * NUM_HELD_OUT)[:NUM_HELD_OUT]
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
@@ -297,7 +303,7 @@ def main(
     started = time.monotonic()
     torch.set_num_threads(threads)
     recipe = Recipe(task, json.loads(options), seed, steps, batch, lr, wrong_fraction, wrong_steps)
-    held_out = make_problems(recipe, HELD_OUT_SEED, 400)[:200]
+    held_out = held_out_problems(recipe)
     secret = {problem.prompt for problem in held_out}
     pool = make_problems(recipe, recipe.seed, PROBLEM_POOL)
     model = pretrain(recipe, [problem for problem in pool if problem.prompt not in secret])

@@ -50,14 +50,22 @@ def _config(folder: Path, engine_ranks: int) -> Config:
             "on_policy": True,
             "dynamic_sampling": True,
             "max_rounds": 2,
+            "at_bound": "train_partial",
+            "max_age": 4,
         },
-        "overlong": {"max_tokens": RESPONSE_TOKENS, "buffer_tokens": 8, "filter": False},
+        "overlong": {
+            "max_tokens": RESPONSE_TOKENS,
+            "buffer_tokens": 8,
+            "penalty": True,
+            "filter": False,
+        },
         "loss": {
             "clip_low": 0.2,
             "clip_high": 0.28,
             "dual_clip": 10.0,
             "aggregation": "token",
             "tis_cap": None,
+            "advantage_eps": 1e-6,
         },
         "optimizer": {
             "lr": 1e-3,
@@ -70,7 +78,8 @@ def _config(folder: Path, engine_ranks: int) -> Config:
         },
         "train": {"rollout_steps": 1, "updates_per_step": 1, "max_tokens_per_microbatch": 512},
         "data": {
-            "train": [{"kind": "jsonl", "name": "none", "path": "none", "grader": "dapo_math"}]
+            "shuffle": True,
+            "train": [{"kind": "jsonl", "name": "none", "path": "none", "grader": "dapo_math"}],
         },
         "sync": {"max_gap": 1e-4},
     }

@@ -244,7 +244,7 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "dotted", ["seed", "loss", "model.path", "optimizer.lr", "loss.dual_clip", "sync.max_gap"]
+    "dotted", ["seed", "loss", "model.path", "optimizer.lr", "loss.dual_clip", "data.shuffle"]
 )
 def test_a_missing_field_is_named(dotted: str) -> None:
     whole = tree()
@@ -260,18 +260,14 @@ def test_a_missing_field_is_named(dotted: str) -> None:
 
 # Defaults within the sections of the objective, and why a YAML need not state them.
 OBJECTIVE_DEFAULTS = {
-    "rollout.at_bound": "acts only when dynamic sampling cannot fill a step",
-    "rollout.max_age": "acts only with on_policy: false",
     "rollout.expected_keep_rate": "a first guess of how many prompts to issue, not of what to keep",
-    "overlong.penalty": "DAPO's own rule; false is the departure",
-    "loss.advantage_eps": "guards a division; design.md, section 4 gives it as 1e-6",
 }
 
 
 def test_no_hidden_default_changes_the_algorithm() -> None:
     defaults = {
         f"{section}.{name}"
-        for section in ("rollout", "overlong", "loss", "optimizer", "train")
+        for section in ("rollout", "overlong", "loss", "optimizer", "train", "data")
         for name, field in Config.model_fields[section].annotation.model_fields.items()  # type: ignore[union-attr]
         if not field.is_required()
     }
@@ -326,6 +322,7 @@ MODEL = {
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "num_hidden_layers": 6,
+    "intermediate_size": 96,
     "max_position_embeddings": 112,
 }
 
@@ -376,6 +373,22 @@ def test_layout(tmp_path: Path, world: int, overrides: dict[str, Any], said: str
     else:
         assert len(problems) == 1
         assert problems[0].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({TP: 2}, []),
+        ({TP: 4}, ["policy.tensor_parallel: 4"]),
+        ({TP: 2, ENGINE: 4}, ["engine.tensor_parallel: 4"]),
+        ({TP: 4, ENGINE: 4}, ["policy.tensor_parallel: 4", "engine.tensor_parallel: 4"]),
+    ],
+)
+def test_the_mlp_must_be_divisible(
+    tmp_path: Path, overrides: dict[str, Any], said: list[str]
+) -> None:
+    problems = layout_problems(tmp_path, 4, overrides, {**MODEL, "intermediate_size": 98})
+    assert problems == [f"{key} does not divide the model's intermediate_size 98" for key in said]
 
 
 def test_a_model_without_grouped_heads_has_as_many_key_value_heads(tmp_path: Path) -> None:

@@ -461,7 +461,7 @@ def test_the_mean_reward_is_the_shaped_one() -> None:
     collected = collect(coordinator, version=0)  # one group, of 1 and 2 tokens
 
     def mean_reward(**overlong: Any) -> float:
-        config = OverlongConfig(**{"filter": False, **overlong})
+        config = OverlongConfig(**{"filter": False, "penalty": True, **overlong})
         return rollout_metrics(collected, config)["reward/mean"]
 
     assert mean_reward(max_tokens=2, buffer_tokens=1) == pytest.approx((1.0 - 2.0) / 2)

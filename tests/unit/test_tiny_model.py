@@ -13,14 +13,16 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from dapo_megatron.data.sources import load_source
+from tests.helpers.configs import tiny_config
 from tests.helpers.models import FAMILIES, make_random_model
 from tools.make_tiny_model import (
     CHAIN_SUM,
-    HELD_OUT_SEED,
     Recipe,
     accuracy,
     answer_loss,
     corrupt,
+    held_out_problems,
     make_config,
     make_problems,
     make_tokenizer,
@@ -117,9 +119,20 @@ def test_committed_model_is_half_right_and_knows_better() -> None:
     """Coarse bounds, on fewer samples than the script takes; the script's figures are exact."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM.from_pretrained(COMMITTED)
-    problems = make_problems(Recipe(), HELD_OUT_SEED, 110)[:100]
+    problems = held_out_problems(Recipe())[:100]
     assert 0.27 < accuracy(model, Recipe(), problems, samples=4) < 0.48
     assert accuracy(model, Recipe(), problems, samples=0) > 0.85
+
+
+def test_the_quickstart_asks_what_pretraining_has_never_seen() -> None:
+    config = tiny_config()
+    (held_out,) = config.evaluation.sets
+    tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
+    asked = load_source(held_out, tokenizer, config.rollout.max_prompt_tokens).prompts
+    assert len(asked) == 200
+    assert [p.text for p in asked] == [p.prompt for p in held_out_problems(Recipe())]
+    (train,) = config.data.train
+    assert (train.dataset, train.options) == (Recipe().task, Recipe().options)
 
 
 def test_problems_are_distinct_and_follow_the_seed() -> None:

@@ -207,14 +207,17 @@ def config(folder: Path, **changes: Any) -> Config:
             "on_policy": True,
             "dynamic_sampling": True,
             "max_rounds": 4,
+            "at_bound": "train_partial",
+            "max_age": 4,
         },
-        "overlong": {"max_tokens": 16, "buffer_tokens": 8, "filter": False},
+        "overlong": {"max_tokens": 16, "buffer_tokens": 8, "penalty": True, "filter": False},
         "loss": {
             "clip_low": 0.2,
             "clip_high": 0.28,
             "dual_clip": 10.0,
             "aggregation": "token",
             "tis_cap": None,
+            "advantage_eps": 1e-6,
         },
         "optimizer": {
             "lr": 1e-4,
@@ -227,6 +230,7 @@ def config(folder: Path, **changes: Any) -> Config:
         },
         "train": {"rollout_steps": 3, "updates_per_step": 2, "max_tokens_per_microbatch": 256},
         "data": {
+            "shuffle": True,
             "train": [
                 {
                     "kind": "reasoning_gym",
@@ -235,7 +239,7 @@ def config(folder: Path, **changes: Any) -> Config:
                     "size": 10,
                     "seed": 1,
                 }
-            ]
+            ],
         },
         "sync": {"max_gap": 1e-4},
     }
