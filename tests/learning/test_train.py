@@ -26,9 +26,37 @@ OVERRIDES = (
     "optimizer.warmup_rollout_steps=1",
     "checkpoint.every=3",
     "evaluation.every=0",
-    "policy.tensor_parallel=1",
-    "policy.pipeline_parallel=2",
 )
+METRICS = {
+    "accuracy/raw", "reward/mean",
+    *(f"response_tokens/{name}" for name in ("mean", "max", "clipped_fraction")),
+    *(
+        f"groups/{name}"
+        for name in (
+            "issued", "trained", "all_correct", "all_wrong", "overlong", "ungraded", "expired",
+            "carried",
+        )
+    ),
+    *(
+        f"policy/{name}"
+        for name in (
+            "entropy", "mean_prob", "grad_norm", "lr", "clip_fraction_high", "clip_fraction_low",
+            "dual_clip_fraction", "approx_kl", "loss",
+        )
+    ),
+    *(f"mismatch/{name}" for name in ("gap_mean", "gap_max", "kl")),
+    *(f"grading/{name}" for name in ("timeout", "crash", "error")),
+    *(
+        f"time/{name}"
+        for name in (
+            "step", "generate", "grade", "logprobs", "update", "sync", "checkpoint", "evaluate",
+        )
+    ),
+    "sync/bytes", "sync/tensors",
+    "throughput/tokens_per_second", "throughput/tokens_per_second_per_device",
+    *(f"eval/chain_sum_held_out/{name}" for name in ("avg@4", "pass@4", "cons@4")),
+}  # fmt: skip
+"""What docs/architecture.md promises of a run."""
 
 
 def command(directory: Path, name: str, *more: str) -> list[str]:
@@ -103,13 +131,46 @@ def test_mlflow_has_every_metric_and_the_true_status(directory: Path, straight: 
     assert run.info.status == "FINISHED"
     rows = read_metrics(straight)
     logged = {name.replace("_at_", "@") for name in run.data.metrics}
-    assert {name for name in rows[-1] if name != "step"} <= logged
+    assert logged >= METRICS
+    lines = (straight / "metrics.jsonl").read_text().splitlines()
+    assert {name for line in lines for name in json.loads(line)} >= METRICS
     for name in ("accuracy/raw", "policy/entropy", "mismatch/gap_max"):
         history = client.get_metric_history(run.info.run_id, name)
         assert [(p.step, p.value) for p in history] == [
             (row["step"], row[name]) for row in rows if name in row
         ]
     assert any(item.path == "samples" for item in client.list_artifacts(run.info.run_id))
+
+
+def test_evaluate_finds_what_training_said(directory: Path, straight: Path) -> None:
+    figures = directory / "figures.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "dapo_megatron", "evaluate", str(TINY), *OVERRIDES),
+            f"checkpoint={straight / 'checkpoints' / f'step_{STEPS:06d}'}",
+            *("--json", str(figures)),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((straight / "summary.json").read_text())
+    assert json.loads(figures.read_text()) == summary["evaluation_after"]
+    assert "avg@4" in done.stdout
+
+
+def test_pipeline_parallel_policy_with_two_engines_learns(directory: Path) -> None:
+    layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "tracking.mlflow=false")
+    done = subprocess.run(
+        command(directory, "pp2", *layout), cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tensor 1 x pipeline 2 x data 1" in done.stdout
+    assert "tensor 1 x 2 replicas" in done.stdout
+    summary = json.loads((directory / "pp2" / "summary.json").read_text())
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
+    assert summary["max_gap"] < 1e-4
 
 
 def test_killed_and_resumed_is_as_if_never_killed(directory: Path, straight: Path) -> None:
