@@ -105,8 +105,9 @@ def evaluate(
     """Evaluate the weights `version`, after the engine has shown that it has them."""
     groups = evaluator.probe(config.rollout.temperature)
     batch = make_batch(config, groups)
-    batch = dataclasses.replace(batch, old_logprobs=policy.logprobs(batch).logprobs)
-    check_gap(config, batch, groups, version)
+    if batch.num_sequences:  # none if no probe could be graded
+        batch = dataclasses.replace(batch, old_logprobs=policy.logprobs(batch).logprobs)
+        check_gap(config, batch, groups, version)
     return evaluator.run()
 
 
