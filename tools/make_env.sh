@@ -28,12 +28,12 @@ pins() { awk -v names="$*" 'BEGIN { n = split(names, a); for (i = 1; i <= n; i++
 install_torch() {
     local pin="$venv/torch.txt"
     pins torch > "$pin"
-    if "$venv/bin/pip" install --quiet --no-deps --require-hashes -r "$pin" 2>"$venv/torch.log"; then
+    if "$venv/bin/pip" install -qq --no-deps --require-hashes -r "$pin" 2>"$venv/torch.log"; then
         return
     fi
     echo "make env: pip does not find the CPU build of torch by itself, asking uv"
     pins uv > "$venv/uv.txt"
-    "$venv/bin/pip" install --quiet --no-deps --require-hashes -r "$venv/uv.txt"
+    "$venv/bin/pip" install -qq --no-deps --require-hashes -r "$venv/uv.txt"
     local uv=("$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps --torch-backend=cpu)
     if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
         "${uv[@]}" --require-hashes -r "$pin"
@@ -50,8 +50,8 @@ install_lock() {
     echo "make env: installing the $(grep -c '^[a-z0-9]' "$lock") packages of $lock (2 to 4 minutes)"
     # What must be built is built with the locked setuptools, not with one fetched unchecked.
     pins setuptools > "$venv/setuptools.txt"
-    "$venv/bin/pip" install --quiet --no-deps --require-hashes -r "$venv/setuptools.txt"
-    "$venv/bin/pip" install --quiet --no-deps --require-hashes --no-build-isolation -r "$lock"
+    "$venv/bin/pip" install -qq --no-deps --require-hashes -r "$venv/setuptools.txt"
+    "$venv/bin/pip" install -qq --no-deps --require-hashes --no-build-isolation -r "$lock"
     echo "$wanted" > "$venv/.lock-sha256"
 }
 
@@ -60,6 +60,6 @@ if [ "$(cat "$venv/.lock-sha256" 2>/dev/null)" != "$wanted" ]; then
     check_machine
     install_lock
 fi
-"$venv/bin/pip" install --quiet --no-deps --no-build-isolation -e .
+"$venv/bin/pip" install -qq --no-deps --no-build-isolation -e .
 touch "$venv/.ready"
 echo "make env: $venv is ready"
