@@ -138,6 +138,7 @@ def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed
     """The same figures by plain torch: one sequence at a time, one sum, one division."""
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # as in the ranks; more only wait for each other on tensors this small
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parameters = dict(model.named_parameters())
     before = {name: weight.detach().clone() for name, weight in parameters.items()}
@@ -160,7 +161,7 @@ def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed
         (loss / batch.num_loss_tokens).backward()
         gradients = {name: weight.grad.clone() for name, weight in parameters.items()}
         seen.append((logp.detach(), entropy.detach(), gradients))
-        losses.append(float(loss) / batch.num_loss_tokens)
+        losses.append(float(loss.detach()) / batch.num_loss_tokens)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), numbers.clip_grad)))
         optimizer.step()
     moved = {name: weight.detach() - before[name] for name, weight in parameters.items()}
@@ -175,6 +176,12 @@ def hf_logprobs(model: Any, batch: TokenBatch, temperature: float) -> tuple[Tens
         logprobs.append(torch.cat([zero, dist.gather(-1, tokens[1:, None])[:, 0]]))
         entropy.append(torch.cat([zero, -(dist.exp() * dist).sum(-1)]))
     return torch.cat(logprobs), torch.cat(entropy)
+
+
+def largest_difference(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Of any element of any tensor, absolute."""
+    assert seen.keys() == wanted.keys()
+    return max(float((seen[name] - wanted[name]).abs().max()) for name in wanted)
 
 
 def distance(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
@@ -192,13 +199,16 @@ def worst(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
 
 
 def check_same(seen: Observed, wanted: Observed) -> None:
-    assert (seen.logprobs - wanted.logprobs).abs().max() < 1e-5
-    assert (seen.entropy - wanted.entropy).abs().max() < 1e-5
-    assert distance(seen.gradients, wanted.gradients) < 1e-6
-    assert worst(seen.gradients, wanted.gradients) < 1e-6
-    assert seen.losses == pytest.approx(wanted.losses, abs=1e-6)
-    assert seen.grad_norms == pytest.approx(wanted.grad_norms, rel=1e-5)
-    assert distance(seen.moved, wanted.moved) < 1e-4
+    """The worst measured is in the comments (docs/decisions.md, 17): the largest of six models,
+    eight layouts and splits, two temperatures, and on both links of the chain."""
+    assert (seen.logprobs - wanted.logprobs).abs().max() < 1e-5  # 2.9e-6
+    assert (seen.entropy - wanted.entropy).abs().max() < 1e-5  # 3.3e-6
+    assert largest_difference(seen.gradients, wanted.gradients) < 1e-6  # 7.2e-7
+    assert distance(seen.gradients, wanted.gradients) < 5e-6  # 2.7e-6
+    assert worst(seen.gradients, wanted.gradients) < 1e-5  # 4.1e-6
+    assert seen.losses == pytest.approx(wanted.losses, abs=3e-7, rel=0)  # 7.7e-8
+    assert seen.grad_norms == pytest.approx(wanted.grad_norms, rel=3e-6)  # 9.9e-7
+    assert distance(seen.moved, wanted.moved) < 2e-3  # 7.5e-4
 
 
 @pytest.mark.parametrize("layout", [{}, *COOL.values()], ids=["1.0", "0.7"])
