@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -78,6 +79,8 @@ def write_checkpoint(
     def close() -> None:
         name = f"model-{len(files) + 1:05d}.safetensors"
         save_file(held, folder / name, metadata={"format": "pt"})
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
         files[name] = list(held)
         held.clear()
 

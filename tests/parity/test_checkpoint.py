@@ -1,0 +1,162 @@
+"""A checkpoint of the policy: what it saves is what it goes on from, to the last bit; what does not
+fit is refused by name; and its HF export is a checkpoint like any other."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import CheckpointError, StepStats
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+
+LAYOUTS = {"tp2": (2, 1), "dp2": (1, 1), "pp2": (1, 2)}
+LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
+
+
+def build(model: str, layout: str, exchange: Ranks) -> Any:
+    from megatron.core import parallel_state
+
+    from dapo_megatron.data.packing import plan_microbatches
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    parallel_state.destroy_model_parallel()
+    tp, pp = LAYOUTS[layout]
+    config = tiny_config(
+        model__path=model, policy__tensor_parallel=tp, policy__pipeline_parallel=pp
+    )
+    return MegatronPolicy(config, exchange, partial(plan_microbatches, max_tokens=128))
+
+
+def weights(policy: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def two_updates(policy: Any) -> tuple[list[StepStats], dict[str, Tensor], Tensor]:
+    """Figures, weights, and a draw from the generator that is a part of the checkpoint."""
+    stats = [update(policy, seed) for seed in (1, 2)]
+    return stats, weights(policy), torch.rand(4)
+
+
+def update(policy: Any, seed: int) -> StepStats:
+    return policy.update(random_batch((5, 40, 17, 9), vocab=99, seed=seed), LOSS, 1e-3)
+
+
+def refusal(policy: Any, folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        policy.load(folder)
+    return str(caught.value)
+
+
+def run(rank: int, world_size: int, model: str, root: Path) -> dict[str, Any]:
+    exchange = Ranks(rank, world_size, rank)
+    return {name: save_and_load(exchange, model, root / name, name) for name in LAYOUTS} | {
+        "refused": refusals(exchange, model, root)
+    }
+
+
+def save_and_load(exchange: Ranks, model: str, folder: Path, layout: str) -> Any:
+    from dapo_megatron.bridge.hf import write_checkpoint
+
+    export = folder / "hf"
+    export.mkdir(parents=True, exist_ok=True)
+    exchange.barrier()
+    policy = build(model, layout, exchange)
+    update(policy, 0)
+    policy.save(folder)
+    saved = weights(policy)
+    write_checkpoint(export, policy.weights(), Path(model), is_writer=exchange.rank == 0)
+    went_on = two_updates(policy)
+    policy = build(model, layout, exchange)
+    policy.load(folder)
+    return saved, went_on, weights(policy), two_updates(policy)
+
+
+def refusals(exchange: Ranks, model: str, root: Path) -> dict[str, str]:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    said = {"layout": refusal(build(model, "tp2", exchange), root / "pp2")}
+    policy = build(model, "dp2", exchange)
+    name = f"rank_{exchange.rank:05d}.safetensors"
+    whole = root / "dp2" / name
+    for folder in (CUT_SHORT, KEY_GONE):
+        (root / folder).mkdir(exist_ok=True)
+    (root / CUT_SHORT / name).write_bytes(whole.read_bytes()[:-100])
+    with safe_open(whole, "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        del tensors["model/decoder.final_layernorm.weight"]
+        save_file(tensors, root / KEY_GONE / name, metadata=file.metadata())
+    before = weights(policy)
+    said |= {folder: refusal(policy, root / folder) for folder in (CUT_SHORT, KEY_GONE)}
+    assert equal(weights(policy), before)  # nothing was loaded by halves
+    return said
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "qwen3"
+    return make_random_model("qwen3", folder, seed=1, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def ranks(model: Path, root: Path) -> list[dict[str, Any]]:
+    return run_ranks(run, 2, 2, str(model), root)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loaded_policy_goes_on_to_the_last_bit(layout: str, ranks: Any) -> None:
+    for rank in ranks:
+        saved, went_on, loaded, resumed = rank[layout]
+        assert equal(loaded, saved)
+        assert resumed[0] == went_on[0]
+        assert equal(resumed[1], went_on[1])
+        assert torch.equal(resumed[2], went_on[2])
+        assert not equal(went_on[1], saved)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_export_is_an_hf_checkpoint(layout: str, ranks: Any, root: Path, model: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = root / layout / "hf"
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        export, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert equal({n: p.detach() for n, p in loaded.named_parameters()}, ranks[0][layout][0])
+    for path in model.iterdir():
+        if path.suffix != ".safetensors":
+            assert (export / path.name).read_bytes() == path.read_bytes()
+    assert AutoTokenizer.from_pretrained(export)("12").input_ids
+
+
+def test_what_does_not_fit_is_refused_by_name(ranks: Any, root: Path) -> None:
+    for number, rank in enumerate(ranks):
+        said, file = rank["refused"], f"rank_{number:05d}.safetensors"
+        assert said["layout"].startswith(f"{root / 'pp2' / file}: saved with the layout ")
+        for one in ("'tensor_parallel': 1, 'pipeline", "'tensor_parallel': 2, 'pipeline"):
+            assert one in said["layout"]
+        assert said[CUT_SHORT].startswith(f"{root / CUT_SHORT / file}: cannot be read (")
+        assert said[KEY_GONE].startswith(
+            f"{root / KEY_GONE / file}: model/decoder.final_layernorm.weight is not in both"
+        )
