@@ -26,6 +26,7 @@ from dapo_megatron.algo import (
     verdict,
     warmup_lr,
 )
+from dapo_megatron.policy.vocab_parallel import logprobs_and_entropy
 from dapo_megatron.types import MicroTokens
 
 GOLDEN = json.loads(
@@ -215,3 +216,55 @@ def test_truncated_importance_weight(case: dict[str, Any]) -> None:
         cap=GOLDEN["tis_optional"]["C"],
     )
     torch.testing.assert_close(ours, doubles([case["w"]]), **EXACT)
+
+
+# ------------------------------------------------------------------------ the policy's arithmetic
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("case", GOLDEN["logprob_entropy"], ids=lambda c: c["temperature"])
+def test_logprob_entropy_and_gradient(case: dict[str, Any], padding: int) -> None:
+    """In float32, as the policy computes them; a padded entry is a logit that must not count."""
+    num = len(case["logits"])
+    logits = torch.tensor([case["logits"] + [9.0] * padding], requires_grad=True)
+    logp, entropy = logprobs_and_entropy(
+        logits,
+        torch.tensor([case["label"]]),
+        temperature=case["temperature"],
+        first_entry=0,
+        num_entries=num,
+        group=None,
+    )
+    assert float(logp.detach()) == pytest.approx(case["logp"], abs=1e-6)
+    assert float(entropy) == pytest.approx(case["entropy"], abs=1e-6)
+    logp.sum().backward()
+    plain = doubles(case["logits"]).requires_grad_()
+    (plain / case["temperature"]).log_softmax(-1)[case["label"]].backward()
+    assert logits.grad is not None and plain.grad is not None
+    torch.testing.assert_close(logits.grad[0, :num].double(), plain.grad, rtol=1e-5, atol=1e-7)
+    assert not logits.grad[0, num:].any()
+
+
+def test_gradient_clip_of_the_parity_chain() -> None:
+    """torch's rule, to which tests/parity/test_policy.py holds Megatron's."""
+    case = GOLDEN["grad_clip"]
+    weight = doubles(case["grad"]).requires_grad_()
+    weight.grad = doubles(case["grad"])
+    norm = torch.nn.utils.clip_grad_norm_([weight], case["max_norm"])
+    assert float(norm) == pytest.approx(case["norm"], rel=1e-12)
+    torch.testing.assert_close(weight.grad, doubles(case["clipped"]), **EXACT)
+
+
+def test_adamw_of_the_parity_chain() -> None:
+    case = GOLDEN["adamw"]
+    weight = doubles([case["p0"]]).requires_grad_()
+    optimizer = torch.optim.AdamW(
+        [weight], betas=case["betas"], eps=case["eps"], weight_decay=case["weight_decay"]
+    )
+    after = []
+    for gradient, lr in zip(case["grads"], case["lrs"], strict=True):
+        weight.grad = doubles([gradient])
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        after.append(float(weight.detach()))
+    assert after == pytest.approx(case["params_after"], rel=1e-14)
