@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dapo_megatron.types import (
     Completion,
-    Grade,
     LogProbs,
     LossOutput,
     MicroTokens,
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
 
 LossFn = Callable[["Tensor", MicroTokens], LossOutput]
 """(log-probs of one micro-batch, its other inputs) -> sums. Called with grad enabled."""
-
-GraderFn = Callable[[str, str, Mapping[str, Any]], Grade]
-"""(response text, truth, prompt extra) -> Grade. Runs in a worker process."""
-
 
 Planner = Callable[[Sequence[int], int], list[list[list[int]]]]
 """(tokens of each sequence, data-parallel ranks) -> [rank][micro-batch] -> sequence indices.

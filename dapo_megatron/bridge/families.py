@@ -38,7 +38,6 @@ class Architecture:
     rope_theta: float
     rope_scaling_factor: float | None
     max_positions: int
-    init_std: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,6 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         rope_theta=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         rope_scaling_factor=float(rope["factor"]) if _rope_type(rope) == "llama3" else None,
         max_positions=hf["max_position_embeddings"],
-        init_std=hf.get("initializer_range", 0.02),
     )
 
 

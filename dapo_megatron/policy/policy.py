@@ -19,7 +19,6 @@ from torch import Tensor
 from dapo_megatron.bridge.families import Architecture, architecture, shards_of
 from dapo_megatron.bridge.gather import Gather
 from dapo_megatron.bridge.hf import read_into
-from dapo_megatron.bridge.shards import Shard
 from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.policy import checkpoint
 from dapo_megatron.policy.device import device, megatron_device
@@ -95,10 +94,6 @@ class MegatronPolicy:
         if self._gather is None:
             self._gather = Gather(self._shards, self._exchange)
         return iter(self._gather)
-
-    def shards(self) -> list[Shard]:
-        """This rank's slices of the HF tensors, as views of its parameters. Not collective."""
-        return self._shards
 
     def gradients(self, mini: TokenBatch, loss: LossFn) -> dict[str, Tensor]:
         """The whole gradient of a mini-batch by HF name, on every rank: reduced over ranks, not

@@ -1,4 +1,4 @@
-"""Trackers made of other trackers, or of none."""
+"""A tracker made of other trackers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dapo_megatron.protocols import Tracker
-
-
-class NullTracker:
-    """Tracks nothing: the tracker of every rank but 0."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def artifact(self, path: Path, folder: str = "") -> None:
-        """Nothing."""
-
-    def finish(self, status: str) -> None:
-        """Nothing."""
 
 
 class CompositeTracker:

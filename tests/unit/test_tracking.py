@@ -23,7 +23,6 @@ from dapo_megatron.tracking import (
     CompositeTracker,
     JsonlTracker,
     MlflowTracker,
-    NullTracker,
     RunConsole,
     commit,
     console,
@@ -486,15 +485,6 @@ def test_a_failing_server_does_not_cost_local_files(tmp_path: Path) -> None:
     with pytest.raises(DapoError, match="server"):
         trackers.finish("FAILED")
     assert calls[-1] == "last finish FAILED", "finish must reach every tracker"
-
-
-def test_the_null_tracker_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    null = NullTracker()
-    null.log(1, METRICS)
-    null.artifact(tmp_path / "not there")
-    null.finish("FINISHED")
-    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------------------- console
