@@ -70,7 +70,7 @@ class EngineConfig(Section):
     """Ranks per engine; null: as policy.tensor_parallel. The other ranks form more replicas."""
     memory_fraction: Fraction = 0.7
     """Share of each GPU's memory for weights and KV cache. On CPU see kv_cache_gib."""
-    kv_cache_gib: Count = 1
+    kv_cache_gib: Positive = 1.0
     """KV cache per rank in GiB when there is no GPU."""
     max_sequences: Count = 256
     """Sequences running at once per engine."""
@@ -381,12 +381,10 @@ def _layout_problems(config: Config, world: int, hf: dict[str, Any]) -> Iterable
             f"heads, or neither divides nor is a multiple of its {groups} key-value heads"
         )
     ffn = hf.get("intermediate_size", 0)
-    for key, size in (
-        ("policy.tensor_parallel", policy.tensor_parallel),
-        ("engine.tensor_parallel", config.engine.tensor_parallel),
-    ):
+    sides = {"policy": policy.tensor_parallel, "engine": config.engine.tensor_parallel}
+    for side, size in sides.items():
         if size and ffn % size:
-            yield f"{key}: {size} does not divide the model's intermediate_size {ffn}"
+            yield f"{side}.tensor_parallel: {size} does not divide the intermediate_size {ffn}"
     if layers % policy.pipeline_parallel:
         yield (
             f"policy.pipeline_parallel: {policy.pipeline_parallel} does not divide the model's "

@@ -388,7 +388,7 @@ def test_the_mlp_must_be_divisible(
     tmp_path: Path, overrides: dict[str, Any], said: list[str]
 ) -> None:
     problems = layout_problems(tmp_path, 4, overrides, {**MODEL, "intermediate_size": 98})
-    assert problems == [f"{key} does not divide the model's intermediate_size 98" for key in said]
+    assert problems == [f"{key} does not divide the intermediate_size 98" for key in said]
 
 
 def test_a_model_without_grouped_heads_has_as_many_key_value_heads(tmp_path: Path) -> None:
