@@ -48,7 +48,7 @@ def arguments(config: EngineConfig) -> dict[str, Any]:
         return {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
     return {
         # Given in bytes and with eager mode, vLLM takes this size as it is and needs no warm-up.
-        "kv_cache_memory_bytes": config.kv_cache_gib << 30,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         # A seeded request whose prompt is cut at the step's token budget fails: vLLM then sets the
         # generator back, which torch's cannot do on CPU.
         "enable_chunked_prefill": False,
