@@ -131,7 +131,9 @@ def build_model(arch: Architecture, config: PolicyConfig) -> GPTModel:
         rope_scaling=arch.rope_scaling_factor is not None,
         rope_scaling_factor=arch.rope_scaling_factor or 1.0,
     )
-    return model.to(device())
+    # One precision for all: torch's norms start in float32, and the distributed optimizer mixes up
+    # its shards when a parameter group holds two.
+    return model.to(device(), getattr(torch, config.precision))
 
 
 def place(arch: Architecture) -> Place:
