@@ -36,7 +36,7 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the fi
 
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train. Outside a launcher, starts its own ranks; under torchrun or srun, joins."""
+    """Train. Outside a launcher, starts its own ranks; under torchrun, joins."""
     checked = _load(config, overrides or [])
     _on_ranks(checked)
     from dapo_megatron import session

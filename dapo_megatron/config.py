@@ -75,7 +75,7 @@ class EngineConfig(Section):
     max_sequences: Count = 256
     """Sequences running at once per engine."""
     enforce_eager: bool = True
-    """No CUDA graphs (dapo_spec: quality loss seen with some vLLM generations)."""
+    """No CUDA graphs (a quality loss with them is on record: verl issue 3660)."""
 
 
 class RolloutConfig(Section):

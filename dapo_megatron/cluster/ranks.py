@@ -45,7 +45,7 @@ class Ranks:
 
 
 def join(backend: str, timeout_minutes: float = 120.0) -> Ranks:
-    """Join the process group that the launcher's environment describes (torchrun, srun)."""
+    """Join the process group that the launcher's environment describes."""
     import torch.distributed as dist
 
     ranks = Ranks(

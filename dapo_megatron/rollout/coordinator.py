@@ -169,7 +169,7 @@ class Coordinator:
 
     def _judge(self, group: Group) -> Fate:
         """A final fate, or CARRIED for a group that can be trained on. On raw correctness, never
-        on the shaped reward (dapo_spec 1.6)."""
+        on the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431)."""
         correct = [c.grade.correct for c in group.completions if c.grade is not None]
         if len(correct) < 2:  # a mean of one is no baseline
             return Fate.UNGRADED
