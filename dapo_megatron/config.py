@@ -53,16 +53,26 @@ class ModelConfig(Section):
 class PolicyConfig(Section):
     tensor_parallel: Count = 1
     sequence_parallel: bool = False
+    """Split norms and residuals over the tensor-parallel ranks by tokens."""
     pipeline_parallel: Count = 1
-    virtual_pipeline_parallel: Count | None = None
+    virtual_pipeline_parallel: Annotated[int, Field(ge=2)] | None = None
     """Model chunks per pipeline stage (interleaved schedule); null for none."""
+    first_stage_layers: Count | None = None
+    last_stage_layers: Count | None = None
+    """Layers of the first and last pipeline stage where they differ from the others."""
     context_parallel: Count = 1
     expert_parallel: Count = 1
-    expert_tensor_parallel: Count | None = None
+    expert_tensor_parallel: Literal[1] | None = None
+    """Experts are never cut by tensor parallelism: 1, or null for the same."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, those of attention, all."""
+    moe_aux_loss: NonNegative = 0.0
+    """Coefficient of the sequence-wise load-balancing loss of mixture-of-experts layers."""
     kernels: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation; `auto` takes Transformer Engine where there is a CUDA device."""
-    precision: Literal["float32", "bfloat16"]
-    """Of weights and activations in policy and engine; master weights are float32 always."""
+    precision: Literal["float32", "bfloat16", "float64"]
+    """Of weights and activations in policy and engine; master weights are float32 at least.
+    float64 is for `doctor layouts` alone: no engine has it."""
 
 
 class EngineConfig(Section):
@@ -147,6 +157,8 @@ class TrainConfig(Section):
     """Mini-batches, each one optimizer step, per rollout step."""
     max_tokens_per_microbatch: Count
     """Tokens (padding included) of one forward on one rank."""
+    packing: bool = True
+    """Sequences end to end in one row; false: one row each, padded to the longest."""
 
 
 class ReasoningGymSource(Section):
