@@ -15,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tools.make_tiny_model import MAX_TOKENS, make_tokenizer
@@ -22,7 +24,15 @@ from tools.make_tiny_model import MAX_TOKENS, make_tokenizer
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # bias on query, key and value
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),  # norm on query and key; head_dim on its own
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),  # as qwen3; experts, 2 of 8 per token
     "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
 }
 
 
@@ -38,8 +48,10 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
     tokenizer = make_tokenizer()
     # vLLM's CPU attention wants heads of 32 or more; only Qwen3 may part that from hidden_size.
     sizes: dict[str, Any] = (
-        {"hidden_size": 64, "head_dim": 32} if family == "qwen3" else {"hidden_size": 128}
+        {"hidden_size": 64, "head_dim": 32} if family.startswith("qwen3") else {"hidden_size": 128}
     )
+    if family == "qwen3_moe":
+        sizes |= EXPERTS
     settings: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "intermediate_size": 96,
