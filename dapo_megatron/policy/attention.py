@@ -1,18 +1,29 @@
-"""Attention for the local layer spec: torch's scaled-dot-product attention, causal.
+"""Attention for the local layer spec: torch's scaled-dot-product attention over packed sequences.
 
-Megatron's own local module builds the whole score matrix and refuses what Transformer Engine
-alone may do; this one runs wherever torch does. Sequences are padded on the right, so a causal
-mask is all that is needed: no real token ever sees padding.
+Megatron's own local module builds the whole score matrix and refuses packed rows and context
+parallelism, which Transformer Engine alone may do; this one runs wherever torch does.
 
-Shape letters: Q tokens per row, B rows, N query heads and G key-value heads of this rank, D size
-of a head.
+Sequences lie end to end, each of a padded length. Each sees itself alone, causally (padding comes
+last, so no real token ever sees it). With context parallelism of C ranks a sequence is cut into
+2 C equal chunks, and rank r holds chunks r and 2 C - 1 - r, so that all have the same work; keys
+and values are gathered from all ranks.
+
+Shape letters: T query tokens and U key tokens of a micro-batch on this rank, N query heads and
+G key-value heads of this rank, D size of a head; S sequences of one block, padded to Q queries and
+K keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -31,25 +42,140 @@ class CausalAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise ValueError("CausalAttention does not split sequences over ranks")
         self.softmax_scale = softmax_scale
 
     def forward(
         self,
-        query_QBND: Tensor,
-        key_QBGD: Tensor,
-        value_QBGD: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attention_mask: Tensor | None,
+        packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Attention output, [Q, B, N*D]."""
-        repeats = query_QBND.shape[2] // key_QBGD.shape[2]
-        if repeats > 1:
-            key_QBGD = key_QBGD.repeat_interleave(repeats, dim=2)
-            value_QBGD = value_QBGD.repeat_interleave(repeats, dim=2)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_QBND, key_QBGD, value_QBGD))
-        out_BNQD = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale
+        """Packed, `query` [T, N, D] and `key`, `value` [T, G, D]: the output is [T, N*D].
+        Padded, with rows [length, rows, N or G, D] each: [length, rows, N*D]."""
+        if packed_seq_params is not None:
+            bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
+            return self._attend(query, key, value, bounds)
+        length, rows = query.shape[:2]
+        whole = length * parallel_state.get_context_parallel_world_size()
+        bounds = tuple(range(0, (rows + 1) * whole, whole))
+        flat = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]
+        return self._attend(*flat, bounds).view(rows, length, -1).transpose(0, 1)
+
+    def _attend(
+        self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: tuple[int, ...]
+    ) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        plan = attention_plan(bounds, group.rank(), group.size(), query_TND.device)
+        if group.size() > 1:
+            key_TGD, value_TGD = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=group)
+                for x in (key_TGD, value_TGD)
+            )
+        repeats = query_TND.shape[1] // key_TGD.shape[1]
+        outputs = []
+        for block in plan.blocks:
+            query = query_TND[block.queries_SQ].transpose(1, 2)
+            key, value = (x[block.keys_SK].transpose(1, 2) for x in (key_TGD, value_TGD))
+            if repeats > 1:
+                key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+            out_SNQD = torch.nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=block.visible,
+                is_causal=block.visible is None,
+                scale=self.softmax_scale,
+            )
+            outputs.append(out_SNQD.transpose(1, 2)[block.is_query_SQ])
+        return torch.cat(outputs)[plan.order_T].flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Sequences of about one length, computed together; where each finds its tokens.
+
+    `visible` [S, 1, Q, K] says which keys a query sees; None where that is plainly causal."""
+
+    queries_SQ: Tensor
+    keys_SK: Tensor
+    is_query_SQ: Tensor
+    visible: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """`order_T` brings the outputs of the blocks, end to end, back into the rank's order."""
+
+    blocks: tuple[Block, ...]
+    order_T: Tensor
+
+
+@lru_cache(maxsize=64)  # the same for every layer, and again when recomputed
+def attention_plan(
+    bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.device
+) -> AttentionPlan:
+    """Which queries of this rank meet which keys, the keys lying rank after rank."""
+    blocks, sources = [], []
+    for members in _alike([end - start for start, end in pairwise(bounds)]):
+        starts = torch.tensor([bounds[i] for i in members])
+        lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in members])
+        key_position_SK, is_key_SK = _ragged(lengths)
+        keys_SK = _gathered_place(starts, lengths, key_position_SK, bounds[-1], cp_size)
+        number_SQ, is_query_SQ = _ragged(lengths // cp_size)
+        query_position_SQ = _position(lengths, number_SQ, cp_rank, cp_size)
+        queries_SQ = (starts // cp_size)[:, None] + number_SQ
+        visible = None
+        if cp_size > 1:
+            causal = key_position_SK[:, None, :] <= query_position_SQ[:, :, None]
+            visible = causal[:, None].to(device)
+        blocks.append(
+            Block(
+                torch.where(is_query_SQ, queries_SQ, 0).to(device),
+                torch.where(is_key_SK, keys_SK, 0).to(device),
+                is_query_SQ.to(device),
+                visible,
+            )
         )
-        return out_BNQD.permute(2, 0, 1, 3).flatten(2)
+        sources.append(queries_SQ[is_query_SQ])
+    return AttentionPlan(tuple(blocks), torch.cat(sources).argsort().to(device))
+
+
+def _alike(lengths: list[int]) -> Iterator[list[int]]:
+    """Indices of the sequences whose lengths lie between the same powers of two."""
+    by_size: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        by_size.setdefault((length - 1).bit_length(), []).append(index)
+    yield from by_size.values()
+
+
+def _ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """0, 1, 2, ... for each length, as rows of the longest; and which of them are real."""
+    count = torch.arange(int(lengths.max())).expand(len(lengths), -1)
+    return count, count < lengths[:, None]
+
+
+def _position(lengths: Tensor, number_SQ: Tensor, cp_rank: int, cp_size: int) -> Tensor:
+    """Position in its sequence of a rank's token, counted over the rank's two chunks."""
+    chunk = (lengths // (2 * cp_size)).clamp(min=1)[:, None]
+    if cp_size == 1:
+        return number_SQ
+    last = 2 * cp_size - 1 - cp_rank
+    return torch.where(
+        number_SQ < chunk, cp_rank * chunk + number_SQ, last * chunk + number_SQ - chunk
+    )
+
+
+def _gathered_place(
+    starts: Tensor, lengths: Tensor, position_SK: Tensor, total: int, cp_size: int
+) -> Tensor:
+    """Where the token at a position of a sequence lies once all ranks' tokens are gathered."""
+    if cp_size == 1:
+        return starts[:, None] + position_SK
+    chunk_size = (lengths // (2 * cp_size))[:, None]
+    chunk = position_SK // chunk_size
+    owner = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
+    within = position_SK % chunk_size + torch.where(chunk >= cp_size, chunk_size, 0)
+    return owner * (total // cp_size) + (starts // cp_size)[:, None] + within

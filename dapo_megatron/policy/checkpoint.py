@@ -27,7 +27,7 @@ from dapo_megatron.types import CheckpointError
 def save(folder: Path, exchange: Exchange, params: Mapping[str, Tensor], optimizer: Any) -> None:
     """Write `rank_<N>.safetensors`."""
     tensors = {f"model/{name}": value for name, value in params.items()}
-    tensors.update(_optimizer_tensors(optimizer))
+    tensors.update(_optimizer_tensors(optimizer, params))
     tensors["rng/cpu"] = torch.get_rng_state()
     if has_cuda():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
@@ -54,7 +54,7 @@ def load(folder: Path, exchange: Exchange, params: Mapping[str, Tensor], optimiz
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     targets = {f"model/{name}": value for name, value in params.items()}
     _init_optimizer_state(optimizer)
-    targets.update(_optimizer_tensors(optimizer))
+    targets.update(_optimizer_tensors(optimizer, params))
     rng = {name: stored.pop(name) for name in list(stored) if name.startswith("rng/")}
     if stored.keys() != targets.keys():
         odd = sorted(stored.keys() ^ targets.keys())[0]
@@ -74,17 +74,23 @@ def _path(folder: Path, exchange: Exchange) -> Path:
 
 
 def _layout() -> dict[str, int]:
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return {
         "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_parallel": virtual or 1,
+        "context_parallel": parallel_state.get_context_parallel_world_size(),
+        "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
         "data_parallel": parallel_state.get_data_parallel_world_size(),
     }
 
 
-def _optimizer_tensors(optimizer: Any) -> dict[str, Tensor]:
+def _optimizer_tensors(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """State of each parameter slice this rank's optimizer owns: moments, step, float32 copy."""
     found: dict[str, Tensor] = {}
-    for one, name, param, main in _owned(optimizer):
+    names = {id(param): name for name, param in params.items()}
+    for one, param, main in _owned(optimizer):
+        name = names[id(param)]
         where = one._get_model_param_range_map(param)["param"]
         key = f"optimizer/{name}[{where.start}:{where.end}]"
         if main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
@@ -94,18 +100,18 @@ def _optimizer_tensors(optimizer: Any) -> dict[str, Tensor]:
     return found
 
 
-def _owned(optimizer: Any) -> Iterator[tuple[Any, str, Any, Any]]:
-    """(optimizer, model parameter's name, model parameter, its main slice) of this rank."""
+def _owned(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(optimizer, model parameter, its main slice) of this rank."""
     for one in optimizer.chained_optimizers:
         for param, (group, order) in one.model_param_group_index_map.items():
             main = one.optimizer.param_groups[group]["params"][order]
             if main.numel():
-                yield one, one._param_name(param), param, main
+                yield one, param, main
 
 
 def _init_optimizer_state(optimizer: Any) -> None:
     """Give torch's AdamW the state it would make in its first step, to be overwritten."""
-    for one, _, _, main in _owned(optimizer):
+    for one, _, main in _owned(optimizer):
         if not one.optimizer.state[main]:
             one.optimizer.state[main] = {
                 "step": torch.tensor(0.0),

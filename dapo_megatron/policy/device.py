@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 
 
@@ -46,10 +47,14 @@ class _CudaMeansCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Optimizers compare param.type() with "torch.cuda.FloatTensor".
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            # Optimizers compare param.type() with "torch.cuda.FloatTensor", and treat what is not
+            # half precision alike: float64 passes as float32 does.
+            name = func(*args).replace("Double", "Float")
+            return name.replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.cuda:
             return args[0]
+        if kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if kwargs and _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **(kwargs or {}))
@@ -61,23 +66,63 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
-_PATCHES: dict[str, Any] = {
-    "current_device": lambda: torch.device("cpu"),
-    "synchronize": lambda *_: None,
-    "set_device": lambda *_: None,
-    "is_current_stream_capturing": lambda: False,
-    "empty_cache": lambda: None,
-}
+class _InOrder:
+    """A stream, and an event on it, where every call has ended when it returns."""
+
+    def wait_stream(self, _: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> _InOrder:
+        """An event that has happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _NoRandomness:
+    """Megatron's tracker of random states by region. Nothing of ours draws numbers (no dropout),
+    and recomputed layers need no state restored."""
+
+    def fork(self, *_: Any) -> contextlib.AbstractContextManager[None]:
+        """A region of its own; the same as outside."""
+        return contextlib.nullcontext()
+
+    def get_states(self) -> dict[str, Any]:
+        """No states."""
+        return {}
+
+    def set_states(self, _: dict[str, Any]) -> None:
+        """No states."""
+
+
+_STREAM = _InOrder()
+_PATCHES: tuple[tuple[Any, str, Any], ...] = (
+    (torch.cuda, "current_device", lambda: torch.device("cpu")),
+    (torch.cuda, "synchronize", lambda *_: None),
+    (torch.cuda, "set_device", lambda *_: None),
+    (torch.cuda, "is_current_stream_capturing", lambda: False),
+    (torch.cuda, "empty_cache", lambda: None),
+    # The all-to-all of expert parallelism copies its counts on a stream of its own.
+    (torch.cuda, "Stream", lambda *_, **__: _STREAM),
+    (torch.cuda, "current_stream", lambda *_: _STREAM),
+    (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
+    # Sequence parallelism and recomputation fork and restore the states of CUDA generators.
+    (megatron_random, "_CUDA_RNG_STATE_TRACKER", _NoRandomness()),
+    (megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+    (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
+    (megatron_random, "_set_cuda_rng_state", lambda *_, **__: None),
+)
 
 
 @contextlib.contextmanager
 def _cpu_answers_for_cuda() -> Iterator[None]:
-    kept = {name: getattr(torch.cuda, name) for name in _PATCHES}
-    for name, answer in _PATCHES.items():
-        setattr(torch.cuda, name, answer)
+    kept = [getattr(where, name) for where, name, _ in _PATCHES]
+    for where, name, answer in _PATCHES:
+        setattr(where, name, answer)
     try:
         with _CudaMeansCpu():
             yield
     finally:
-        for name, original in kept.items():
-            setattr(torch.cuda, name, original)
+        for (where, name, _), original in zip(_PATCHES, kept, strict=True):
+            setattr(where, name, original)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -14,12 +16,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from dapo_megatron.bridge.families import Architecture, Place
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.policy.attention import CausalAttention
 from dapo_megatron.policy.device import device, has_cuda
+from dapo_megatron.policy.moe import ExpertLayer, Router
+from dapo_megatron.policy.norm import RMSNorm
 from dapo_megatron.types import ConfigError
 
 
@@ -28,8 +38,10 @@ def initialize_parallel(config: PolicyConfig, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_parallel,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=1,
     )
     if has_cuda():
         # Layers made on a GPU ask for its generators even if their initializer does nothing.
@@ -40,7 +52,7 @@ def kernels(config: PolicyConfig) -> str:
     """`transformer_engine` or `local`: what `auto` means here. Raises ConfigError."""
     installed = find_spec("transformer_engine") is not None
     if config.kernels == "auto":
-        fused = installed and has_cuda() and config.precision != "float32"
+        fused = installed and has_cuda() and config.precision == "bfloat16"
         return "transformer_engine" if fused else "local"
     if config.kernels == "transformer_engine" and not (installed and has_cuda()):
         raise ConfigError(
@@ -71,15 +83,17 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=config.tensor_parallel,
+        sequence_parallel=config.sequence_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_parallel,
+        num_layers_in_first_pipeline_stage=config.first_stage_layers,
+        num_layers_in_last_pipeline_stage=config.last_stage_layers,
         context_parallel_size=config.context_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Rows and lengths differ between micro-batches, so stages tell each other the shape.
         variable_seq_lengths=config.pipeline_parallel > 1,
-        # Megatron checks this of dense models too when lengths vary.
-        moe_token_dispatcher_type="alltoall",
         # The schedule sums losses; policy/step.py alone divides, by the global token count.
         calculate_per_token_loss=True,
         # Every weight is read from a checkpoint. Initialization must still run, with nothing to do:
@@ -94,54 +108,135 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
+        **_recompute(config),
+        **_experts(arch, config, fused),
     )
 
 
-def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
+def _recompute(config: PolicyConfig) -> dict[str, Any]:
+    """Which activations are computed again in the backward pass, in Megatron's words."""
+    if config.recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if config.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def _experts(arch: Architecture, config: PolicyConfig, fused: bool) -> dict[str, Any]:
+    # Tokens go to the ranks of their experts. (Megatron checks the dispatcher of dense models too
+    # when lengths vary; the other one wants equal lengths on all ranks.)
+    dispatch: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    if not arch.num_experts:
+        return dispatch
+    return dispatch | {
+        "num_moe_experts": arch.num_experts,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_ffn_hidden_size": arch.expert_ffn,
+        "moe_grouped_gemm": fused,
+        "expert_model_parallel_size": config.expert_parallel,
+        "expert_tensor_parallel_size": 1,
+        # Routing and its balance are ours: policy/moe.py.
+        "moe_router_load_balancing_type": "none",
+        "moe_router_pre_softmax": True,
+    }
+
+
+def _leave_unset(weight: Tensor) -> Tensor:
     return weight
 
 
 def layer_spec(arch: Architecture, config: PolicyConfig) -> ModuleSpec:
-    """The modules of a layer: Transformer Engine's, or Megatron's own with our attention."""
+    """The modules of a layer: Transformer Engine's, or Megatron's own with our attention and norm;
+    experts with our router in both."""
+    num_experts = arch.num_experts or None
     if kernels(config) == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm
+        )
+    else:
+        spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=arch.qk_norm)
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = CausalAttention
+        if arch.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if num_experts:
+        experts = spec.submodules.mlp
+        experts.module = ExpertLayer
+        experts.submodules.router = partial(Router, normalize_topk=arch.normalize_topk)
     return spec
 
 
-def build_model(arch: Architecture, config: PolicyConfig) -> GPTModel:
-    """This rank's stage of the model, weights unset."""
-    padded_vocab = -(-arch.vocab // config.tensor_parallel) * config.tensor_parallel
+class Decoder(GPTModel):
+    """A GPT model that ends in its last hidden states, [length, rows, hidden].
+
+    Logits are never made here: the head computes them in chunks, together with the log-probs
+    (policy/vocab_parallel.py)."""
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocabulary of this rank, hidden], on the last stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def build_model(arch: Architecture, config: PolicyConfig) -> list[Decoder]:
+    """This rank's chunks of the model (one, but for interleaved pipelines), weights unset."""
     with warnings.catch_warnings():
         # About the default of a setting that nobody here has set.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         megatron_config = transformer_config(arch, config)
-    model = GPTModel(
-        config=megatron_config,
-        transformer_layer_spec=layer_spec(arch, config),
-        vocab_size=padded_vocab,
+    virtual = config.virtual_pipeline_parallel
+    stages: list[int | None] = [None] if virtual is None else list(range(virtual))
+    return [_build_chunk(arch, config, megatron_config, stage) for stage in stages]
+
+
+def _build_chunk(
+    arch: Architecture, config: PolicyConfig, megatron: TransformerConfig, vp_stage: int | None
+) -> Decoder:
+    spec: Any = layer_spec(arch, config)
+    if kernels(config) == "local":
+        # Told layer by layer, for the sake of the norm after the last.
+        num_layers = get_num_layers_to_build(megatron, vp_stage)
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+    where = {"ignore_virtual": False, "vp_stage": vp_stage}
+    model = Decoder(
+        config=megatron,
+        transformer_layer_spec=spec,
+        vocab_size=-(-arch.vocab // config.tensor_parallel) * config.tensor_parallel,
         max_sequence_length=arch.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
         parallel_output=True,
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
         rope_scaling=arch.rope_scaling_factor is not None,
         rope_scaling_factor=arch.rope_scaling_factor or 1.0,
+        vp_stage=vp_stage,
     )
     # One precision for all: torch's norms start in float32, and the distributed optimizer mixes up
     # its shards when a parameter group holds two.
     return model.to(device(), getattr(torch, config.precision))
 
 
-def place(arch: Architecture) -> Place:
-    """Where this rank stands in the layout."""
-    stage_layers = arch.num_layers // parallel_state.get_pipeline_model_parallel_world_size()
+def place(chunk: Decoder) -> Place:
+    """Where this rank, and this chunk of its layers, stand in the layout."""
     return Place(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        first_layer=parallel_state.get_pipeline_model_parallel_rank() * stage_layers,
-        is_data_parallel_first=parallel_state.get_data_parallel_rank() == 0,
+        first_layer=get_transformer_layer_offset(chunk.config, chunk.vp_stage),
+        is_data_parallel_first=parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        == 0,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        is_expert_data_parallel_first=parallel_state.get_expert_data_parallel_rank() == 0,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,15 @@ from torch import Tensor
 from dapo_megatron.bridge.families import Architecture, architecture, shards_of
 from dapo_megatron.bridge.gather import Gather
 from dapo_megatron.bridge.hf import read_into
+from dapo_megatron.bridge.shards import Shard
 from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.layout import row_multiple, sequence_multiple
 from dapo_megatron.policy import checkpoint
 from dapo_megatron.policy.device import device, megatron_device
-from dapo_megatron.policy.model import build_model, initialize_parallel, place
-from dapo_megatron.policy.step import Runner, make_rows
+from dapo_megatron.policy.model import Decoder, build_model, initialize_parallel, place
+from dapo_megatron.policy.moe import set_balance_scale
+from dapo_megatron.policy.rows import Rows, RowShape, make_rows
+from dapo_megatron.policy.step import Runner
 from dapo_megatron.protocols import Exchange, LossFn, Planner
 from dapo_megatron.types import Diverged, LogProbs, StepStats, TokenBatch
 
@@ -39,17 +43,19 @@ class MegatronPolicy:
         self.architecture: Architecture = architecture(read_model_config(config))
         with megatron_device():
             initialize_parallel(config.policy, config.seed)
-            model = build_model(self.architecture, config.policy)
-            self._shards = shards_of(
-                dict(model.named_parameters()), self.architecture, place(self.architecture)
-            )
-            read_into(Path(config.model.path), self._shards)
-            self._model = _distribute(model)
-            self._optimizer = _optimizer(config, self._model)
-        # DDP moved the parameters into its own buffers: describe them where they live now.
-        self._shards = shards_of(self._parameters(), self.architecture, place(self.architecture))
+            chunks = build_model(self.architecture, config.policy)
+            read_into(Path(config.model.path), self._shards_of(chunks))
+            self._chunks = [_distribute(chunk, first=chunk is chunks[0]) for chunk in chunks]
+            self._optimizer = _optimizer(config, self._chunks)
         self._runner = Runner(
-            self._model, temperature=config.rollout.temperature, vocab=self.architecture.vocab
+            self._chunks, temperature=config.rollout.temperature, vocab=self.architecture.vocab
+        )
+        self._rows = RowShape(
+            packed=config.train.packing,
+            sequence_multiple=sequence_multiple(config.policy),
+            row_multiple=row_multiple(config.policy),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=config.policy.context_parallel,
         )
         self._gather: Gather | None = None
 
@@ -58,16 +64,16 @@ class MegatronPolicy:
     def logprobs(self, batch: TokenBatch) -> LogProbs:
         """See protocols.Policy."""
         micro = self._microbatches(batch)
-        whole = torch.zeros(2, batch.tokens.numel(), device=self._device)
+        exact = torch.promote_types(getattr(torch, self._config.policy.precision), torch.float32)
+        whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
         with megatron_device():
-            self._model.eval()
+            self._train(False)
             results = self._runner.logprobs(micro)
-            self._model.train()
+            self._train(True)
         if self._speaks():
-            for place_, logp, entropy in results:
-                real = place_ >= 0
-                whole[0, place_[real]] = logp[real]
-                whole[1, place_[real]] = entropy[real]
+            for where, logp, entropy in results:
+                whole[0, where] = logp
+                whole[1, where] = entropy
         # Each token is filled by exactly one rank, the others add zeros: a sum is a gather.
         dist.all_reduce(whole)
         whole = whole.cpu()
@@ -76,10 +82,8 @@ class MegatronPolicy:
     def update(self, mini: TokenBatch, loss: LossFn, lr: float) -> StepStats:
         """See protocols.Policy."""
         num_tokens = max(mini.num_loss_tokens, 1)
-        micro = self._microbatches(mini)
         with megatron_device():
-            self._zero_grad()
-            sums = self._runner.gradients(mini, micro, loss, num_tokens)
+            sums = self._accumulate(mini, loss, num_tokens)
             means = self._means(sums, num_tokens)
             grad_norm = self._clip(means["loss"])
             for group in self._optimizer.param_groups:
@@ -92,28 +96,27 @@ class MegatronPolicy:
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """See protocols.Policy."""
         if self._gather is None:
-            self._gather = Gather(self._shards, self._exchange)
+            self._gather = Gather(self._shards_of(self._models()), self._exchange)
         return iter(self._gather)
 
-    def gradients(self, mini: TokenBatch, loss: LossFn) -> dict[str, Tensor]:
-        """The whole gradient of a mini-batch by HF name, on every rank: reduced over ranks, not
-        clipped, and no step is taken. For parity checks; collective."""
+    def gradients(self, mini: TokenBatch, loss: LossFn) -> tuple[float, dict[str, Tensor]]:
+        """The mean loss of a mini-batch and its whole gradient by HF name, on every rank: reduced
+        over ranks, not clipped, and no step is taken. For parity checks; collective."""
         num_tokens = max(mini.num_loss_tokens, 1)
         with megatron_device():
-            self._zero_grad()
-            self._runner.gradients(mini, self._microbatches(mini), loss, num_tokens)
-        gradients = {name: p.main_grad for name, p in self._parameters(False).items()}
+            sums = self._accumulate(mini, loss, num_tokens)
+            value = self._means(sums, num_tokens)["loss"]
         self._unshard_gradients()
-        shards = shards_of(gradients, self.architecture, place(self.architecture))
-        return {name: tensor.clone() for name, tensor in Gather(shards, self._exchange)}
+        shards = self._shards_of(self._models(), lambda parameter: parameter.main_grad)
+        return value, {name: whole.clone() for name, whole in Gather(shards, self._exchange)}
 
     def save(self, folder: Path) -> None:
         """See protocols.Policy."""
-        checkpoint.save(folder, self._exchange, self._parameters(), self._optimizer)
+        checkpoint.save(folder, self._exchange, self._named_parameters(), self._optimizer)
 
     def load(self, folder: Path) -> None:
         """See protocols.Policy."""
-        checkpoint.load(folder, self._exchange, self._parameters(), self._optimizer)
+        checkpoint.load(folder, self._exchange, self._named_parameters(), self._optimizer)
 
     def offload(self) -> None:
         """See protocols.Policy. Host memory is the only memory of a CPU run."""
@@ -123,30 +126,62 @@ class MegatronPolicy:
 
     # ------------------------------------------------------------------ inside
 
-    def _parameters(self, detach: bool = True) -> dict[str, Any]:
-        """Megatron name -> parameter, as named inside the model (without DDP's prefix)."""
-        model = self._model
-        while hasattr(model, "module"):
-            model = model.module
-        named = dict(model.named_parameters())
-        return {name: p.data for name, p in named.items()} if detach else named
+    def _models(self) -> list[Decoder]:
+        """The chunks without Megatron's wrapper."""
+        return [chunk.module for chunk in self._chunks]
 
-    def _microbatches(self, batch: TokenBatch) -> list[Any]:
-        plan = self._plan(batch.lengths.tolist(), parallel_state.get_data_parallel_world_size())[
-            parallel_state.get_data_parallel_rank()
+    def _named_parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters; of several chunks, each under a name of its own."""
+        models = self._models()
+        return {
+            f"chunk_{number}.{name}" if len(models) > 1 else name: parameter
+            for number, model in enumerate(models)
+            for name, parameter in model.named_parameters()
+        }
+
+    def _shards_of(
+        self, models: list[Decoder], value: Callable[[Any], Tensor] = lambda parameter: parameter
+    ) -> list[Shard]:
+        """The slices this rank holds, of the parameters or of what `value` finds with each."""
+        return [
+            shard
+            for model in models
+            for shard in shards_of(
+                {name: value(parameter).detach() for name, parameter in model.named_parameters()},
+                self.architecture,
+                place(model),
+            )
         ]
-        return [make_rows(batch, sequences, self._device) for sequences in plan]
+
+    def _microbatches(self, batch: TokenBatch) -> list[Rows]:
+        plans = self._plan(batch.lengths.tolist(), parallel_state.get_data_parallel_world_size())
+        plan = list(plans[parallel_state.get_data_parallel_rank()])
+        if self._config.policy.virtual_pipeline_parallel:
+            # The interleaved schedule goes round the stages in whole turns.
+            plan += [[]] * (-len(plan) % self._config.policy.pipeline_parallel)
+        return [make_rows(batch, sequences, self._rows, self._device) for sequences in plan]
+
+    def _accumulate(
+        self, mini: TokenBatch, loss: LossFn, num_tokens: int
+    ) -> list[dict[str, Tensor]]:
+        """The gradient of the mini-batch into the buffers of all ranks."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
+        set_balance_scale(self._chunks, balance)
+        return self._runner.gradients(mini, self._microbatches(mini), loss, num_tokens)
+
+    def _train(self, mode: bool) -> None:
+        for chunk in self._chunks:
+            chunk.train(mode)
 
     def _speaks(self) -> bool:
-        """Whether this rank's outputs count: one rank per data-parallel replica."""
+        """Whether this rank's outputs count: those of tensor-parallel rank 0, last stage."""
         return bool(
             parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
-
-    def _zero_grad(self) -> None:
-        self._model.zero_grad_buffer()
-        self._optimizer.zero_grad()
 
     def _means(self, sums: list[dict[str, Tensor]], num_tokens: int) -> dict[str, float]:
         """Token means of the statistics over all micro-batches and ranks."""
@@ -177,33 +212,34 @@ class MegatronPolicy:
 
     def _unshard_gradients(self) -> None:
         """Give every data-parallel rank the whole reduced gradient (the optimizer needs a part)."""
-        group = parallel_state.get_data_parallel_group()
-        size, rank = group.size(), group.rank()
-        if size == 1:
-            return
-        for buffer in self._model.buffers:
-            for bucket in buffer.buckets:
-                part = bucket.grad_data.view(size, -1)[rank].clone()
-                parts = [torch.empty_like(part) for _ in range(size)]
-                dist.all_gather(parts, part, group=group)
-                bucket.grad_data.copy_(torch.cat(parts))
+        for chunk in self._chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:
+                    part = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+                    parts = [torch.empty_like(part) for _ in range(group.size())]
+                    dist.all_gather(parts, part, group=group)
+                    bucket.grad_data.copy_(torch.cat(parts))
 
 
-def _distribute(model: Any) -> Any:
+def _distribute(model: Decoder, *, first: bool) -> Any:
     return DistributedDataParallel(
         config=model.config,
         ddp_config=DistributedDataParallelConfig(
             use_distributed_optimizer=True,
-            grad_reduce_in_fp32=True,
+            # In float32 at least.
+            grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
             overlap_grad_reduce=False,
             overlap_param_gather=False,
             average_in_collective=False,
         ),
         module=model,
+        # Later chunks: as Megatron-LM does.
+        disable_bucketing=not first,
     )
 
 
-def _optimizer(config: Config, model: Any) -> Any:
+def _optimizer(config: Config, chunks: list[Any]) -> Any:
     """AdamW over all parameters. Like the published runs, weight decay spares none (Megatron's
     default would spare biases and norms), hence the empty overrides."""
     numbers = config.optimizer
@@ -220,6 +256,6 @@ def _optimizer(config: Config, model: Any) -> Any:
             params_dtype=getattr(torch, config.policy.precision),
             use_distributed_optimizer=True,
         ),
-        [model],
+        chunks,
         config_overrides={},
     )

@@ -2,20 +2,20 @@
 
 The one place where a rank, a micro-batch count or a data-parallel size could scale the loss.
 With N the loss tokens of the whole mini-batch (all ranks, all micro-batches), each micro-batch
-contributes  sum(loss) / N ; the schedule adds (calculate_per_token_loss), data-parallel ranks add
-(gradient scaling factor 1), and nothing else divides. So the gradient is that of
+contributes  sum(loss) / N ; the schedule adds (calculate_per_token_loss), data- and
+context-parallel ranks add (gradient scaling factor 1), and nothing else divides. So the gradient
+is that of
 
     1/N * sum over all loss tokens   (arXiv 2503.14476 eq. 8 with one global token mean)
 
 for any layout and any split.
 
-Shape letters: B rows, L tokens per row (padded), V vocabulary entries of this rank.
+Shape letters: n tokens of a micro-batch that are scored, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,76 +23,58 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
-from dapo_megatron.policy.vocab_parallel import logprobs_and_entropy
+from dapo_megatron.policy.rows import Rows
+from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.types import MicroTokens, TokenBatch
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """One micro-batch: sequences padded on the right to one length. `place` [B, L] is each
-    token's position in the batch's flat [T] tensors, -1 on padding."""
-
-    tokens: Tensor
-    positions: Tensor
-    place: Tensor
-
-    @property
-    def is_token(self) -> Tensor:
-        """bool [B, L]: False on padding and on first tokens, which have no log-prob."""
-        return (self.place >= 0) & (self.positions > 0)
+Output = Callable[[Tensor, Rows, Any], tuple[Tensor, Tensor, Any]]
+"""(hidden states, rows, model) -> (loss, a number Megatron wants and nobody reads, results)."""
 
 
-def make_rows(batch: TokenBatch, sequences: Sequence[int], device: torch.device) -> Rows:
-    """Lay out sequences as rows. No sequences: one row of two padding tokens, so that this rank
-    enters every collective of the forward and backward (or the others would wait for ever)."""
-    lengths = batch.lengths[list(sequences)] if sequences else torch.tensor([0])
-    starts = (batch.lengths.cumsum(0) - batch.lengths)[list(sequences)] if sequences else lengths
-    longest = max(int(lengths.max()), 2)
-    positions = torch.arange(longest).expand(len(lengths), longest)
-    real = positions < lengths[:, None]
-    place = torch.where(real, starts[:, None] + positions, -1)
-    tokens = torch.where(real, batch.tokens[place.clamp(min=0)], 0)
-    return Rows(tokens.to(device), positions.contiguous().to(device), place.to(device))
-
-
-def loss_inputs(batch: TokenBatch, rows: Rows) -> MicroTokens:
-    """The loss's per-token inputs for these rows, each [B, L]; masked off outside the loss."""
+def loss_inputs(batch: TokenBatch, scored_n: Tensor) -> MicroTokens:
+    """The loss's inputs for the tokens at `scored_n` of the batch, each [n]."""
     assert batch.old_logprobs is not None
-    device = rows.place.device
-    place = rows.place.clamp(min=0).cpu()
+    where = scored_n.cpu()
 
     def pick(flat: Tensor) -> Tensor:
-        return flat[place].to(device)
+        return flat[where].to(scored_n.device)
 
     return MicroTokens(
         old_logprobs=pick(batch.old_logprobs),
         advantages=pick(batch.advantages),
         weights=pick(batch.weights),
         engine_logprobs=pick(batch.engine_logprobs),
-        mask=pick(batch.loss_mask) & rows.is_token,
+        mask=pick(batch.loss_mask),
     )
 
 
 class Runner:
-    """Runs micro-batches of one model through the schedule that fits its layout."""
+    """Runs micro-batches of a rank's model chunks, each a Decoder inside Megatron's data-parallel
+    wrapper, through the schedule that fits the layout."""
 
-    def __init__(self, model: Any, *, temperature: float, vocab: int) -> None:
-        self._model = model
+    def __init__(self, chunks: Sequence[Any], *, temperature: float, vocab: int) -> None:
+        self._chunks = list(chunks)
         self._temperature = temperature
         self._vocab = vocab
-        model.config.finalize_model_grads_func = _finalize_without_division
+        self._has_experts = self._chunks[0].config.num_moe_experts is not None
+        self._chunks[0].config.finalize_model_grads_func = _finalize_without_division
 
     def logprobs(self, micro: Sequence[Rows]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(place, log-prob, entropy) of each micro-batch's tokens, each [B, L]; on the last
-        pipeline stage, an empty list elsewhere."""
+        """(place in the batch, log-prob, entropy) of each micro-batch's tokens, each [n]; on the
+        last pipeline stage, an empty list elsewhere."""
 
-        def output(rows: Rows, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-            logp, entropy = self._head(rows, logits)
-            zero = torch.zeros((), device=logits.device)
-            return zero, zero.int(), (rows.place, logp, entropy)
+        def output(hidden: Tensor, rows: Rows, model: Any) -> tuple[Tensor, Tensor, Any]:
+            scored = rows.predicts >= 0
+            logp, entropy = self._head(hidden, rows, scored, model)
+            zero = torch.zeros((), device=hidden.device)
+            return zero, zero.int(), (rows.predicts[scored], logp, entropy)
 
         with torch.no_grad():
             return self._run(micro, output, forward_only=True)
@@ -102,53 +84,62 @@ class Runner:
     ) -> list[dict[str, Tensor]]:
         """Accumulate the gradient of the mini-batch's mean loss; sums of each micro-batch's
         statistics on the last pipeline stage."""
+        in_loss = batch.loss_mask.to(micro[0].predicts.device)
 
-        def output(rows: Rows, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-            logp, entropy = self._head(rows, logits)
-            inputs = loss_inputs(batch, rows)
-            result = loss(logp, inputs)
+        def output(hidden: Tensor, rows: Rows, model: Any) -> tuple[Tensor, Tensor, Any]:
+            # Prompts and padding need no log-prob: the head is the dearest layer of small models.
+            scored = (rows.predicts >= 0) & in_loss[rows.predicts.clamp(min=0)]
+            logp, entropy = self._head(hidden, rows, scored, model)
+            result = loss(logp, loss_inputs(batch, rows.predicts[scored]))
             sums = {name: value.detach() for name, value in result.sums.items()}
             sums["loss"] = result.total.detach()
-            sums["entropy"] = entropy[inputs.mask].sum()
-            sums["mean_prob"] = logp.detach()[inputs.mask].exp().sum()
-            return result.total / num_tokens, inputs.mask.sum().int(), sums
+            sums["entropy"] = entropy.sum()
+            sums["mean_prob"] = logp.detach().exp().sum()
+            return result.total / num_tokens, scored.sum().int(), sums
 
         return self._run(micro, output, forward_only=False)
 
-    def _head(self, rows: Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy [B, L] of each token; 0 where there is none to predict it from."""
-        width = logits.shape[-1]
-        first = parallel_state.get_tensor_model_parallel_rank() * width
-        logp, entropy = logprobs_and_entropy(
-            logits[:, :-1].reshape(-1, width),
-            rows.tokens[:, 1:].reshape(-1),
+    def _head(
+        self, hidden: Tensor, rows: Rows, scored: Tensor, model: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy [n] of the tokens that the `scored` positions predict."""
+        if model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        weight = model.head_weight
+        first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
+        return linear_logprobs(
+            hidden.transpose(0, 1)[scored],
+            weight,
+            rows.targets[scored],
             temperature=self._temperature,
             first_entry=first,
-            num_entries=min(width, self._vocab - first),
+            num_entries=min(weight.shape[0], self._vocab - first),
             group=parallel_state.get_tensor_model_parallel_group(),
         )
-        shape = (rows.tokens.shape[0], rows.tokens.shape[1] - 1)
-        pad = partial(torch.nn.functional.pad, pad=(1, 0))
-        return pad(logp.view(shape)), pad(entropy.view(shape))
 
-    def _run(
-        self,
-        micro: Sequence[Rows],
-        output: Callable[[Rows, Tensor], tuple[Tensor, Tensor, Any]],
-        *,
-        forward_only: bool,
-    ) -> list[Any]:
-        def forward(rows: Iterator[Rows], model: Any) -> tuple[Tensor, Any]:
+    def _run(self, micro: Sequence[Rows], output: Output, *, forward_only: bool) -> list[Any]:
+        def forward(rows: Iterator[Rows], chunk: Any) -> tuple[Tensor, Any]:
             one = next(rows)
-            logits = model(one.tokens, one.positions, attention_mask=None)
-            return logits, partial(output, one)
+            hidden = chunk(
+                one.tokens,
+                one.positions,
+                attention_mask=None,
+                packed_seq_params=one.packed,
+                # What the mask is really used for: policy/moe.py.
+                padding_mask=one.sequences if self._has_experts else None,
+            )
+            return hidden, partial(output, rows=one, model=chunk.module)
 
         schedule = get_forward_backward_func()
+        iterators = [iter(micro) for _ in self._chunks]
         return schedule(
             forward_step_func=forward,
-            data_iterator=iter(micro),
-            model=[self._model],
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._chunks,
             num_microbatches=len(micro),
+            # Of no effect where stages tell each other the shape of what they send.
             seq_length=micro[0].tokens.shape[1],
             micro_batch_size=micro[0].tokens.shape[0],
             forward_only=forward_only,
