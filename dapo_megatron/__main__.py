@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from dapo_megatron.cluster.launch import is_launched, launch
-from dapo_megatron.config import Config, check_layout, num_processes
+from dapo_megatron.config import Config, num_processes
 from dapo_megatron.config_file import load_config
+from dapo_megatron.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
 from dapo_megatron.types import ConfigError, DapoError
 

@@ -302,12 +302,6 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"train.updates_per_step: {config.train.updates_per_step} does not divide the "
             f"{sequences} sequences of a step (rollout.prompts_per_step x samples_per_prompt)"
         )
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if config.train.max_tokens_per_microbatch < longest:
-        yield (
-            f"train.max_tokens_per_microbatch: {config.train.max_tokens_per_microbatch} cannot "
-            f"hold one sequence of {longest} tokens (max_prompt_tokens + max_response_tokens)"
-        )
     if config.loss.clip_low >= 1.0:
         yield f"loss.clip_low: {config.loss.clip_low} must be less than 1 (a ratio is positive)"
     if rollout.top_p < 1.0:
@@ -318,35 +312,13 @@ def _contradictions(config: Config) -> Iterable[str]:
     names = [source.name for source in (*config.data.train, *config.evaluation.sets)]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.train / evaluation.sets: the name {name!r} is used twice"
-    for key, value, neutral in _NOT_YET:
-        section, _, name = key.partition(".")
-        if getattr(getattr(config, section), name) not in (neutral, None):
-            yield f"{key}: not supported yet (docs/status.md); use {value}"
-    if policy.kernels == "transformer_engine" and policy.precision == "float32":
+    if policy.kernels == "transformer_engine" and policy.precision != "bfloat16":
         yield "policy.kernels: transformer_engine needs policy.precision bfloat16"
-
-
-_NOT_YET: tuple[tuple[str, str, Any], ...] = (
-    ("policy.sequence_parallel", "false", False),
-    ("policy.virtual_pipeline_parallel", "null", None),
-    ("policy.context_parallel", "1", 1),
-    ("policy.expert_parallel", "1", 1),
-    ("policy.expert_tensor_parallel", "null", None),
-)
-"""Keys that later versions fill: (key, what to write, its neutral value)."""
 
 
 def num_processes(config: Config) -> int:
     """Ranks of the run: the launcher's if there is one, else run.processes."""
     return int(os.environ.get("WORLD_SIZE", config.run.processes))
-
-
-def check_layout(config: Config, world_size: int) -> None:
-    """Refuse a layout that does not fit the number of processes or the model.
-
-    Reads `model.path/config.json` alone. Raises ConfigError with the numbers.
-    """
-    refuse(_layout_problems(config, world_size, read_model_config(config)))
 
 
 def read_model_config(config: Config) -> dict[str, Any]:
@@ -364,48 +336,3 @@ def read_model_config(config: Config) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"model.path: {path} does not hold a mapping")
     return loaded
-
-
-def _layout_problems(config: Config, world: int, hf: dict[str, Any]) -> Iterable[str]:
-    policy, engine_tp = config.policy, config.engine_tensor_parallel
-    product = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
-    if world % product:
-        yield (
-            f"policy.tensor_parallel x pipeline_parallel x context_parallel = {product} does not "
-            f"divide the {world} processes (run.processes, or the launcher's)"
-        )
-    if config.engine.tensor_parallel and world % engine_tp:
-        yield f"engine.tensor_parallel: {engine_tp} does not divide the {world} processes"
-    heads = hf.get("num_attention_heads", 1)
-    groups = hf.get("num_key_value_heads") or heads
-    layers = hf.get("num_hidden_layers", 1)
-    if heads % policy.tensor_parallel or groups % policy.tensor_parallel:
-        yield (
-            f"policy.tensor_parallel: {policy.tensor_parallel} does not divide the model's {heads} "
-            f"attention heads and {groups} key-value heads"
-        )
-    # The engine can copy a key-value head to several ranks.
-    if config.engine.tensor_parallel and (
-        heads % engine_tp or (groups % engine_tp and engine_tp % groups)
-    ):
-        yield (
-            f"engine.tensor_parallel: {engine_tp} does not divide the model's {heads} attention "
-            f"heads, or neither divides nor is a multiple of its {groups} key-value heads"
-        )
-    ffn = hf.get("intermediate_size", 0)
-    sides = {"policy": policy.tensor_parallel, "engine": config.engine.tensor_parallel}
-    for side, size in sides.items():
-        if size and ffn % size:
-            yield f"{side}.tensor_parallel: {size} does not divide the intermediate_size {ffn}"
-    if layers % policy.pipeline_parallel:
-        yield (
-            f"policy.pipeline_parallel: {policy.pipeline_parallel} does not divide the model's "
-            f"{layers} layers"
-        )
-    limit = hf.get("max_position_embeddings")
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if limit and longest > limit:
-        yield (
-            f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
-            f"{limit} positions (max_position_embeddings)"
-        )

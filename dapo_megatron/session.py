@@ -18,6 +18,7 @@ from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config
 from dapo_megatron.config_file import dump_config
+from dapo_megatron.layout import describe
 from dapo_megatron.run_folder import RunFolder, read_state, write_json
 from dapo_megatron.types import DapoError
 
@@ -213,13 +214,10 @@ def _peak_gib() -> float:
 
 def _facts(session: Session) -> dict[str, str]:
     config = session.config
-    policy = config.policy
     world = session.ranks.world_size
-    parallel = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
     facts = {
         "model": config.model.path,
-        "policy": f"tensor {policy.tensor_parallel} x pipeline {policy.pipeline_parallel} x "
-        f"data {world // parallel}, {policy.precision}",
+        "policy": describe(config.policy, world),
         "engine": f"tensor {config.engine_tensor_parallel} x "
         f"{world // config.engine_tensor_parallel} replicas",
         "folder": str(session.folder.path),

@@ -31,7 +31,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 
 EVERYTHING = (
-    "types config config_file protocols algo data rewards bridge policy engine rollout loop "
+    "types config config_file layout protocols algo data rewards bridge policy engine rollout loop "
     "tracking cluster "
     "run_folder session build"
 )
@@ -40,6 +40,8 @@ ROOMS = {
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
     "config": room("types", "pydantic"),
     "config_file": room("types config", "pydantic yaml"),
+    "layout": room("types config layout_search"),
+    "layout_search": room("types config"),
     "protocols": room("types", "torch"),
     "algo": room("types", "torch"),
     "data": room("types config algo", "torch transformers jinja2 pyarrow reasoning_gym"),
@@ -47,7 +49,7 @@ ROOMS = {
     # protocols for Exchange: how ranks tell each other what they hold.
     "bridge": room("types config protocols", "torch safetensors"),
     "policy": room(
-        "types config protocols bridge", "torch megatron transformer_engine safetensors"
+        "types config layout protocols bridge", "torch megatron transformer_engine safetensors"
     ),
     "engine": room("types config protocols bridge", "torch vllm numpy"),
     "rollout": room("types config protocols algo data rewards", "torch"),
@@ -168,8 +170,8 @@ def test_the_giants_have_one_room_each() -> None:
 
 HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
 LIGHT = (
-    "types config config_file protocols run_folder cluster.launch cluster.ranks rewards session "
-    "__main__"
+    "types config config_file layout protocols run_folder cluster.launch cluster.ranks rewards "
+    "session __main__"
 )
 
 
