@@ -53,6 +53,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return name.replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
+            return args[0]  # the optimizer's "in full precision"
         if kwargs and kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if kwargs and _is_cuda(kwargs.get("device")):
