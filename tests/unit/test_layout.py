@@ -1,0 +1,479 @@
+"""Layouts: which are refused, with what words, and which are proposed instead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dapo_megatron.config import Config, PolicyConfig
+from dapo_megatron.config_file import load_config
+from dapo_megatron.layout import (
+    check_layout,
+    data_parallel,
+    describe,
+    nearest_layouts,
+    row_multiple,
+    sequence_multiple,
+    stage_layers,
+)
+from dapo_megatron.types import ConfigError
+from tests.helpers.configs import TINY
+
+DENSE = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 6,
+    "intermediate_size": 96,
+    "max_position_embeddings": 112,
+}
+# Nobody cuts intermediate_size: all layers of such a model have experts.
+EXPERTS = {**DENSE, "num_experts": 8, "moe_intermediate_size": 50, "intermediate_size": 97}
+
+# What the cases below reckon with, whatever the file says.
+NUMBERS = (
+    "rollout.max_prompt_tokens=96",
+    "rollout.max_response_tokens=16",
+    "overlong.max_tokens=16",
+    "overlong.buffer_tokens=8",
+    "train.max_tokens_per_microbatch=16384",
+    "policy.tensor_parallel=1",
+    "engine.tensor_parallel=null",
+)
+
+SHORT = {
+    "tp": "policy.tensor_parallel",
+    "sp": "policy.sequence_parallel",
+    "pp": "policy.pipeline_parallel",
+    "vpp": "policy.virtual_pipeline_parallel",
+    "first": "policy.first_stage_layers",
+    "last": "policy.last_stage_layers",
+    "cp": "policy.context_parallel",
+    "ep": "policy.expert_parallel",
+    "aux": "policy.moe_aux_loss",
+    "engine": "engine.tensor_parallel",
+    "tokens": "train.max_tokens_per_microbatch",
+    "prompt": "rollout.max_prompt_tokens",
+}
+
+
+def config_of(text: str, folder: Path) -> Config:
+    """`tp=2 sp=true` and the like, in the short names above or full ones."""
+    pairs = [pair.partition("=") for pair in text.split()]
+    overrides = [f"{SHORT.get(key, key)}={value}" for key, _, value in pairs]
+    return load_config(TINY, [*NUMBERS, f"model.path={folder}", *overrides])
+
+
+def layout_problems(
+    folder: Path, world: int, text: str, model: Mapping[str, Any] = DENSE, **options: bool
+) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    try:
+        check_layout(config_of(text, folder), world, **options)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def policy(**keys: Any) -> PolicyConfig:
+    return PolicyConfig(precision="float32", **keys)
+
+
+# ---------------------------------------------------------------------------- refusing
+
+BEYOND_FOUR = "policy.tensor_parallel: 8 does not divide the model's 12 attention heads and 4 key-"
+
+
+@pytest.mark.parametrize(
+    ("world", "text", "said"),
+    [
+        (1, "tp=1", None),
+        (8, "tp=2 sp=true pp=2 vpp=3 cp=2", None),
+        (12, "tp=2 pp=3 first=1 last=1", None),
+        (12, "tp=4 engine=12", None),  # the engine copies key-value heads
+        (3, "tp=2", "policy.tensor_parallel x pipeline_parallel x context_parallel = 2 does not"),
+        (2, "tp=2 cp=2", "policy.tensor_parallel x pipeline_parallel x context_parallel = 4 does"),
+        (8, "tp=8", BEYOND_FOUR),
+        (3, "tp=3", "policy.tensor_parallel: 3 does not divide the model's 12 attention heads "),
+        (2, "sp=true", "policy.sequence_parallel: splits over the tensor-parallel ranks, and "),
+        (4, "pp=4", "policy.pipeline_parallel: 4 does not divide the model's 6 layers"),
+        (8, "pp=8", "policy.pipeline_parallel: 8 does not divide the model's 6 layers"),
+        (2, "vpp=2", "policy.virtual_pipeline_parallel: 2 needs policy.pipeline_parallel above 1"),
+        (2, "first=6", "policy.first_stage_layers: 6 needs policy.pipeline_parallel above 1"),
+        (2, "last=6", "policy.last_stage_layers: 6 needs policy.pipeline_parallel above 1"),
+        (2, "pp=2 vpp=2", "policy.virtual_pipeline_parallel: 2 does not divide the layers of each "
+                          "pipeline stage (3, 3)"),
+        (2, "pp=2 vpp=2 first=1", "policy.virtual_pipeline_parallel: 2 does not divide the layers "
+                                  "of each pipeline stage (1, 5)"),
+        (2, "pp=2 vpp=3 first=3 last=3", "policy.first_stage_layers and last_stage_layers: Mega"),
+        (3, "pp=3 first=3", "policy.first_stage_layers = 3 of the model's 6 layers leaves 3 to 2 "),
+        (2, "pp=2 last=6", "policy.last_stage_layers = 6 of the model's 6 layers leaves 0 to 1 "),
+        (3, "pp=3 first=4 last=4", "policy.first_stage_layers + last_stage_layers = 8 of the model"
+                                   "'s 6 layers leaves -2 to 1 equal stages"),
+        (2, "pp=2 first=2 last=2", "policy.first_stage_layers + last_stage_layers = 4 must be "),
+        (2, "ep=2", "policy.expert_parallel: 2, but the model has no experts; use 1"),
+    ],
+)  # fmt: skip
+def test_a_layout_is_refused_once_with_the_nearest(
+    tmp_path: Path, world: int, text: str, said: str | None
+) -> None:
+    found = layout_problems(tmp_path, world, text)
+    if said is None:
+        assert found == []
+        return
+    assert found[0].startswith(said)
+    assert found[1] == f"layouts that fit {world} processes:"
+    assert 1 <= len(found[2:]) <= 3
+    assert all(line.startswith("  policy.") for line in found[2:])
+
+
+@pytest.mark.parametrize(
+    ("world", "text", "said"),
+    [
+        (8, "tp=2 sp=true ep=8 engine=1 aux=0.01", None),
+        (8, "tp=2 sp=true pp=2 ep=4 cp=2", None),
+        (3, "ep=3", "policy.expert_parallel: 3 does not divide the model's 8 experts"),
+        (4, "pp=2 ep=4", "policy.expert_parallel: 4 does not divide the 2 processes of a pipeline"),
+        (2, "tp=2", "policy.sequence_parallel: must be true for a model with experts at policy.t"),
+    ],
+)
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_a_model_with_experts(
+    tmp_path: Path, world: int, text: str, said: str | None, key: str
+) -> None:
+    model = {**EXPERTS, key: 8}
+    found = layout_problems(tmp_path, world, text, model)
+    assert [line for line in found if not line.startswith(("layouts", " "))] == found[: bool(said)]
+    assert said is None or found[0].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tokens=112", None),
+        ("tokens=111", "train.max_tokens_per_microbatch: 111 on 1 context-parallel ranks cannot"),
+        ("cp=2 tokens=56", None),  # the longest sequence is 112, 28 chunks of 4
+        ("cp=2 tokens=55", "on 2 context-parallel ranks (rows of 108, a multiple of 4) cannot"),
+        ("cp=2 tokens=55", "tokens (max_prompt_tokens + max_response_tokens); use at least 56"),
+        ("tp=4 sp=true tokens=111 prompt=95", "(rows of 108, a multiple of 4) cannot hold one seq"),
+        ("tp=4 sp=true tokens=111 prompt=95", "use at least 112"),
+        ("prompt=97", "rollout.max_prompt_tokens + max_response_tokens = 113 exceeds the model's "),
+        ("cp=8", None),
+        ("aux=0.01", "policy.moe_aux_loss: 0.01, but the model has no experts to balance; use 0"),
+        ("policy.precision=float64", "policy.precision: float64 is for `doctor layouts` alone"),
+        ("engine=12", "engine.tensor_parallel: 12 does not divide the 8 processes; of 8 processes "
+                      "an engine can have 1 or 2 or 4"),
+        ("engine=8", "engine.tensor_parallel: 8 does not divide the model's 12 attention heads,"),
+    ],
+)  # fmt: skip
+def test_what_another_layout_would_not_mend_names_none(
+    tmp_path: Path, text: str, said: str | None
+) -> None:
+    found = layout_problems(tmp_path, 8, text)
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
+def test_positions_that_only_the_padding_passes(tmp_path: Path) -> None:
+    model = {**DENSE, "max_position_embeddings": 114}
+    [said] = layout_problems(tmp_path, 8, "cp=8 prompt=97", model)
+    assert said.startswith("policy.context_parallel: 8 pads sequences to multiples of 16, the long")
+    assert said.endswith("to 128 tokens, beyond the model's 114 positions; "
+                         "lower rollout.max_response_tokens by 1")  # fmt: skip
+    assert layout_problems(tmp_path, 8, "cp=8 prompt=96", model) == []
+
+
+def test_without_an_engine_neither_its_size_nor_float64_matters(tmp_path: Path) -> None:
+    text = "engine=12 policy.precision=float64"
+    assert len(layout_problems(tmp_path, 8, text)) == 2
+    assert layout_problems(tmp_path, 8, text, has_engine=False) == []
+    assert layout_problems(tmp_path, 8, f"{text} tp=8", has_engine=False)[0].startswith(BEYOND_FOUR)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp=2", []),
+        ("tp=4", ["policy.tensor_parallel: 4 does not divide the intermediate_size 98"]),
+        ("engine=4", ["engine.tensor_parallel: 4 does not divide the intermediate_size 98; of 4 "
+                      "processes an engine can have 1 or 2"]),
+    ],
+)  # fmt: skip
+def test_the_mlp_must_be_divisible(tmp_path: Path, text: str, said: list[str]) -> None:
+    found = layout_problems(tmp_path, 4, text, {**DENSE, "intermediate_size": 98})
+    assert found[:1] == said
+
+
+def test_an_engine_cut_as_the_policy_may_not_fit_where_the_policy_does(tmp_path: Path) -> None:
+    # The policy never cuts an expert; the engine does.
+    text = "tp=4 sp=true"
+    [said] = layout_problems(tmp_path, 4, text, EXPERTS)
+    assert said == (
+        "engine.tensor_parallel: 4 (null: as policy.tensor_parallel) does not divide the "
+        "moe_intermediate_size 50; of 4 processes an engine can have 1 or 2"
+    )
+    assert layout_problems(tmp_path, 4, f"{text} engine=2", EXPERTS) == []
+
+
+def test_a_model_without_grouped_heads_has_as_many_key_value_heads(tmp_path: Path) -> None:
+    model = {"num_attention_heads": 4, "num_key_value_heads": None, "num_hidden_layers": 2}
+    assert layout_problems(tmp_path, 4, "tp=4", model) == []
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    found = layout_problems(tmp_path, 6, "tp=8 sp=true pp=5 ep=2 tokens=1 prompt=97 engine=5")
+    assert [line.partition(":")[0].partition(" ")[0] for line in found] == [
+        *("policy.tensor_parallel", "policy.tensor_parallel", "policy.pipeline_parallel"),
+        *("policy.expert_parallel", "train.max_tokens_per_microbatch"),
+        *("rollout.max_prompt_tokens", "engine.tensor_parallel", "engine.tensor_parallel"),
+        *("engine.tensor_parallel", "no"),
+    ]
+    assert found[-1] == (
+        "no layout of 6 processes fits this model and train.max_tokens_per_microbatch = 1"
+    )
+
+
+# ---------------------------------------------------------------------------- the nearest
+
+
+@pytest.mark.parametrize(
+    ("world", "text", "model", "near"),
+    [
+        (8, "tp=8", DENSE, [  # of two at the same distance, the one that changes less
+            "policy.tensor_parallel=4",
+            "policy.tensor_parallel=2",
+            "policy.tensor_parallel=4 policy.context_parallel=2",
+        ]),
+        (4, "pp=4", DENSE, [
+            "policy.pipeline_parallel=2",
+            "policy.pipeline_parallel=1",
+            "policy.pipeline_parallel=2 policy.context_parallel=2",
+        ]),
+        (2, "tp=2", EXPERTS, [
+            "policy.sequence_parallel=true",
+            "policy.tensor_parallel=1",
+            "policy.sequence_parallel=true policy.expert_parallel=2",
+        ]),
+        (1, "tp=2 sp=true", DENSE, [
+            "policy.tensor_parallel=1 policy.sequence_parallel=false",
+        ]),
+        (2, "pp=2 vpp=2", DENSE, [
+            "policy.virtual_pipeline_parallel=3",
+            "policy.virtual_pipeline_parallel=null",
+            "policy.pipeline_parallel=1 policy.virtual_pipeline_parallel=null",
+        ]),
+        (2, "pp=2 vpp=3 first=3 last=3", DENSE, [
+            "policy.first_stage_layers=null",
+            "policy.last_stage_layers=null",
+            "policy.virtual_pipeline_parallel=null",
+        ]),
+        (8, "ep=16 cp=2 tokens=60", EXPERTS, [  # without context parallelism rows are too short
+            "policy.expert_parallel=8",
+            "policy.expert_parallel=4",
+            "policy.context_parallel=4 policy.expert_parallel=8",
+        ]),
+    ],
+)  # fmt: skip
+def test_the_nearest_layouts(
+    tmp_path: Path, world: int, text: str, model: dict[str, Any], near: list[str]
+) -> None:
+    assert nearest_layouts(config_of(text, tmp_path), world, model) == near
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
+maybe = st.one_of(st.none(), st.integers(2, 6))
+models = st.fixed_dictionaries(
+    {
+        "num_attention_heads": st.sampled_from([4, 6, 8, 12]),
+        "num_key_value_heads": st.sampled_from([1, 2, 4, None]),
+        "num_hidden_layers": st.integers(1, 16),
+        "intermediate_size": st.sampled_from([96, 98, 100]),
+        "moe_intermediate_size": st.sampled_from([96, 98, 100]),
+        "num_experts": st.sampled_from([0, 4, 6, 8]),
+        "max_position_embeddings": st.integers(112, 130),
+    }
+)
+layouts = st.fixed_dictionaries(
+    {
+        "tp": sizes,
+        "sp": st.sampled_from(["true", "false"]),
+        "pp": sizes,
+        "vpp": maybe,
+        "first": maybe,
+        "last": maybe,
+        "cp": sizes,
+        "ep": sizes,
+        "engine": st.sampled_from([None, 1]),
+        "tokens": st.sampled_from([20, 60, 112, 200]),
+    }
+).map(lambda keys: " ".join(f"{key}={_yaml(value)}" for key, value in keys.items()))
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+@settings(deadline=None)  # cores are shared
+@given(world=st.integers(1, 24), text=layouts, model=models)
+def test_what_is_proposed_fits(
+    tmp_path_factory: pytest.TempPathFactory, world: int, text: str, model: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    near = nearest_layouts(config_of(text, folder), world, model)
+    assert len(set(near)) == len(near) <= 3
+    for changes in near:
+        assert layout_problems(folder, world, f"{text} {changes}", model) == []
+    # A layout that fits is its own nearest: what is proposed changes nothing.
+    found = layout_problems(folder, world, text, model)
+    if not found:
+        assert near[0] == ""
+    # One process per copy of the model always fits, if its rows are long enough.
+    if "tokens=112" in text or "tokens=200" in text:
+        assert near
+
+
+# ---------------------------------------------------------------------------- what follows
+
+
+@settings(deadline=None)  # the first call imports Megatron
+@given(
+    num_layers=st.integers(1, 24),
+    stages=st.integers(2, 6),
+    chunks=st.one_of(st.none(), st.integers(2, 4)),
+    first=st.one_of(st.none(), st.integers(1, 8)),
+    last=st.one_of(st.none(), st.integers(1, 8)),
+)
+def test_layers_go_where_megatron_puts_them(
+    num_layers: int, stages: int, chunks: int | None, first: int | None, last: int | None
+) -> None:
+    asked = policy(
+        pipeline_parallel=stages,
+        virtual_pipeline_parallel=chunks,
+        first_stage_layers=first,
+        last_stage_layers=last,
+    )
+    try:
+        expected = megatron_layers(asked, num_layers)
+        # A stage that is left less than nothing passes Megatron's checks.
+        assert all(chunk for stage in expected for chunk in stage)
+    except (ValueError, AssertionError, ZeroDivisionError):
+        with pytest.raises(ConfigError):
+            stage_layers(asked, num_layers)
+        return
+    assert stage_layers(asked, num_layers) == expected
+    numbers = [number for stage in expected for chunk in stage for number in chunk]
+    assert sorted(numbers) == list(range(num_layers))
+
+
+@settings(deadline=None)
+@given(
+    stages=st.integers(2, 6),
+    chunks=st.integers(1, 4),
+    first=st.one_of(st.none(), st.integers(1, 3)),
+    middle=st.integers(1, 3),
+    last=st.one_of(st.none(), st.integers(1, 3)),
+)
+def test_splits_that_come_out_even(
+    stages: int, chunks: int, first: int | None, middle: int, last: int | None
+) -> None:
+    """As above, with sizes made to fit, which chance seldom does."""
+    ends = [size for size in (first, last) if size]
+    num_middle = stages - len(ends)
+    assume(num_middle > 0)
+    asked = policy(
+        pipeline_parallel=stages,
+        virtual_pipeline_parallel=chunks if chunks > 1 else None,
+        first_stage_layers=first and first * chunks,
+        last_stage_layers=last and last * chunks,
+    )
+    num_layers = (num_middle * middle + sum(ends)) * chunks
+    assert stage_layers(asked, num_layers) == megatron_layers(asked, num_layers)
+
+
+def megatron_layers(asked: PolicyConfig, num_layers: int) -> list[list[range]]:
+    """What Megatron-core itself says. Raises what it raises."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=asked.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=asked.virtual_pipeline_parallel,
+        num_layers_in_first_pipeline_stage=asked.first_stage_layers,
+        num_layers_in_last_pipeline_stage=asked.last_stage_layers,
+        pipeline_dtype=torch.float32,
+    )
+    chunks = asked.virtual_pipeline_parallel
+    stages: list[list[range]] = []
+    for stage in range(asked.pipeline_parallel):
+        stages.append([])
+        for chunk in range(chunks) if chunks else [None]:
+            size = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+            first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+            stages[-1].append(range(first, first + size))
+    return stages
+
+
+def test_one_stage_holds_every_layer() -> None:
+    assert stage_layers(policy(), 5) == [[range(5)]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sequence", "row"),
+    [
+        ({}, 1, 1),
+        ({"tensor_parallel": 4}, 1, 1),
+        ({"tensor_parallel": 4, "sequence_parallel": True}, 1, 4),
+        ({"context_parallel": 2}, 4, 4),
+        ({"context_parallel": 3, "tensor_parallel": 4, "sequence_parallel": True}, 6, 12),
+        ({"context_parallel": 2, "tensor_parallel": 8, "sequence_parallel": True}, 4, 16),
+        ({"context_parallel": 2, "tensor_parallel": 3, "sequence_parallel": True}, 4, 12),
+    ],
+)
+def test_multiples_of_sequences_and_rows(keys: dict[str, Any], sequence: int, row: int) -> None:
+    assert sequence_multiple(policy(**keys)) == sequence
+    assert row_multiple(policy(**keys)) == row
+
+
+def test_data_parallel_is_what_remains() -> None:
+    assert data_parallel(policy(), 8) == 8
+    keys = {"tensor_parallel": 2, "pipeline_parallel": 3, "context_parallel": 2}
+    assert data_parallel(policy(**keys, expert_parallel=2), 24) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "world", "said"),
+    [
+        ({}, 1, "data 1, float32"),
+        ({"tensor_parallel": 2}, 2, "tensor 2 x data 1, float32"),
+        (
+            {
+                "tensor_parallel": 2,
+                "sequence_parallel": True,
+                "pipeline_parallel": 2,
+                "virtual_pipeline_parallel": 2,
+                "context_parallel": 2,
+                "expert_parallel": 2,
+            },
+            32,
+            "tensor 2 (sequence) x pipeline 2 (x2 interleaved) x context 2 x data 4, expert 2, "
+            "float32",
+        ),
+        (
+            {"pipeline_parallel": 3, "first_stage_layers": 4, "last_stage_layers": 1},
+            3,
+            "pipeline 3 (4 layers first, 1 layers last) x data 1, float32",
+        ),
+    ],
+)
+def test_a_layout_in_words(keys: dict[str, Any], world: int, said: str) -> None:
+    assert describe(policy(**keys), world) == said
