@@ -223,12 +223,13 @@ def _row_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
     whole, multiple = row_multiple(policy), sequence_multiple(policy)
     room = bound * policy.context_parallel // whole * whole
     if room < longest:
+        ranks = policy.context_parallel
+        shared = f" on {ranks} context-parallel ranks" if ranks > 1 else ""
         rows = f" (rows of {room}, a multiple of {whole})" if whole > 1 else ""
         yield (
-            f"train.max_tokens_per_microbatch: {bound} on {policy.context_parallel} "
-            f"context-parallel ranks{rows} cannot hold one sequence of {longest} tokens "
-            "(max_prompt_tokens + max_response_tokens); use at least "
-            f"{_round_up(longest, whole) // policy.context_parallel}"
+            f"train.max_tokens_per_microbatch: {bound}{shared}{rows} cannot hold one sequence of "
+            f"{longest} tokens (max_prompt_tokens + max_response_tokens); use at least "
+            f"{_round_up(longest, whole) // ranks}"
         )
     limit = hf.get("max_position_embeddings")
     padded = _round_up(longest, multiple)

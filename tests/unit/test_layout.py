@@ -157,7 +157,7 @@ def test_a_model_with_experts(
     ("text", "said"),
     [
         ("tokens=112", None),
-        ("tokens=111", "train.max_tokens_per_microbatch: 111 on 1 context-parallel ranks cannot"),
+        ("tokens=111", "train.max_tokens_per_microbatch: 111 cannot hold one sequence of 112 t"),
         ("cp=2 tokens=56", None),  # the longest sequence is 112, 28 chunks of 4
         ("cp=2 tokens=55", "on 2 context-parallel ranks (rows of 108, a multiple of 4) cannot"),
         ("cp=2 tokens=55", "tokens (max_prompt_tokens + max_response_tokens); use at least 56"),
@@ -249,6 +249,16 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
             "policy.tensor_parallel=4",
             "policy.tensor_parallel=2",
             "policy.tensor_parallel=4 policy.context_parallel=2",
+        ]),
+        (8, "tp=2 cp=8", DENSE, [
+            "policy.tensor_parallel=1",
+            "policy.context_parallel=4",
+            "policy.context_parallel=2",
+        ]),
+        (4, "tp=4", EXPERTS, [  # its engines, cut alike, would not divide the experts by 4
+            "policy.tensor_parallel=2 policy.sequence_parallel=true",
+            "policy.tensor_parallel=1",
+            "policy.tensor_parallel=2 policy.sequence_parallel=true policy.expert_parallel=2",
         ]),
         (4, "pp=4", DENSE, [
             "policy.pipeline_parallel=2",
