@@ -1,5 +1,7 @@
 """Make the tiny base model of the quickstart: Qwen3, character-level, half wrong on purpose.
 
+`--family qwen3_moe` makes its like with experts (model_configs/tiny_qwen3_moe).
+
 The model learns a verifiable task of the reasoning-gym package in two phases. In the first the
 answers are right, so it learns the task; in the second most answers are corrupted, so it learns to
 doubt. At temperature 1 it is then right about 4 times in 10, while the right answer stays its
@@ -30,9 +32,13 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 PAD, EOS, UNK, ANSWER = "<pad>", "<eos>", "<unk>", "<answer>"
@@ -56,6 +62,7 @@ CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 class Recipe:
     """What a base model is made from; two equal recipes make the same model on one machine."""
 
+    family: str = "qwen3"
     task: str = "chain_sum"
     options: dict[str, Any] = field(default_factory=lambda: dict(CHAIN_SUM))
     seed: int = 0
@@ -98,13 +105,29 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_config() -> Qwen3Config:
-    """The architecture: about 0.6 M parameters; heads, layers and vocabulary divisible by 2."""
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"hidden_size": 128, "intermediate_size": 256}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,  # unused: every layer has experts
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+
+
+def make_config(family: str = "qwen3") -> PreTrainedConfig:
+    """The architecture: 0.6 M parameters, or 0.3 M with experts; all sizes divisible by 2."""
     tokenizer = make_tokenizer()
-    return Qwen3Config(
+    config_class, _, sizes = FAMILIES[family]
+    return config_class(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -118,6 +141,7 @@ def make_config() -> Qwen3Config:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **sizes,
     )
 
 
@@ -159,7 +183,7 @@ def corrupt(answer: str, rng: random.Random) -> str:
             return wrong
 
 
-def answer_loss(model: Qwen3ForCausalLM, ids: Tensor, prompt_tokens: Tensor, shared: int) -> Tensor:
+def answer_loss(model: PreTrainedModel, ids: Tensor, prompt_tokens: Tensor, shared: int) -> Tensor:
     """Mean cross-entropy of the answer tokens.
 
     Args:
@@ -186,7 +210,7 @@ def shared_length(rows: Collection[list[int]]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(last)))
 
 
-def make_optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the rest.
 
     Muon reaches in 300 steps the loss that AdamW alone reaches in more than 600.
@@ -209,12 +233,13 @@ def set_lr(optimizers: list[torch.optim.Optimizer], recipe: Recipe, step: int) -
             group["lr"] = recipe.lr * warm * max(cosine, 0.02)
 
 
-def pretrain(recipe: Recipe, problems: list[Problem]) -> Qwen3ForCausalLM:
+def pretrain(recipe: Recipe, problems: list[Problem]) -> PreTrainedModel:
     """Train a fresh model: right answers first, then `wrong_steps` of mostly wrong ones."""
     torch.manual_seed(recipe.seed)
     rng = random.Random(recipe.seed)
     tokenizer = make_tokenizer()
-    model = Qwen3ForCausalLM(make_config())
+    _, model_class, _ = FAMILIES[recipe.family]
+    model = model_class(make_config(recipe.family))
     optimizers = make_optimizers(model, recipe)
     prompt_ids = {p.prompt: tokenizer(p.prompt).input_ids for p in problems}
     shared = shared_length(prompt_ids.values())
@@ -241,7 +266,7 @@ def pretrain(recipe: Recipe, problems: list[Problem]) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def accuracy(
-    model: Qwen3ForCausalLM, recipe: Recipe, problems: list[Problem], *, samples: int
+    model: PreTrainedModel, recipe: Recipe, problems: list[Problem], *, samples: int
 ) -> float:
     """The share of right answers by the package's own scorer; greedy when `samples` is 0."""
     tokenizer = make_tokenizer()
@@ -264,7 +289,7 @@ def accuracy(
     return len([score for score in scores if score == 1.0]) / len(scores)
 
 
-def publish(model: Qwen3ForCausalLM, folder: Path) -> None:
+def publish(model: PreTrainedModel, folder: Path) -> None:
     """Write model, tokenizer and generation settings beside `folder`, then rename into place."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     replaced = folder.with_name(f".{folder.name}.{os.getpid()}.replaced")
@@ -283,6 +308,7 @@ def publish(model: Qwen3ForCausalLM, folder: Path) -> None:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder to make (replaced if it exists).")],
+    family: Annotated[str, typer.Option(help="qwen3, or qwen3_moe with experts.")] = Recipe.family,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and corruption.")] = 0,
     steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = Recipe.steps,
     wrong_steps: Annotated[
@@ -302,7 +328,9 @@ def main(
     """Make a tiny base model, measure it on held-out problems, and publish it."""
     started = time.monotonic()
     torch.set_num_threads(threads)
-    recipe = Recipe(task, json.loads(options), seed, steps, batch, lr, wrong_fraction, wrong_steps)
+    recipe = Recipe(
+        family, task, json.loads(options), seed, steps, batch, lr, wrong_fraction, wrong_steps
+    )
     held_out = held_out_problems(recipe)
     secret = {problem.prompt for problem in held_out}
     pool = make_problems(recipe, recipe.seed, PROBLEM_POOL)

@@ -18,13 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from dapo_megatron.bridge.families import Architecture, Place, architecture, shards_of
 from dapo_megatron.bridge.hf import read_into
 from dapo_megatron.bridge.shards import check_coverage
 from dapo_megatron.types import ConfigError
 from tests.helpers.models import FAMILIES, make_random_model
+from tools.make_tiny_model import make_config, make_tokenizer
 
+TINY_MOE = Path(__file__).parents[2] / "model_configs" / "tiny_qwen3_moe"
 CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 
 
@@ -205,6 +208,25 @@ def test_gate_is_stacked_over_up_and_experts_are_numbered_from_zero_on_each_rank
     assert up.name == "model.layers.3.mlp.experts.7.up_proj.weight"
     assert gate.read()[:, 0].tolist() == [0.0, 1.0]
     assert up.read()[:, 0].tolist() == [2.0, 3.0]
+
+
+def test_the_committed_model_with_experts_is_small_and_what_its_script_makes() -> None:
+    assert sum(file.stat().st_size for file in TINY_MOE.iterdir()) < 1.5 * 1000**2
+    made = make_config("qwen3_moe").to_dict()
+    committed = hf_config(TINY_MOE)
+    of_saving = {"transformers_version", "architectures"}
+    assert {key: made[key] for key in committed.keys() - of_saving} == {
+        key: value for key, value in committed.items() if key not in of_saving
+    }
+    assert AutoTokenizer.from_pretrained(TINY_MOE).get_vocab() == make_tokenizer().get_vocab()
+
+    arch, place = architecture(committed), Place(0, 1, 0, True)
+    saved = load_file(TINY_MOE / "model.safetensors")
+    shards = shards_of(stage_params(arch, Layout(), 0), arch, place)
+    assert {shard.name: shard.global_shape for shard in shards} == {
+        name: tuple(tensor.shape) for name, tensor in saved.items()
+    }
+    assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
 
 
 # ---------------------------------------------------------------------------- config.json
