@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dapo_megatron.cluster.launch import is_launched, launch
-from dapo_megatron.config import Config, num_processes
+from dapo_megatron.config import Config, num_processes, read_model_config
 from dapo_megatron.config_file import load_config
 from dapo_megatron.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
@@ -33,6 +34,14 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Replace values of the YAML.")
 ]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")]
+
+
+class Precision(StrEnum):
+    """What `doctor layouts` can compare in."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
 
 
 @app.command()
@@ -82,6 +91,34 @@ def env(json_file: JsonPath = None) -> None:
         raise typer.Exit(1)
 
 
+@doctor.command()
+def layouts(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    json_file: JsonPath = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes [default: the GPUs, or 4 without one].")
+    ] = None,
+    precision: Annotated[Precision, typer.Option(help="Of what is compared.")] = Precision.FLOAT64,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases with it in the name.")] = "",
+) -> None:
+    """Prove that any layout of the model gives the gradient of one process."""
+    checked = load_config(config, overrides or [])
+    hf = read_model_config(checked)
+    from dapo_megatron.doctor.matrix import smallest_world
+
+    check_layout(checked, smallest_world(checked.policy, hf), has_engine=False)
+    if not is_launched():
+        from torch.cuda import device_count
+
+        raise typer.Exit(launch(_this_command(), ranks or device_count() or 4))
+    from dapo_megatron.doctor import command
+
+    with _told():
+        if not command.layouts(checked, precision=precision, only=only, json_file=json_file):
+            raise typer.Exit(1)
+
+
 def _load(path: Path, overrides: list[str]) -> Config:
     config = load_config(path, overrides)
     check_layout(config, num_processes(config))
@@ -100,8 +137,11 @@ def _load(path: Path, overrides: list[str]) -> Config:
 def _on_ranks(config: Config) -> None:
     """Outside a launcher: run this very command on run.processes ranks, then exit."""
     if not is_launched():
-        command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
-        raise typer.Exit(launch(command, config.run.processes))
+        raise typer.Exit(launch(_this_command(), config.run.processes))
+
+
+def _this_command() -> list[str]:
+    return [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
 
 
 @contextmanager

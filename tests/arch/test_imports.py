@@ -33,7 +33,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 EVERYTHING = (
     "types config config_file layout protocols algo data rewards bridge policy engine rollout loop "
     "tracking cluster "
-    "run_folder session build"
+    "run_folder session build doctor"
 )
 ROOMS = {
     "__init__": room(),
@@ -56,6 +56,10 @@ ROOMS = {
     "loop": room("types config protocols algo data rewards rollout", "torch"),
     "tracking": room("types config config_file protocols", "mlflow rich"),
     "cluster": room("types config protocols", "torch rich"),
+    "doctor": room(
+        "types config layout protocols algo data bridge policy cluster tracking session",
+        "torch transformers rich",
+    ),
     "run_folder": room("types config protocols"),
     "session": room(EVERYTHING, "torch rich"),
     "build": room(EVERYTHING, "torch transformers rich"),

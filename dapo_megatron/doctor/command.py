@@ -1,0 +1,97 @@
+"""One rank of `doctor layouts`: terminal, logs, the folder of the model, and how errors are told.
+
+Libraries talk while they are imported, so they are once their output goes to a log.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.session import _redirect_output as redirect_output
+from dapo_megatron.types import DapoError
+
+if TYPE_CHECKING:
+    from dapo_megatron.doctor.layouts import Proof
+
+
+def layouts(config: Config, *, precision: str, only: str, json_file: Path | None) -> bool:
+    """Prove it, on this rank of a launched job: the table on the terminal of rank 0, the figures in
+    `json_file`. Whether all cases agree (on ranks but the first: True).
+
+    Raises ConfigError, and whatever a case raises, both told on the terminal.
+    """
+    rank = int(os.environ["RANK"])
+    log, terminal = _redirect(rank)
+    proof: Proof | None = None
+    try:
+        from dapo_megatron.bridge.families import architecture
+        from dapo_megatron.doctor.layouts import Proof
+        from dapo_megatron.doctor.shrink import write_random_model
+        from dapo_megatron.policy.device import claim
+
+        claim(int(os.environ.get("LOCAL_RANK", rank)))
+        architecture(read_model_config(config))  # refuses a model that is not supported
+        proof = Proof(config, precision, only, terminal)
+        with tempfile.TemporaryDirectory(prefix="doctor_layouts_") as folder:
+            if rank == 0:
+                write_random_model(proof.hf, Path(folder))
+                _introduce(proof)
+            # Of rank 0, on one machine, or where all of them see the same TMPDIR.
+            proof.run(Path(proof.worlds.tell("model", folder.encode()).decode()))
+    finally:
+        _tell(sys.exc_info()[1], proof, terminal, log)
+    if rank > 0:
+        return True
+    proof.report.verdict()
+    if json_file is not None:
+        json_file.write_text(proof.to_json(), encoding="utf-8")
+    return proof.report.ok
+
+
+def _introduce(proof: Proof) -> None:
+    """What is about to be proved, and whether the config's own layout is among it."""
+    from dapo_megatron.doctor.matrix import layout_name, smallest_world
+
+    report, hf, config = proof.report, proof.hf, proof.config
+    num_experts = hf.get("num_experts") or hf.get("num_local_experts")
+    experts = f", {num_experts} experts" if num_experts else ""
+    report.note(
+        f"{config.model.path} shrunk: {hf['model_type']}, {hf['num_hidden_layers']} layers of "
+        f"{hf['hidden_size']}, {hf['num_attention_heads']} heads on {hf['num_key_value_heads']}, "
+        f"vocabulary {hf['vocab_size']}{experts}"
+    )
+    tolerance = proof.tolerance
+    report.note(
+        f"{proof.precision} against one process in float64; allowed: gradient and loss "
+        f"{tolerance.gradient:g}, after 3 updates {tolerance.updates:g}"
+    )
+    needed = smallest_world(config.policy, hf)
+    if needed > proof.worlds.num_ranks:
+        yours = layout_name(config.policy, needed)
+        report.note(f"yours ({yours}) needs {needed} processes: --ranks {needed}", style="yellow")
+    report.header()
+
+
+def _redirect(rank: int) -> tuple[Path, TextIO]:
+    """The log that this rank's output goes to, and the terminal it had."""
+    handle, name = tempfile.mkstemp(prefix=f"doctor_layouts_rank_{rank}_", suffix=".log")
+    os.close(handle)
+    return Path(name), redirect_output(Path(name))
+
+
+def _tell(error: BaseException | None, proof: Proof | None, terminal: TextIO, log: Path) -> None:
+    """One line on the terminal, with the case it happened in. Without an error the log goes."""
+    rank = os.environ["RANK"]
+    if error is None or isinstance(error, DapoError):
+        log.unlink()
+    if isinstance(error, DapoError) and rank == "0":
+        print(f"error: {error}", file=terminal, flush=True)
+    elif isinstance(error, Exception) and not isinstance(error, DapoError):
+        where = f"case {proof.doing!r}, " if proof else ""
+        said = f"{type(error).__name__}: {error}"[:300].strip()
+        print(f"{where}rank {rank}: {said} (log: {log})", file=terminal, flush=True)

@@ -1,0 +1,63 @@
+"""Process groups of one case after the other, in processes that stay.
+
+Megatron builds its groups over the whole world. So for a case of n ranks the first n form a world
+of their own, and leave it before the next.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.policy.device import backend
+from dapo_megatron.policy.model import parallel_state
+
+PATIENCE = timedelta(hours=4)
+"""For the cases of other ranks to end."""
+CASE_TIMEOUT = timedelta(minutes=5)
+"""After which ranks that wait for each other for ever are ended."""
+
+
+class Worlds:
+    """Where the ranks of a launched job meet, case by case."""
+
+    def __init__(self) -> None:
+        self.store, self.rank, self.num_ranks = next(rendezvous("env://", timeout=PATIENCE))
+        self._number = 0
+
+    def tell(self, key: str, value: bytes) -> bytes:
+        """Rank 0's value, on every rank."""
+        if self.rank == 0:
+            self.store.set(key, value)
+        found: bytes = self.store.get(key)
+        return found
+
+    @contextmanager
+    def world(self, num_ranks: int) -> Iterator[Ranks | None]:
+        """A world of the first `num_ranks`; None on the others, which need not wait for its end."""
+        self._number += 1
+        if self.rank >= num_ranks:
+            yield None
+            return
+        self.tell(f"start/{self._number}", b"go")
+        kept = sys.excepthook
+        dist.init_process_group(
+            backend(),
+            store=PrefixStore(f"case/{self._number}", self.store),
+            rank=self.rank,
+            world_size=num_ranks,
+            timeout=CASE_TIMEOUT,
+        )
+        sys.excepthook = kept  # each call would put one more "[rank0]" before each line
+        yield Ranks(self.rank, num_ranks, int(os.environ.get("LOCAL_RANK", self.rank)))
+        # Not after an error: the others may never come.
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

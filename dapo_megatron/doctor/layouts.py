@@ -1,0 +1,123 @@
+"""`doctor layouts`: does every layout of this model compute the same gradient?
+
+The claim: with one mini-batch, any layout (tensor, sequence, pipeline, context, expert and data
+parallel), any split into micro-batches, packed or padded, gives the gradient of
+
+    1/N sum over the N loss tokens of the mini-batch.
+
+The proof:
+1. The model is shrunk to small sizes with every feature kept (shrink.py), weights random.
+2. A mini-batch of random tokens, sequences of 3 to 300, both sides of the clip (minibatch.py), and
+   the config's own loss.
+3. The reference: one process, float64, one sequence per micro-batch, no packing.
+4. Each case (matrix.py) builds the policy as a run does, in a world of its own (groups.py), and
+   takes the whole gradient, then three updates (measure.py).
+5. Each gradient tensor, the loss, and the weights after the updates must be those of the reference
+   (measure.compare), up to rounding (table.TOLERANCES).
+
+Float32 is held against the float64 reference too: its rows show the rounding of the layout and of
+the model itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.doctor.groups import Worlds
+from dapo_megatron.doctor.matrix import Case, matrix, reference
+from dapo_megatron.doctor.measure import Measured, compare, measure
+from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
+from dapo_megatron.doctor.shrink import shrink
+from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
+from dapo_megatron.policy.policy import MegatronPolicy
+from dapo_megatron.tracking.provenance import commit, versions
+from dapo_megatron.types import ConfigError, TokenBatch
+
+Result = TypeVar("Result")
+
+
+class Proof:
+    """The proof on one rank of a launched job; rank 0 compares and reports."""
+
+    def __init__(self, config: Config, precision: str, only: str, terminal: TextIO) -> None:
+        self.config, self.precision = config, precision
+        self.hf = shrink(read_model_config(config), config.policy)
+        self.worlds = Worlds()
+        self.cases = [
+            case
+            for case in matrix(config, self.hf, self.worlds.num_ranks, precision)
+            if only in case.name
+        ]
+        if not self.cases:
+            raise ConfigError(f"--only: no case has {only!r} in its name")
+        self.tolerance = TOLERANCES[precision]
+        self.report = Report(terminal, self.cases)
+        self.loss = make_loss(
+            clip_low=config.loss.clip_low,
+            clip_high=config.loss.clip_high,
+            dual_clip=config.loss.dual_clip,
+            tis_cap=config.loss.tis_cap,
+        )
+        self.doing = ""
+        """The case that runs, for an error message."""
+
+    def run(self, folder: Path) -> None:
+        """Every case against its reference. `folder` is for the model. Collective."""
+        mini = self._share_minibatch(folder)
+
+        def work(policy: MegatronPolicy) -> Measured:
+            return measure(policy, mini, self.loss)
+
+        references = dict.fromkeys(map(reference, self.cases))
+        wanted = {case: self._run_case(case, folder, work) for case in references}
+        for case in self.cases:
+            started = time.perf_counter()
+            seen, right = self._run_case(case, folder, work), wanted[reference(case)]
+            if self.worlds.rank == 0:
+                assert seen is not None and right is not None
+                found = compare(seen, right)
+                seconds = time.perf_counter() - started
+                self.report.add(Row(case, found, seconds, self.tolerance.failures(found)))
+
+    def to_json(self) -> str:
+        """The figures, with what they were made with."""
+        facts = {
+            "versions": versions(),
+            "commit": commit(),
+            "model_path": self.config.model.path,
+            "model": self.hf,
+            "precision": self.precision,
+            "reference": "one process, float64, one sequence per micro-batch, no packing",
+            "tolerance": asdict(self.tolerance),
+        }
+        return to_json(facts, self.report)
+
+    def _run_case(
+        self, case: Case, folder: Path, work: Callable[[MegatronPolicy], Result]
+    ) -> Result | None:
+        """`work` with the policy of a case, built as a run builds it; None on ranks it leaves out.
+        Collective."""
+        self.doing = case.name
+        with self.worlds.world(case.num_ranks) as ranks:
+            if ranks is None:
+                return None
+            config = case.config(self.config, str(folder))
+            return work(MegatronPolicy(config, ranks, case.planner()))
+
+    def _share_minibatch(self, folder: Path) -> TokenBatch:
+        """The mini-batch, its old log-probs near those of the reference; on every rank."""
+        mini = random_minibatch(self.hf["vocab_size"], self.config.loss.aggregation)
+        logprobs = self._run_case(
+            reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
+        )
+        if logprobs is not None:
+            mini = with_old_logprobs(mini, logprobs)
+        whole: TokenBatch = pickle.loads(self.worlds.tell("mini-batch", pickle.dumps(mini)))
+        return whole

@@ -1,0 +1,211 @@
+"""The matrix: which layouts are tried, with which splits into micro-batches, packed and padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dapo_megatron.config import Config, PolicyConfig
+from dapo_megatron.data.packing import plan_microbatches
+from dapo_megatron.layout import _policy_problems as policy_problems
+from dapo_megatron.layout import data_parallel, row_multiple, sequence_multiple
+from dapo_megatron.protocols import Planner
+
+MAX_TOKENS = 400
+"""Bound of a planned micro-batch; the mini-batch has 837 tokens, its longest sequence 300."""
+AUX_LOSS = 0.01
+"""Coefficient of the balance loss where the config has none."""
+
+ALONE: dict[str, Any] = {
+    "tensor_parallel": 1,
+    "sequence_parallel": False,
+    "pipeline_parallel": 1,
+    "virtual_pipeline_parallel": None,
+    "first_stage_layers": None,
+    "last_stage_layers": None,
+    "context_parallel": 1,
+    "expert_parallel": 1,
+    "recompute": "none",
+}
+DATA: dict[str, Any] = {}
+TENSOR = {"tensor_parallel": 2}
+SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_parallel": 2}
+UNEVEN = {"pipeline_parallel": 2, "first_stage_layers": 1}
+INTERLEAVED = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
+CONTEXT = {"context_parallel": 2}
+EXPERT = {"expert_parallel": 2}
+SELECTIVE = {"recompute": "selective"}
+FULL = {"recompute": "full"}
+
+LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, DATA),
+    (2, DATA),
+    (2, TENSOR),
+    (2, SEQUENCE),
+    (2, PIPELINE),
+    (2, UNEVEN),
+    (2, INTERLEAVED),
+    (2, CONTEXT),
+    (2, EXPERT),
+    (2, SEQUENCE | EXPERT),
+    (4, TENSOR | PIPELINE),
+    (4, TENSOR | CONTEXT),
+    (4, SEQUENCE | CONTEXT),
+    (4, SEQUENCE),
+    (4, PIPELINE),
+    (4, CONTEXT),
+    (4, PIPELINE | CONTEXT),
+    (4, EXPERT),
+    (4, PIPELINE | EXPERT),
+    (4, CONTEXT | EXPERT),
+    (4, SEQUENCE | PIPELINE | SELECTIVE),
+    (4, SEQUENCE | INTERLEAVED | FULL),
+)
+"""(processes, what differs from one process). What is left is data parallel."""
+WITHOUT_BALANCE = ((1, DATA), (2, DATA), (2, EXPERT), (4, EXPERT))
+"""Layouts of a model with experts that are tried without the balance loss too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table.
+
+    `split` is "planned" (as a run plans its micro-batches), "skewed" (one micro-batch with the
+    shortest sequence alone, one with all others, and nothing on further ranks) or "single" (one
+    sequence per micro-batch; the reference). `yours`: the layout is the config's own.
+    """
+
+    policy: PolicyConfig
+    num_ranks: int
+    split: str
+    packed: bool
+    yours: bool = False
+
+    @property
+    def layout(self) -> str:
+        """Its name: `TP2+SP x CP2`."""
+        return layout_name(self.policy, self.num_ranks)
+
+    @property
+    def name(self) -> str:
+        """`TP2+SP x CP2, skewed, packed`."""
+        return f"{self.layout}, {self.split}, {'packed' if self.packed else 'padded'}"
+
+    def config(self, config: Config, model: str) -> Config:
+        """`config` in this layout, for the model in the folder `model`."""
+        return config.model_copy(
+            update={
+                "model": config.model.model_copy(update={"path": model}),
+                "policy": self.policy,
+                "train": config.train.model_copy(update={"packing": self.packed}),
+            }
+        )
+
+    def planner(self) -> Planner:
+        """How the mini-batch is split into micro-batches."""
+        if self.split != "planned":
+            return {"single": single_plan, "skewed": skewed_plan}[self.split]
+        interleaved = self.policy.virtual_pipeline_parallel is not None
+        return partial(
+            plan_microbatches,
+            max_tokens=MAX_TOKENS * self.policy.context_parallel,
+            packed=self.packed,
+            sequence_multiple=sequence_multiple(self.policy),
+            row_multiple=row_multiple(self.policy),
+            num_multiple=self.policy.pipeline_parallel if interleaved else 1,
+        )
+
+
+def single_plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+    """One sequence per micro-batch, all on one rank."""
+    assert num_ranks == 1
+    return [[[index] for index in range(len(lengths))]]
+
+
+def skewed_plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+    """The worst split for a mean of means: one micro-batch with the shortest sequence alone, all
+    others in one; and on further ranks nothing but empty micro-batches."""
+    shortest = min(range(len(lengths)), key=lambda index: lengths[index])
+    rest = [index for index in range(len(lengths)) if index != shortest]
+    return [[[shortest], rest]] + [[[], []] for _ in range(num_ranks - 1)]
+
+
+def layout_name(policy: PolicyConfig, num_ranks: int) -> str:
+    """`TP2+SP x PP2 interleaved x2`; experts over all data-parallel ranks are EP alone, over
+    half of them DP2 x EP."""
+    data, expert = data_parallel(policy, num_ranks), policy.expert_parallel
+    pipeline = f"PP{policy.pipeline_parallel}"
+    if policy.virtual_pipeline_parallel:
+        pipeline += f" interleaved x{policy.virtual_pipeline_parallel}"
+    for end in ("first", "last"):
+        layers = getattr(policy, f"{end}_stage_layers")
+        pipeline += f" {end} {layers}" if layers else ""
+    sizes = {
+        f"DP{data // expert if data % expert == 0 else data}": data > 1 and data != expert,
+        f"TP{policy.tensor_parallel}{'+SP' if policy.sequence_parallel else ''}": (
+            policy.tensor_parallel > 1
+        ),
+        pipeline: policy.pipeline_parallel > 1,
+        f"CP{policy.context_parallel}": policy.context_parallel > 1,
+        f"EP{expert}": expert > 1,
+    }
+    name = " x ".join(axis for axis, is_there in sizes.items() if is_there) or "one process"
+    name += f", {policy.recompute} recompute" if policy.recompute != "none" else ""
+    return name + (", balance loss" if policy.moe_aux_loss else "")
+
+
+def reference(case: Case) -> Case:
+    """What `case` must agree with: as little as can be shared with it. One process, float64, one
+    sequence per micro-batch, no packing."""
+    alone = {**ALONE, "precision": "float64", "kernels": "local"}
+    return Case(case.policy.model_copy(update=alone), 1, "single", packed=False)
+
+
+def matrix(config: Config, hf: Mapping[str, Any], num_ranks: int, precision: str) -> list[Case]:
+    """All cases for the model `hf` on up to `num_ranks` processes: the config's own layout first,
+    then from few ranks to many. What the model cannot take is left out."""
+    # Transformer Engine computes in bfloat16 alone.
+    kernels = "auto" if precision == "bfloat16" else "local"
+    base = config.policy.model_copy(update={"precision": precision, "kernels": kernels})
+    own = own_ranks(config.policy, hf, num_ranks)
+    layouts = [(own, base, True)] if own is not None else []
+    layouts += [
+        (ranks, policy, False)
+        for ranks, policy in _layouts(base, has_experts=bool(_num_experts(hf)))
+        if ranks <= num_ranks and not any(policy_problems(policy, ranks, hf))
+    ]
+    return [
+        Case(policy, ranks, split, packed, yours)
+        for ranks, policy, yours in layouts
+        for split in ("planned", "skewed")
+        for packed in (True, False)
+    ]
+
+
+def own_ranks(policy: PolicyConfig, hf: Mapping[str, Any], num_ranks: int) -> int | None:
+    """The most processes up to `num_ranks` that the config's own layout takes; None for none."""
+    fitting = (n for n in range(num_ranks, 0, -1) if not any(policy_problems(policy, n, hf)))
+    return next(fitting, None)
+
+
+def smallest_world(policy: PolicyConfig, hf: Mapping[str, Any]) -> int:
+    """The fewest processes that the layout takes; where none will do, those of one copy."""
+    copy = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
+    sizes = range(copy, copy * policy.expert_parallel + 1, copy)
+    return next((size for size in sizes if not any(policy_problems(policy, size, hf))), copy)
+
+
+def _layouts(base: PolicyConfig, *, has_experts: bool) -> Iterator[tuple[int, PolicyConfig]]:
+    balance = (base.moe_aux_loss or AUX_LOSS) if has_experts else 0.0
+    for ranks, changes in LAYOUTS:
+        with_balance = {**ALONE, **changes, "moe_aux_loss": balance}
+        yield ranks, base.model_copy(update=with_balance)
+        if has_experts and (ranks, changes) in WITHOUT_BALANCE:
+            yield ranks, base.model_copy(update={**with_balance, "moe_aux_loss": 0.0})
+
+
+def _num_experts(hf: Mapping[str, Any]) -> int:
+    return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)

@@ -1,0 +1,147 @@
+"""What the proof reports: a line per case as it ends, and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from dapo_megatron.doctor.matrix import Case
+from dapo_megatron.doctor.measure import Differences
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Largest differences allowed; see measure.Differences.
+
+    `gradient` bounds the gradient and the loss, `updates` what comes of three updates: losses,
+    gradient norms and weights. Megatron computes the norm in float32, whatever the precision.
+    """
+
+    gradient: float
+    updates: float
+
+    def failures(self, found: Differences) -> list[str]:
+        """The names of the differences that are too large (or nan)."""
+        bounds = {
+            "gradient": self.gradient,
+            "loss": self.gradient,
+            "losses": self.updates,
+            "grad_norm": self.updates,
+            "weights": self.updates,
+        }
+        return [name for name, bound in bounds.items() if not getattr(found, name) <= bound]
+
+
+TOLERANCES = {
+    "float64": Tolerance(gradient=1e-9, updates=1e-5),
+    "float32": Tolerance(gradient=1e-5, updates=1e-5),
+    # What rounding alone makes of a small model; a wrong factor is far beyond it.
+    "bfloat16": Tolerance(gradient=5e-2, updates=5e-2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A case with its figures; `failures` names those beyond the tolerance."""
+
+    case: Case
+    differences: Differences
+    seconds: float
+    failures: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all figures are within the tolerance."""
+        return not self.failures
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for the JSON file."""
+        case = self.case
+        return {
+            "layout": case.layout,
+            "yours": case.yours,
+            "num_ranks": case.num_ranks,
+            "split": case.split,
+            "packed": case.packed,
+            **asdict(self.differences),
+            "seconds": self.seconds,
+            "failures": self.failures,
+            "ok": self.ok,
+        }
+
+
+class Report:
+    """Prints the table to `file`, and keeps its rows."""
+
+    def __init__(self, file: TextIO, cases: Sequence[Case]) -> None:
+        terminal = file.isatty()
+        # soft_wrap: a line stays one line, for grep and for narrow windows alike.
+        self._console = Console(
+            file=file,
+            force_terminal=terminal,
+            color_system="auto" if terminal else None,
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        self._width = max((len(_layout(case)) for case in cases), default=0)
+        self._num_cases = len(cases)
+        self.rows: list[Row] = []
+
+    def note(self, text: str, style: str = "") -> None:
+        """A line of text."""
+        self._console.print(text, style=style)
+
+    def header(self) -> None:
+        """The names of the columns."""
+        columns = f"{'layout':<{self._width}}  split    rows    gradient     loss  updates  seconds"
+        self._console.print(columns, style="bold")
+
+    def add(self, row: Row) -> None:
+        """Print a row, with what is wrong about it."""
+        self.rows.append(row)
+        found, case = row.differences, row.case
+        cells = (
+            f"{_layout(case):<{self._width}}  {case.split:<7}  "
+            f"{'packed' if case.packed else 'padded'}  {found.gradient:8.1e} {found.loss:8.1e} "
+            f"{found.weights:8.1e} {row.seconds:8.1f}  "
+        )
+        verdict = Text("ok", "green") if row.ok else Text("FAIL", "bold red")
+        self._console.print(Text(cells) + verdict + Text(_what(row), "red"))
+
+    def verdict(self) -> None:
+        """The last line."""
+        failed = sum(not row.ok for row in self.rows)
+        if failed:
+            self._console.print(f"{failed} of {len(self.rows)} cases FAIL", style="bold red")
+        else:
+            self._console.print(f"all {len(self.rows)} cases agree", style="bold green")
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row is ok, and there is one."""
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+
+def _layout(case: Case) -> str:
+    return f"yours: {case.layout}" if case.yours else case.layout
+
+
+def _what(row: Row) -> str:
+    """Which figures of a failed row are too large, and the tensor at fault."""
+    if row.ok:
+        return ""
+    figures = [f"{name} {getattr(row.differences, name):.1e}" for name in row.failures]
+    tensor = f" in {row.differences.tensor}" if "gradient" in row.failures else ""
+    return f"  {', '.join(figures)}{tensor}"
+
+
+def to_json(facts: dict[str, Any], report: Report) -> str:
+    """Facts about the run, the verdict, and the rows."""
+    body = {**facts, "ok": report.ok, "rows": [row.to_json() for row in report.rows]}
+    return json.dumps(body, indent=2) + "\n"
