@@ -2,74 +2,237 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from typing import Any
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dapo_megatron.data.packing import LINEAR_TOKENS, plan_microbatches
-
-
-@settings(deadline=None)  # cores are shared
-@given(
-    lengths=st.lists(st.integers(1, 500), max_size=60),
-    num_ranks=st.integers(1, 9),
-    max_tokens=st.integers(500, 4000),
+from dapo_megatron.data.packing import (
+    LINEAR_TOKENS,
+    microbatch_work,
+    padded_tokens,
+    partition,
+    plan_microbatches,
+    work,
 )
+from tools.bench_packing import Setting, draw_lengths, greedy_tokens, main, measure, naive, ours
+
+LENGTHS = st.lists(st.integers(1, 500), max_size=60)
+RANKS = st.integers(1, 9)
+MULTIPLES = st.sampled_from([1, 4, 8])
+
+
+@given(
+    lengths=LENGTHS,
+    num_ranks=RANKS,
+    max_tokens=st.integers(504, 4000),
+    packed=st.booleans(),
+    sequence_multiple=MULTIPLES,
+    row_multiple=MULTIPLES,
+    num_multiple=st.integers(1, 4),
+)
+@example([200] * 5, 1, 504, True, 1, 1, 1)  # their tokens fill two, but three in one are too many
+@example([500, 1, 1, 1], 3, 504, False, 8, 8, 2)
 def test_every_sequence_once_within_the_bound_and_ranks_in_step(
-    lengths: list[int], num_ranks: int, max_tokens: int
+    lengths: list[int],
+    num_ranks: int,
+    max_tokens: int,
+    packed: bool,
+    sequence_multiple: int,
+    row_multiple: int,
+    num_multiple: int,
 ) -> None:
-    plan = plan_microbatches(lengths, num_ranks, max_tokens=max_tokens)
+    rows: dict[str, Any] = {
+        "packed": packed,
+        "sequence_multiple": sequence_multiple,
+        "row_multiple": row_multiple,
+    }
+    options: dict[str, Any] = {**rows, "max_tokens": max_tokens, "num_multiple": num_multiple}
+    plan = plan_microbatches(lengths, num_ranks, **options)
+    assert plan == plan_microbatches(tuple(lengths), num_ranks, **options)
     assert len(plan) == num_ranks
     assert len({len(micros) for micros in plan}) == 1
+    assert len(plan[0]) > 0
+    assert len(plan[0]) % num_multiple == 0
     placed = [index for micros in plan for micro in micros for index in micro]
     assert sorted(placed) == list(range(len(lengths)))
     for micros in plan:
-        for micro in micros:
-            assert len(micro) * max((lengths[i] for i in micro), default=0) <= max_tokens
-        filled = [bool(micro) for micro in micros]
-        assert filled == sorted(filled, reverse=True), "an empty micro-batch before a full one"
-    assert plan == plan_microbatches(lengths, num_ranks, max_tokens=max_tokens)
+        inside = [[lengths[index] for index in micro] for micro in micros]
+        assert all(padded_tokens(micro, **rows) <= max_tokens for micro in inside)
+        works = [microbatch_work(micro, packed=packed) for micro in inside]
+        assert works == sorted(works, reverse=True)
+        assert all(micros[: len(micros) - micros.count([])]), "an empty one before a full one"
+        if packed and [] in micros:
+            assert max(map(len, micros)) <= 1, "an empty one beside one that could be halved"
 
 
-@settings(deadline=None)  # cores are shared
-@given(
-    lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=60), num_ranks=st.integers(1, 8)
-)
+@given(lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=60), num_ranks=RANKS)
 def test_ranks_differ_by_at_most_one_sequence_of_work(lengths: list[int], num_ranks: int) -> None:
-    def work(length: int) -> int:
-        return length * (length + LINEAR_TOKENS)
-
     plan = plan_microbatches(lengths, num_ranks, max_tokens=20_000)
     loads = [sum(work(lengths[i]) for micro in micros for i in micro) for micros in plan]
     assert max(loads) - min(loads) <= max(map(work, lengths))
 
 
-def test_a_micro_batch_holds_neighbours_in_length() -> None:
-    plan = plan_microbatches([10, 100, 10, 100, 10, 100], 1, max_tokens=300)
+@given(weights=st.lists(st.integers(0, 30), min_size=1, max_size=7), num_parts=st.integers(1, 3))
+@example([3, 3, 2, 2, 2], 2)  # 7/6 of the best, the worst there is for two parts
+def test_partition_keeps_to_its_published_bound(weights: list[int], num_parts: int) -> None:
+    parts = partition(weights, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(itertools.chain(*parts)) == list(range(len(weights)))
+    largest = max(sum(weights[index] for index in part) for part in parts)
+    best = min(
+        max(sum(w for w, place in zip(weights, places) if place == part) for part in range(3))
+        for places in itertools.product(range(num_parts), repeat=len(weights))
+    )
+    assert 3 * num_parts * largest <= (4 * num_parts - 1) * best
+
+
+def test_partition_takes_differences() -> None:
+    # Differences 1 and 1, then 3, then 2. Longest first to the least loaded ends at 17 and 13.
+    weights = [8, 7, 6, 5, 4]
+    sums = sorted(sum(weights[index] for index in part) for part in partition(weights, 2))
+    assert sums == [14, 16]
+
+
+@pytest.mark.parametrize("num", [8192, 512])
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_like_those_of_a_run_meet_the_targets(num: int, seed: int) -> None:
+    lengths, setting = draw_lengths(num, seed), Setting()
+    figures = measure(ours(lengths, setting, True), lengths, setting, packed=True)
+    assert figures.padding <= 0.01
+    assert figures.slowest_rank <= 1.001
+    assert figures.largest_tokens <= setting.max_tokens
+    fewest = sum(lengths) / setting.max_tokens / setting.ranks
+    assert figures.microbatches <= max(1.15 * fewest, fewest + 2)
+
+
+def test_padded_rows_of_a_run_are_mostly_tokens() -> None:
+    lengths, setting = draw_lengths(512, 0), Setting()
+    figures = measure(ours(lengths, setting, False), lengths, setting, packed=False)
+    assert figures.padding <= 0.05
+    assert figures.slowest_rank <= 1.1
+    assert figures.largest_tokens <= setting.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks"),
+    [
+        ([20_000] + [200] * 2_000, 4),  # one huge, many tiny: the mean rank is above it
+        ([20_000] + [200] * 50, 4),  # and below it: the huge one alone
+        ([200, 20_000] * 64, 8),
+        ([20_000] * 3 + [200] * 300, 3),
+    ],
+)
+@pytest.mark.parametrize(("packed", "bound"), [(True, 1.001), (False, 1.15)])
+def test_skewed_lengths(lengths: list[int], num_ranks: int, packed: bool, bound: float) -> None:
+    setting = Setting(ranks=num_ranks, max_tokens=20_480)
+    figures = measure(ours(lengths, setting, packed), lengths, setting, packed=packed)
+    assert figures.slowest_rank <= bound * figures.lower_bound
+    assert figures.padding <= 0.01
+    assert figures.largest_tokens <= 20_480
+
+
+def test_micro_batches_of_a_rank_cost_alike() -> None:
+    lengths = [1_000 + 37 * index % 1_000 for index in range(400)]
+    (micros,) = plan_microbatches(lengths, 1, max_tokens=20_000)
+    works = [sum(work(lengths[index]) for index in micro) for micro in micros]
+    assert max(works) <= 1.05 * min(works)
+
+
+def test_padded_neighbours_in_length_share_a_micro_batch() -> None:
+    plan = plan_microbatches([10, 100, 10, 100, 10, 100], 1, max_tokens=300, packed=False)
     assert plan == [[[1, 3, 5], [0, 2, 4]]]
 
 
-def test_long_and_short_are_shared_out() -> None:
-    plan = plan_microbatches([100, 100, 1, 1], 2, max_tokens=100)
-    assert plan == [[[0], [2]], [[1], [3]]]
+def test_padded_micro_batches_are_cut_evenly() -> None:
+    assert plan_microbatches([4] * 4, 1, max_tokens=12, packed=False) == [[[0, 1], [2, 3]]]
+    # Two are needed; four may be asked for.
+    plan = plan_microbatches([4] * 4, 1, max_tokens=12, packed=False, num_multiple=4)
+    assert plan == [[[0], [1], [2], [3]]]
 
 
-def test_a_sequence_that_fits_nowhere_is_named() -> None:
-    with pytest.raises(ValueError, match="sequence 1 has 101 tokens"):
-        plan_microbatches([5, 101], 2, max_tokens=100)
+def test_a_rank_that_had_much_gets_less() -> None:
+    plan = plan_microbatches([100, 90, 80, 70], 2, max_tokens=100, packed=False)
+    assert plan == [[[0], [3]], [[1], [2]]]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_sequences_still_run_as_empty_micro_batches(packed: bool) -> None:
+    plan = plan_microbatches([], 2, max_tokens=10, packed=packed, num_multiple=3)
+    assert plan == [[[], [], []], [[], [], []]]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_fewer_sequences_than_ranks(packed: bool) -> None:
+    plan = plan_microbatches([5], 3, max_tokens=10, packed=packed, num_multiple=2)
+    assert sorted(plan) == [[[], []], [[], []], [[0], []]]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_sequence_that_fits_nowhere_is_named(packed: bool) -> None:
+    with pytest.raises(ValueError, match=r"sequence 1 has 101 tokens.*max_tokens_per_microbatch"):
+        plan_microbatches([5, 101], 2, max_tokens=100, packed=packed)
+    with pytest.raises(ValueError, match="sequence 1 has 98 tokens, with padding 104"):
+        plan_microbatches([5, 98], 2, max_tokens=100, packed=packed, row_multiple=8)
 
 
 def test_the_bound_is_exact() -> None:
-    assert plan_microbatches([3, 3, 3], 1, max_tokens=6) == [[[0, 1], [2]]]
-    assert plan_microbatches([3, 3, 3], 1, max_tokens=5) == [[[0], [1], [2]]]
+    for packed in (True, False):
+        plan = plan_microbatches([3, 3, 3], 1, max_tokens=6, packed=packed)
+        assert plan == [[[0, 1], [2]]], packed
+        plan = plan_microbatches([3, 3, 3], 1, max_tokens=5, packed=packed)
+        assert plan == [[[0], [1], [2]]], packed
+    options = {"max_tokens": 15, "sequence_multiple": 4, "row_multiple": 8}
+    assert plan_microbatches([3, 3, 3], 1, **options) == [[[0, 1], [2]]]  # 4 + 4 + 4 is 16, not 12
+
+
+def test_padding_is_counted_as_the_rows_are_made() -> None:
+    assert padded_tokens([3, 5], sequence_multiple=4, row_multiple=8) == 16
+    assert padded_tokens([3, 5, 1], sequence_multiple=4, row_multiple=8) == 16
+    assert padded_tokens([3, 5, 1], packed=False, sequence_multiple=4, row_multiple=8) == 24
+    assert padded_tokens([]) == padded_tokens([], packed=False) == 0
 
 
 def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
+    assert work(LINEAR_TOKENS) == 2 * LINEAR_TOKENS**2
     # Attention is quadratic: one of 9,000 tokens is more work than two of 5,000.
     plan = plan_microbatches([9_000, 5_000, 5_000, 5_000], 2, max_tokens=20_000)
-    assert [sorted(i for micro in micros for i in micro) for micros in plan] == [[0], [1, 2, 3]]
+    assert sorted(sorted(itertools.chain(*micros)) for micros in plan) == [[0], [1, 2, 3]]
+    assert microbatch_work([5, 3]) == work(5) + work(3)
+    assert microbatch_work([5, 3], packed=False) == 2 * work(5)
 
 
-def test_ranks_with_less_to_do_end_in_empty_micro_batches() -> None:
-    plan = plan_microbatches([9_000, 5_000, 5_000, 5_000], 2, max_tokens=9_000)
-    assert plan == [[[0], [], []], [[1], [2], [3]]]
+def test_the_benchmark_measures_padding_and_waiting() -> None:
+    setting = Setting(ranks=2, sequence_multiple=1, row_multiple=1)
+    lengths = [300, 100, 100, 100]
+    figures = measure([[[0, 1]], [[2, 3]]], lengths, setting, packed=False)
+    assert figures.padding == pytest.approx(200 / 800)
+    slow, fast = 2 * work(300), 2 * work(100)
+    assert figures.slowest_rank == pytest.approx(2 * slow / (slow + fast))
+    uneven = measure([[[0], [1]], [[2], [3]]], lengths, setting, packed=True)
+    assert uneven.worst_position == pytest.approx(2 * work(300) / (work(300) + work(100)))
+    total = work(300) + 3 * work(100)
+    assert uneven.all_positions == pytest.approx(2 * (work(300) + work(100)) / total)
+
+
+@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), ranks=RANKS)
+def test_the_benchmark_compares_whole_plans(lengths: list[int], ranks: int) -> None:
+    setting = Setting(ranks=ranks, max_tokens=1_000)
+    for make in (greedy_tokens, naive):
+        plan = make(lengths, setting, True)
+        assert len(plan) == ranks
+        assert len({len(micros) for micros in plan}) == 1
+        placed = sorted(index for micros in plan for micro in micros for index in micro)
+        assert placed == list(range(len(lengths)))
+
+
+def test_the_benchmark_ends_in_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(sequences=[64], ranks=2, seeds=2)
+    printed = capsys.readouterr().out
+    assert "target met" in printed
+    figures = json.loads(printed.splitlines()[-1])
+    assert {"commit", "machine", "results"} <= set(figures)
+    assert [result["row_multiple"] for result in figures["results"]] == [4, 1]
