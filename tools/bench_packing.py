@@ -224,6 +224,9 @@ def verdicts(case: str, figures: dict[str, dict[str, float]]) -> list[str]:
     for key, target in targets.items():
         text, worst = FORMATS[key][1], figures[key]["worst"]
         verdict = "met" if worst <= target else "missed"
+        bound = figures["lower_bound"]["worst"]
+        if key == "slowest_rank" and bound > target:
+            verdict += f" (one sequence is more than a mean rank: no plan is below {bound:.4f})"
         name = key.replace("_", " ")
         lines.append(f"{case}: {name} {text.format(worst)}, at most {target}: target {verdict}")
     return lines
