@@ -26,7 +26,7 @@ from dapo_megatron.algo import (
     verdict,
     warmup_lr,
 )
-from dapo_megatron.policy.vocab_parallel import logprobs_and_entropy
+from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from dapo_megatron.types import MicroTokens
 
 GOLDEN = json.loads(
@@ -224,11 +224,14 @@ def test_truncated_importance_weight(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("case", GOLDEN["logprob_entropy"], ids=lambda c: c["temperature"])
 def test_logprob_entropy_and_gradient(case: dict[str, Any], padding: int) -> None:
-    """In float32, as the policy computes them; a padded entry is a logit that must not count."""
+    """In float32, as the policy computes them. The hidden state is the logits and the weight the
+    identity; a padded entry is a row whose logit must not count."""
     num = len(case["logits"])
-    logits = torch.tensor([case["logits"] + [9.0] * padding], requires_grad=True)
-    logp, entropy = logprobs_and_entropy(
+    logits = torch.tensor([case["logits"]], requires_grad=True)
+    weight = torch.cat([torch.eye(num), torch.full((padding, num), 9.0)]).requires_grad_()
+    logp, entropy = linear_logprobs(
         logits,
+        weight,
         torch.tensor([case["label"]]),
         temperature=case["temperature"],
         first_entry=0,
@@ -240,9 +243,11 @@ def test_logprob_entropy_and_gradient(case: dict[str, Any], padding: int) -> Non
     logp.sum().backward()
     plain = doubles(case["logits"]).requires_grad_()
     (plain / case["temperature"]).log_softmax(-1)[case["label"]].backward()
-    assert logits.grad is not None and plain.grad is not None
-    torch.testing.assert_close(logits.grad[0, :num].double(), plain.grad, rtol=1e-5, atol=1e-7)
-    assert not logits.grad[0, num:].any()
+    assert logits.grad is not None and weight.grad is not None and plain.grad is not None
+    torch.testing.assert_close(logits.grad[0].double(), plain.grad, rtol=1e-5, atol=1e-7)
+    by_weight = plain.grad[:, None] * doubles(case["logits"])
+    torch.testing.assert_close(weight.grad[:num].double(), by_weight, rtol=1e-5, atol=1e-6)
+    assert not weight.grad[num:].any()
 
 
 def test_gradient_clip_of_the_parity_chain() -> None:
