@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 
@@ -98,6 +99,11 @@ class _NoRandomness:
         """No states."""
 
 
+def _as_sizes(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron brings split sizes to the CPU, and in passing into a type collectives accept."""
+    return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+
 _STREAM = _InOrder()
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "current_device", lambda: torch.device("cpu")),
@@ -106,6 +112,7 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "is_current_stream_capturing", lambda: False),
     (torch.cuda, "empty_cache", lambda: None),
     # The all-to-all of expert parallelism copies its counts on a stream of its own.
+    (token_dispatcher, "maybe_move_tensor_to_cpu", _as_sizes),
     (torch.cuda, "Stream", lambda *_, **__: _STREAM),
     (torch.cuda, "current_stream", lambda *_: _STREAM),
     (torch.cuda, "stream", lambda _: contextlib.nullcontext()),

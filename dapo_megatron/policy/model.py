@@ -92,6 +92,10 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        # Two interleaved stages send to each other in both directions at once; in one batch, a
+        # receive takes what was meant for the other, and both wait for ever.
+        batch_p2p_comm=config.virtual_pipeline_parallel is None,
+        overlap_p2p_comm=config.virtual_pipeline_parallel is not None,
         # Rows and lengths differ between micro-batches, so stages tell each other the shape.
         variable_seq_lengths=config.pipeline_parallel > 1,
         # The schedule sums losses; policy/step.py alone divides, by the global token count.
