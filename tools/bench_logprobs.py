@@ -1,0 +1,296 @@
+"""Time and memory of the log-prob head beside the plain `log_softmax` of whole logits.
+
+    python -m tools.bench_logprobs                      # 8,192 tokens, 151,936 entries: 15 GiB free
+    python -m tools.bench_logprobs --tokens 1024 --dtype float32
+
+Each measurement is one forward and backward in a fresh process, so that a peak is its own; rounds
+go through the variants in alternating order, so that ratios hold on a machine that is not quiet.
+Memory is what comes on top of hidden states, weights and targets: gradients count. Both variants
+give log-probs, entropies (without gradient) and both gradients; the third leaves entropies out.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from dapo_megatron.policy.vocab_parallel import linear_logprobs
+from tools.bench_facts import facts
+
+FUSED, PLAIN, NO_ENTROPY = "fused", "plain", "plain, no entropy"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+GIB = 2**30
+WARM_UP_TOKENS = 64
+NUM_COMPARED_ROWS = 4096  # of the weight gradient, which is too large to send around
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: what runs, and the sizes."""
+
+    variant: str
+    dtype: str
+    num_tokens: int
+    num_entries: int
+    hidden_size: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """What it may take beside the libraries; plain holds log-probs and two gradients."""
+        weights = 3 * self.num_entries * self.hidden_size * 4
+        whole = 0 if self.variant == FUSED else 3 * self.num_tokens * self.num_entries * 4
+        return weights + whole + GIB // 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`extra_bytes` at the peak; `values` to compare: log-probs, entropies, gradients."""
+
+    forward_seconds: float
+    backward_seconds: float
+    extra_bytes: int
+    values: dict[str, np.ndarray[Any, Any]]
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+# ------------------------------------------------------------------ in the measuring process
+
+
+def plain_logprobs(
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies of whole logits, with as few copies as torch's own functions need."""
+    logprobs_TV = (hidden_TH @ weight_VH.t()).float().log_softmax(-1)
+    entropy_T = None
+    if entropy:
+        with torch.no_grad():
+            entropy_T = -logprobs_TV.exp().mul_(logprobs_TV).sum(-1)
+    return logprobs_TV.gather(1, targets_T[:, None]).squeeze(1), entropy_T
+
+
+def run_head(case: Case, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    if case.variant != FUSED:
+        return plain_logprobs(*inputs, entropy=case.variant == PLAIN)
+    whole = {"first_entry": 0, "num_entries": case.num_entries, "group": None}
+    return linear_logprobs(*inputs, temperature=1.0, **whole)  # type: ignore[arg-type]
+
+
+def make_inputs(case: Case, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weights and targets; logits have a standard deviation of 2."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "device": device}
+
+    def normal(rows: int, std: float) -> Tensor:
+        empty = torch.empty(rows, case.hidden_size, device=device, dtype=DTYPES[case.dtype])
+        return empty.normal_(std=std, generator=generator).requires_grad_()
+
+    hidden_TH = normal(num_tokens, 1.0)
+    weight_VH = normal(case.num_entries, 2.0 / case.hidden_size**0.5)
+    return hidden_TH, weight_VH, torch.randint(case.num_entries, (num_tokens,), **options)
+
+
+def measure(case: Case, compare: bool) -> Measured:
+    """Runs in a process of its own."""
+    warm_up = make_inputs(case, WARM_UP_TOKENS)
+    run_head(case, warm_up)[0].sum().backward()
+    del warm_up
+    inputs = make_inputs(case, case.num_tokens)
+    grad_T = torch.linspace(-1.0, 1.0, case.num_tokens, device=inputs[0].device)
+
+    before = _start_peak()
+    started = _now()
+    logp_T, entropy_T = run_head(case, inputs)
+    middle = _now()
+    logp_T.backward(grad_T)
+    ended = _now()
+    extra_bytes = _peak() - before
+
+    values = {}
+    if compare:
+        hidden_TH, weight_VH, _ = inputs
+        assert hidden_TH.grad is not None and weight_VH.grad is not None
+        values = {"log-prob": logp_T.detach(), "hidden gradient": hidden_TH.grad}
+        values["weight gradient"] = weight_VH.grad[:NUM_COMPARED_ROWS]
+        if entropy_T is not None:
+            values["entropy"] = entropy_T
+    arrays = {name: value.float().cpu().numpy() for name, value in values.items()}
+    return Measured(middle - started, ended - middle, extra_bytes, arrays)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _start_peak() -> int:
+    """Forget the peak so far; bytes in use now."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+# -------------------------------------------------------------------------- in the first process
+
+
+def measure_apart(case: Case, *, compare: bool, wait_seconds: float) -> Measured:
+    """`measure` in a fresh process, once there is memory for it."""
+    require_memory(case, wait_seconds)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, case, compare).result()
+
+
+def require_memory(case: Case, wait_seconds: float) -> None:
+    """Wait until the case fits beside what else runs, rather than have the kernel end something."""
+    deadline = time.monotonic() + wait_seconds
+    while (free := _free_bytes()) < case.peak_bytes:
+        if time.monotonic() > deadline:
+            raise typer.BadParameter(
+                f"{case.variant} in {case.dtype} with {case.num_tokens} tokens needs "
+                f"{case.peak_bytes / GIB:.1f} GiB, {free / GIB:.1f} GiB are free: "
+                "end other processes, wait longer (--wait-seconds) or take fewer --tokens"
+            )
+        time.sleep(5.0)
+
+
+def _free_bytes() -> int:
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    return int(psutil.virtual_memory().available)
+
+
+def difference(ours: Measured, theirs: Measured) -> dict[str, float]:
+    """Largest differences: absolute of values, of gradients relative to the largest element."""
+    result = {}
+    for name, value in theirs.values.items():
+        scale = np.abs(value).max() if "gradient" in name else 1.0
+        result[name] = float(np.abs(ours.values[name] - value).max() / scale)
+    return result
+
+
+def summarize(case: Case, runs: list[Measured]) -> dict[str, Any]:
+    return {
+        "variant": case.variant,
+        "dtype": case.dtype,
+        "tokens": case.num_tokens,
+        "forward_seconds": statistics.median(run.forward_seconds for run in runs),
+        "backward_seconds": statistics.median(run.backward_seconds for run in runs),
+        "seconds": statistics.median(run.seconds for run in runs),
+        "extra_bytes": max(run.extra_bytes for run in runs),
+    }
+
+
+def compare(case_of: dict[str, Case], rounds: int, wait_seconds: float) -> dict[str, Any]:
+    """All variants of one size: figures of each, ratios of the fused one to each plain one."""
+    runs: dict[str, list[Measured]] = {variant: [] for variant in case_of}
+    for turn in range(rounds):
+        order = list(case_of) if turn % 2 == 0 else list(reversed(case_of))
+        for variant in order:
+            case = case_of[variant]
+            runs[variant].append(measure_apart(case, compare=turn == 0, wait_seconds=wait_seconds))
+    ratios = {}
+    for variant in (PLAIN, NO_ENTROPY):
+        pairs = list(zip(runs[FUSED], runs[variant], strict=True))
+        ratios[variant] = {
+            "time": statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs),
+            "memory": max(ours.extra_bytes / theirs.extra_bytes for ours, theirs in pairs),
+        }
+    return {
+        "rows": [summarize(case, runs[variant]) for variant, case in case_of.items()],
+        "ratios": ratios,
+        "differences": difference(runs[FUSED][0], runs[PLAIN][0]),
+    }
+
+
+def sizes(tokens: int, growth: int) -> Iterator[int]:
+    """`tokens`, and as many halves of it as asked for, the smallest first."""
+    for halving in reversed(range(growth + 1)):
+        yield tokens >> halving
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    shown = Table("dtype", "tokens", "variant", "forward s", "backward s", "sum s", "extra GiB")
+    shown.add_column("fused, time")
+    shown.add_column("fused, memory")
+    for result in results:
+        for row in result["rows"]:
+            ratio = result["ratios"].get(row["variant"])
+            shown.add_row(
+                row["dtype"],
+                f"{row['tokens']:,}",
+                row["variant"],
+                *(
+                    f"{row[name]:.2f}"
+                    for name in ("forward_seconds", "backward_seconds", "seconds")
+                ),
+                f"{row['extra_bytes'] / GIB:.2f}",
+                *([f"{ratio['time']:.2f} x", f"1/{1 / ratio['memory']:.1f}"] if ratio else []),
+            )
+        shown.add_section()
+    return shown
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Tokens of the largest case.")] = 8192,
+    vocabulary: Annotated[int, typer.Option(help="Vocabulary entries.")] = 151_936,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 896,
+    dtype: Annotated[list[str], typer.Option(help="bfloat16, float32 or both.")] = list(DTYPES),  # noqa: B006
+    rounds: Annotated[int, typer.Option(help="Processes per variant of the largest case.")] = 3,
+    growth: Annotated[int, typer.Option(help="How often to halve the tokens, one round each.")] = 3,
+    wait_seconds: Annotated[float, typer.Option(help="How long to wait for free memory.")] = 600.0,
+) -> None:
+    """Measure the log-prob head beside plain log_softmax; the last line is all figures as JSON."""
+    if unknown := set(dtype) - set(DTYPES):
+        raise typer.BadParameter(
+            f"--dtype {', '.join(sorted(unknown))}: want {' or '.join(DTYPES)}"
+        )
+    console = Console(stderr=True)
+    plan = [(name, size) for name in dtype for size in sizes(tokens, growth)]
+    results = []
+    for name, size in track(plan, "measuring", console=console):
+        case_of = {
+            variant: Case(variant, name, size, vocabulary, hidden)
+            for variant in (FUSED, PLAIN, NO_ENTROPY)
+        }
+        results.append(compare(case_of, rounds if size == tokens else 1, wait_seconds))
+    console.print(table(results))
+    for result in results:
+        row = result["rows"][0]
+        worst = ", ".join(f"{name} {value:.1e}" for name, value in result["differences"].items())
+        console.print(f"{row['dtype']}, {row['tokens']:,} tokens, fused - plain: {worst}")
+    setting = {"vocabulary": vocabulary, "hidden": hidden, "rounds": rounds}
+    print(json.dumps({"bench": "logprobs", **facts(), **setting, "results": results}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
