@@ -12,12 +12,13 @@ from typing import Any
 
 from dapo_megatron.bridge.hf import write_checkpoint
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.config import Config
+from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.layout import row_multiple, sequence_multiple
 from dapo_megatron.loop import Parts
-from dapo_megatron.protocols import Policy, RolloutEngine, Tracker
+from dapo_megatron.protocols import Planner, Policy, RolloutEngine, Tracker
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import RolloutDriver
@@ -100,6 +101,19 @@ def load_prompts(config: Config) -> Prompts:
     return Prompts(train, evaluation, notes)
 
 
+def planner(policy: PolicyConfig, train: TrainConfig) -> Planner:
+    """How a batch is split into micro-batches that this layout can run."""
+    return partial(
+        plan_microbatches,
+        # The bound is of one rank; those of a context-parallel group share each row.
+        max_tokens=train.max_tokens_per_microbatch * policy.context_parallel,
+        packed=train.packing,
+        sequence_multiple=sequence_multiple(policy),
+        row_multiple=row_multiple(policy),
+        num_multiple=policy.pipeline_parallel if policy.virtual_pipeline_parallel else 1,
+    )
+
+
 def build_core(config: Config, ranks: Ranks) -> Core:
     """The engine first: it sizes its cache by what memory is free. Collective."""
     from dapo_megatron.engine.engine import VllmEngine
@@ -108,8 +122,7 @@ def build_core(config: Config, ranks: Ranks) -> Core:
     engine = VllmEngine(
         config, rank=ranks.rank, world_size=ranks.world_size, local_rank=ranks.local_rank
     )
-    plan = partial(plan_microbatches, max_tokens=config.train.max_tokens_per_microbatch)
-    policy = MegatronPolicy(config, ranks, plan)
+    policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
     grading = None
     if engine.is_leader:
         sources = (*config.data.train, *config.evaluation.sets)

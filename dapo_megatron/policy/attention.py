@@ -61,8 +61,8 @@ class CausalAttention(MegatronModule):
         length, rows = query.shape[:2]
         whole = length * parallel_state.get_context_parallel_world_size()
         bounds = tuple(range(0, (rows + 1) * whole, whole))
-        flat = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]
-        return self._attend(*flat, bounds).view(rows, length, -1).transpose(0, 1)
+        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        return self._attend(query, key, value, bounds).view(rows, length, -1).transpose(0, 1)
 
     def _attend(
         self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: tuple[int, ...]

@@ -34,8 +34,8 @@ from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.types import MicroTokens, TokenBatch
 
-Output = Callable[[Tensor, Rows, Any], tuple[Tensor, Tensor, Any]]
-"""(hidden states, rows, model) -> (loss, a number Megatron wants and nobody reads, results)."""
+Output = Callable[[Rows, Any, Tensor], tuple[Tensor, Tensor, Any]]
+"""(rows, model, hidden states) -> (loss, a number Megatron wants and nobody reads, results)."""
 
 
 def loss_inputs(batch: TokenBatch, scored_n: Tensor) -> MicroTokens:
@@ -70,7 +70,7 @@ class Runner:
         """(place in the batch, log-prob, entropy) of each micro-batch's tokens, each [n]; on the
         last pipeline stage, an empty list elsewhere."""
 
-        def output(hidden: Tensor, rows: Rows, model: Any) -> tuple[Tensor, Tensor, Any]:
+        def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             scored = rows.predicts >= 0
             logp, entropy = self._head(hidden, rows, scored, model)
             zero = torch.zeros((), device=hidden.device)
@@ -86,7 +86,7 @@ class Runner:
         statistics on the last pipeline stage."""
         in_loss = batch.loss_mask.to(micro[0].predicts.device)
 
-        def output(hidden: Tensor, rows: Rows, model: Any) -> tuple[Tensor, Tensor, Any]:
+        def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             # Prompts and padding need no log-prob: the head is the dearest layer of small models.
             scored = (rows.predicts >= 0) & in_loss[rows.predicts.clamp(min=0)]
             logp, entropy = self._head(hidden, rows, scored, model)
@@ -130,7 +130,7 @@ class Runner:
                 # What the mask is really used for: policy/moe.py.
                 padding_mask=one.sequences if self._has_experts else None,
             )
-            return hidden, partial(output, rows=one, model=chunk.module)
+            return hidden, partial(output, one, chunk.module)
 
         schedule = get_forward_backward_func()
         iterators = [iter(micro) for _ in self._chunks]

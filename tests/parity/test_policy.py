@@ -74,7 +74,7 @@ def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping
     policy = MegatronPolicy(config, Ranks(rank, world_size, rank), plan)
     batch, loss = batch_for(model), make_loss(**CLIP, tis_cap=None)
     logprobs = policy.logprobs(batch)
-    gradients = policy.gradients(batch, loss)
+    _, gradients = policy.gradients(batch, loss)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     stats = [policy.update(batch, loss, LR) for _ in range(3)]
     moved = {name: tensor - before[name] for name, tensor in policy.weights()}
