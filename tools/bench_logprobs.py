@@ -7,19 +7,21 @@ Each measurement is one forward and backward in a fresh process, so that a peak 
 go through the variants in alternating order, so that ratios hold on a machine that is not quiet.
 Memory is what comes on top of hidden states, weights and targets: gradients count. Both variants
 give log-probs, entropies (without gradient) and both gradients; the third leaves entropies out.
+Processor seconds are given beside the clock's: other processes hardly touch them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]
@@ -34,9 +36,12 @@ from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from tools.bench_facts import facts
 
 FUSED, PLAIN, NO_ENTROPY = "fused", "plain", "plain, no entropy"
+EXACT = "plain, float64"  # for comparison alone, and of a few tokens
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 GIB = 2**30
+Result = TypeVar("Result")
 WARM_UP_TOKENS = 64
+NUM_EXACT_TOKENS = 64
 NUM_COMPARED_ROWS = 4096  # of the weight gradient, which is too large to send around
 
 
@@ -53,8 +58,9 @@ class Case:
     @property
     def peak_bytes(self) -> int:
         """What it may take beside the libraries; plain holds log-probs and two gradients."""
-        weights = 3 * self.num_entries * self.hidden_size * 4
-        whole = 0 if self.variant == FUSED else 3 * self.num_tokens * self.num_entries * 4
+        weights = (6 if self.variant == EXACT else 3) * self.num_entries * self.hidden_size * 4
+        num_whole = 3 if self.variant in (PLAIN, NO_ENTROPY) else 0
+        whole = num_whole * self.num_tokens * self.num_entries * 4
         return weights + whole + GIB // 2
 
 
@@ -64,6 +70,7 @@ class Measured:
 
     forward_seconds: float
     backward_seconds: float
+    processor_seconds: float
     extra_bytes: int
     values: dict[str, np.ndarray[Any, Any]]
 
@@ -79,7 +86,8 @@ def plain_logprobs(
     hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies of whole logits, with as few copies as torch's own functions need."""
-    logprobs_TV = (hidden_TH @ weight_VH.t()).float().log_softmax(-1)
+    wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+    logprobs_TV = (hidden_TH @ weight_VH.t()).to(wide).log_softmax(-1)
     entropy_T = None
     if entropy:
         with torch.no_grad():
@@ -118,23 +126,41 @@ def measure(case: Case, compare: bool) -> Measured:
     grad_T = torch.linspace(-1.0, 1.0, case.num_tokens, device=inputs[0].device)
 
     before = _start_peak()
-    started = _now()
+    started, processor = _now(), time.process_time()
     logp_T, entropy_T = run_head(case, inputs)
     middle = _now()
     logp_T.backward(grad_T)
     ended = _now()
+    processor = time.process_time() - processor
     extra_bytes = _peak() - before
 
-    values = {}
-    if compare:
-        hidden_TH, weight_VH, _ = inputs
-        assert hidden_TH.grad is not None and weight_VH.grad is not None
-        values = {"log-prob": logp_T.detach(), "hidden gradient": hidden_TH.grad}
-        values["weight gradient"] = weight_VH.grad[:NUM_COMPARED_ROWS]
-        if entropy_T is not None:
-            values["entropy"] = entropy_T
-    arrays = {name: value.float().cpu().numpy() for name, value in values.items()}
-    return Measured(middle - started, ended - middle, extra_bytes, arrays)
+    values = _values(inputs, logp_T, entropy_T) if compare else {}
+    return Measured(middle - started, ended - middle, processor, extra_bytes, values)
+
+
+def exact_values(case: Case) -> dict[str, np.ndarray[Any, Any]]:
+    """The first tokens in float64; the gradient of the weight is of all tokens and left out."""
+    hidden_TH, weight_VH, targets_T = make_inputs(case, case.num_tokens)
+    few = slice(0, NUM_EXACT_TOKENS)
+    doubles = [value.detach().double().requires_grad_() for value in (hidden_TH[few], weight_VH)]
+    logp_T, entropy_T = plain_logprobs(doubles[0], doubles[1], targets_T[few], entropy=True)
+    grad_T = torch.linspace(-1.0, 1.0, case.num_tokens, device=hidden_TH.device)
+    logp_T.backward(grad_T[few].double())
+    values = _values((doubles[0], doubles[1], targets_T), logp_T, entropy_T)
+    del values["weight gradient"]
+    return values
+
+
+def _values(
+    inputs: tuple[Tensor, Tensor, Tensor], logp_T: Tensor, entropy_T: Tensor | None
+) -> dict[str, np.ndarray[Any, Any]]:
+    hidden_TH, weight_VH, _ = inputs
+    assert hidden_TH.grad is not None and weight_VH.grad is not None
+    values = {"log-prob": logp_T.detach(), "hidden gradient": hidden_TH.grad}
+    values["weight gradient"] = weight_VH.grad[:NUM_COMPARED_ROWS]
+    if entropy_T is not None:
+        values["entropy"] = entropy_T
+    return {name: value.double().cpu().numpy() for name, value in values.items()}
 
 
 def _now() -> float:
@@ -163,11 +189,11 @@ def _peak() -> int:
 # -------------------------------------------------------------------------- in the first process
 
 
-def measure_apart(case: Case, *, compare: bool, wait_seconds: float) -> Measured:
-    """`measure` in a fresh process, once there is memory for it."""
+def apart(case: Case, wait_seconds: float, function: Callable[..., Result], *more: Any) -> Result:
+    """`function(case, *more)` in a fresh process, once there is memory for it."""
     require_memory(case, wait_seconds)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measure, case, compare).result()
+        return pool.submit(function, case, *more).result()
 
 
 def require_memory(case: Case, wait_seconds: float) -> None:
@@ -189,12 +215,14 @@ def _free_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def difference(ours: Measured, theirs: Measured) -> dict[str, float]:
+def difference(
+    ours: dict[str, np.ndarray[Any, Any]], theirs: dict[str, np.ndarray[Any, Any]]
+) -> dict[str, float]:
     """Largest differences: absolute of values, of gradients relative to the largest element."""
     result = {}
-    for name, value in theirs.values.items():
+    for name, value in theirs.items():
         scale = np.abs(value).max() if "gradient" in name else 1.0
-        result[name] = float(np.abs(ours.values[name] - value).max() / scale)
+        result[name] = float(np.abs(ours[name][: len(value)] - value).max() / scale)
     return result
 
 
@@ -206,6 +234,7 @@ def summarize(case: Case, runs: list[Measured]) -> dict[str, Any]:
         "forward_seconds": statistics.median(run.forward_seconds for run in runs),
         "backward_seconds": statistics.median(run.backward_seconds for run in runs),
         "seconds": statistics.median(run.seconds for run in runs),
+        "processor_seconds": statistics.median(run.processor_seconds for run in runs),
         "extra_bytes": max(run.extra_bytes for run in runs),
     }
 
@@ -216,19 +245,27 @@ def compare(case_of: dict[str, Case], rounds: int, wait_seconds: float) -> dict[
     for turn in range(rounds):
         order = list(case_of) if turn % 2 == 0 else list(reversed(case_of))
         for variant in order:
-            case = case_of[variant]
-            runs[variant].append(measure_apart(case, compare=turn == 0, wait_seconds=wait_seconds))
+            runs[variant].append(apart(case_of[variant], wait_seconds, measure, turn == 0))
     ratios = {}
     for variant in (PLAIN, NO_ENTROPY):
         pairs = list(zip(runs[FUSED], runs[variant], strict=True))
         ratios[variant] = {
             "time": statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs),
+            "processor_time": statistics.median(
+                ours.processor_seconds / theirs.processor_seconds for ours, theirs in pairs
+            ),
             "memory": max(ours.extra_bytes / theirs.extra_bytes for ours, theirs in pairs),
         }
+    fused, plain = runs[FUSED][0].values, runs[PLAIN][0].values
+    exact = apart(replace(case_of[FUSED], variant=EXACT), wait_seconds, exact_values)
     return {
         "rows": [summarize(case, runs[variant]) for variant, case in case_of.items()],
         "ratios": ratios,
-        "differences": difference(runs[FUSED][0], runs[PLAIN][0]),
+        "differences": {
+            "fused - plain": difference(fused, plain),
+            "fused - exact": difference(fused, exact),
+            "plain - exact": difference(plain, exact),
+        },
     }
 
 
@@ -239,9 +276,11 @@ def sizes(tokens: int, growth: int) -> Iterator[int]:
 
 
 def table(results: list[dict[str, Any]]) -> Table:
-    shown = Table("dtype", "tokens", "variant", "forward s", "backward s", "sum s", "extra GiB")
-    shown.add_column("fused, time")
-    shown.add_column("fused, memory")
+    """`time`, `processor` and `memory` are those of the fused head over those of the row."""
+    names = ("forward_seconds", "backward_seconds", "seconds", "processor_seconds")
+    shown = Table("dtype", "tokens", "variant", "forward s", "backward s", "sum s", "processor s")
+    for name in ("extra GiB", "time", "processor", "memory"):
+        shown.add_column(name)
     for result in results:
         for row in result["rows"]:
             ratio = result["ratios"].get(row["variant"])
@@ -249,15 +288,17 @@ def table(results: list[dict[str, Any]]) -> Table:
                 row["dtype"],
                 f"{row['tokens']:,}",
                 row["variant"],
-                *(
-                    f"{row[name]:.2f}"
-                    for name in ("forward_seconds", "backward_seconds", "seconds")
-                ),
+                *(f"{row[name]:.2f}" for name in names),
                 f"{row['extra_bytes'] / GIB:.2f}",
-                *([f"{ratio['time']:.2f} x", f"1/{1 / ratio['memory']:.1f}"] if ratio else []),
+                *(ratio_texts(ratio) if ratio else ()),
             )
         shown.add_section()
     return shown
+
+
+def ratio_texts(ratio: dict[str, float]) -> list[str]:
+    times = [f"{ratio[name]:.2f} x" for name in ("time", "processor_time")]
+    return [*times, f"1/{1 / ratio['memory']:.1f}"]
 
 
 def main(
@@ -274,6 +315,8 @@ def main(
         raise typer.BadParameter(
             f"--dtype {', '.join(sorted(unknown))}: want {' or '.join(DTYPES)}"
         )
+    # Read by the children's OpenMP: threads that wait for others must not count as work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     console = Console(stderr=True)
     plan = [(name, size) for name in dtype for size in sizes(tokens, growth)]
     results = []
@@ -286,8 +329,9 @@ def main(
     console.print(table(results))
     for result in results:
         row = result["rows"][0]
-        worst = ", ".join(f"{name} {value:.1e}" for name, value in result["differences"].items())
-        console.print(f"{row['dtype']}, {row['tokens']:,} tokens, fused - plain: {worst}")
+        for pair, differences in result["differences"].items():
+            worst = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
+            console.print(f"{row['dtype']}, {row['tokens']:,} tokens, {pair}: {worst}")
     setting = {"vocabulary": vocabulary, "hidden": hidden, "rounds": rounds}
     print(json.dumps({"bench": "logprobs", **facts(), **setting, "results": results}))
 
