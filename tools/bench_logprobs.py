@@ -326,7 +326,7 @@ def main(
             for variant in (FUSED, PLAIN, NO_ENTROPY)
         }
         results.append(compare(case_of, rounds if size == tokens else 1, wait_seconds))
-    console.print(table(results))
+        console.print(table(results))  # as far as it is: the largest sizes take minutes
     for result in results:
         row = result["rows"][0]
         for pair, differences in result["differences"].items():
