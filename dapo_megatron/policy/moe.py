@@ -87,6 +87,14 @@ class ExpertLayer(MoELayer):
     layers, also when they are recomputed.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for weight in self.experts.parameters():
+            # Whose gradients are added over the ranks that hold the same experts. Megatron marks
+            # them so with expert parallelism alone; without, tensor-parallel ranks, each of which
+            # sent the experts other tokens, would keep their gradients to themselves.
+            weight.allreduce = False
+
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
     ) -> Any:
