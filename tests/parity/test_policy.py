@@ -35,6 +35,7 @@ MODELS = {
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama": ("llama", {}),
     "llama_mha": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
 }
 
 
@@ -67,6 +68,8 @@ def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping
     config = tiny_config(
         model__path=folder,
         policy__tensor_parallel=layout.get("tp", 1),
+        # Megatron trains experts on tensor-parallel ranks so alone.
+        policy__sequence_parallel=str(model == "qwen3_moe" and layout.get("tp", 1) > 1).lower(),
         policy__pipeline_parallel=layout.get("pp", 1),
         rollout__temperature=layout.get("temperature", 1.0),
     )
@@ -159,13 +162,28 @@ def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed
         ).total
         optimizer.zero_grad()
         (loss / batch.num_loss_tokens).backward()
-        gradients = {name: weight.grad.clone() for name, weight in parameters.items()}
+        gradients = per_expert({name: weight.grad.clone() for name, weight in parameters.items()})
         seen.append((logp.detach(), entropy.detach(), gradients))
         losses.append(float(loss.detach()) / batch.num_loss_tokens)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), numbers.clip_grad)))
         optimizer.step()
     moved = {name: weight.detach() - before[name] for name, weight in parameters.items()}
-    return Observed(*seen[0], losses, norms, moved)
+    return Observed(*seen[0], losses, norms, per_expert(moved))
+
+
+def per_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts, one tensor in memory in transformers, under the names they have in a checkpoint."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, is_fused, part = name.partition("experts.")
+        if not is_fused:
+            named[name] = tensor
+            continue
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
+        for number, expert in enumerate(tensor):
+            for each, value in zip(parts, expert.chunk(len(parts)), strict=True):
+                named[f"{layer}experts.{number}.{each}.weight"] = value
+    return named
 
 
 def hf_logprobs(model: Any, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
