@@ -85,13 +85,15 @@ def _redirect(rank: int) -> tuple[Path, TextIO]:
 
 
 def _tell(error: BaseException | None, proof: Proof | None, terminal: TextIO, log: Path) -> None:
-    """One line on the terminal, with the case it happened in. Without an error the log goes."""
+    """One line on the terminal, with the case it happened in. Without an error the log goes.
+    A rank that was in no case only heard that others are gone."""
     rank = os.environ["RANK"]
     if error is None or isinstance(error, DapoError):
         log.unlink()
-    if isinstance(error, DapoError) and rank == "0":
-        print(f"error: {error}", file=terminal, flush=True)
-    elif isinstance(error, Exception) and not isinstance(error, DapoError):
+    if isinstance(error, DapoError):
+        if rank == "0":
+            print(f"error: {error}", file=terminal, flush=True)
+    elif isinstance(error, Exception) and (proof is None or proof.doing):
         where = f"case {proof.doing!r}, " if proof else ""
         said = f"{type(error).__name__}: {error}"[:300].strip()
         print(f"{where}rank {rank}: {said} (log: {log})", file=terminal, flush=True)

@@ -30,7 +30,7 @@ from typing import TextIO, TypeVar
 
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.config import Config, read_model_config
-from dapo_megatron.doctor.groups import Worlds
+from dapo_megatron.doctor.groups import Worlds, dismantle
 from dapo_megatron.doctor.matrix import Case, matrix, reference
 from dapo_megatron.doctor.measure import Measured, compare, measure
 from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
@@ -66,7 +66,7 @@ class Proof:
             tis_cap=config.loss.tis_cap,
         )
         self.doing = ""
-        """The case that runs, for an error message."""
+        """The case that this rank takes part in, for an error message."""
 
     def run(self, folder: Path) -> None:
         """Every case against its reference. `folder` is for the model. Collective."""
@@ -104,12 +104,17 @@ class Proof:
     ) -> Result | None:
         """`work` with the policy of a case, built as a run builds it; None on ranks it leaves out.
         Collective."""
-        self.doing = case.name
         with self.worlds.world(case.num_ranks) as ranks:
             if ranks is None:
                 return None
+            self.doing = case.name
             config = case.config(self.config, str(folder))
-            return work(MegatronPolicy(config, ranks, case.planner()))
+            policy = MegatronPolicy(config, ranks, case.planner())
+            result = work(policy)
+            dismantle(policy)
+            del policy
+            self.doing = ""
+            return result
 
     def _share_minibatch(self, folder: Path) -> TokenBatch:
         """The mini-batch, its old log-probs near those of the reference; on every rank."""
