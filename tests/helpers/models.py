@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,6 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from dapo_megatron.doctor.shrink import randomize
 from tools.make_tiny_model import MAX_TOKENS, make_tokenizer
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
@@ -41,8 +43,7 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
 
     Two layers, 4 query heads on 2 key-value heads of 32, untied; `overrides` go to the HF config
     (`tie_word_embeddings=True`, `num_hidden_layers=4`, ...). Every weight differs from what a
-    fresh model or a forgotten tensor would hold: matrices of std 0.1, norms in [0.5, 1.5], biases
-    away from 0.
+    fresh model or a forgotten tensor would hold (doctor/shrink.py, `randomize`).
     """
     config_class, model_class = FAMILIES[family]
     tokenizer = make_tokenizer()
@@ -73,15 +74,16 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
     return folder
 
 
-@torch.no_grad()
-def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Fill all parameters from `seed`, leaving torch's global generator alone."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if name.endswith("norm.weight"):
-            weight.uniform_(0.5, 1.5, generator=generator)
-        elif name.endswith("bias"):
-            weight.uniform_(0.2, 0.8, generator=generator)
-            weight.mul_(torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1)
-        else:
-            weight.normal_(0.0, 0.1, generator=generator)
+def per_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts, one tensor in memory in transformers, under the names they have in a checkpoint."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, is_fused, part = name.partition("experts.")
+        if not is_fused:
+            named[name] = tensor
+            continue
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
+        for number, expert in enumerate(tensor):
+            for each, value in zip(parts, expert.chunk(len(parts)), strict=True):
+                named[f"{layer}experts.{number}.{each}.weight"] = value
+    return named

@@ -3,7 +3,6 @@ fit is refused by name; and its HF export is a checkpoint like any other."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,38 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import CheckpointError, StepStats
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
-from tests.helpers.models import make_random_model
+from tests.helpers.models import make_random_model, per_expert
 from tests.helpers.ranks import run_ranks
 
-LAYOUTS = {"tp2": (2, 1), "dp2": (1, 1), "pp2": (1, 2)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"policy__tensor_parallel": 2},
+    "dp2": {},
+    "pp2": {"policy__pipeline_parallel": 2},
+    "interleaved": {
+        "policy__pipeline_parallel": 2,
+        "policy__virtual_pipeline_parallel": 2,
+    },
+    "cp2": {"policy__context_parallel": 2},
+    "ep2": {"policy__expert_parallel": 2},  # the mixture of experts
+}
 LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
 CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
 
 
-def build(model: str, layout: str, exchange: Ranks) -> Any:
+def build(models: Path, layout: str, exchange: Ranks) -> Any:
     from megatron.core import parallel_state
 
-    from dapo_megatron.data.packing import plan_microbatches
+    from dapo_megatron.build import planner
     from dapo_megatron.policy.policy import MegatronPolicy
 
     parallel_state.destroy_model_parallel()
-    tp, pp = LAYOUTS[layout]
-    config = tiny_config(
-        model__path=model, policy__tensor_parallel=tp, policy__pipeline_parallel=pp
-    )
-    return MegatronPolicy(config, exchange, partial(plan_microbatches, max_tokens=128))
+    alone = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128}
+    config = tiny_config(model__path=model_of(models, layout), **{**alone, **LAYOUTS[layout]})
+    return MegatronPolicy(config, exchange, planner(config.policy, config.train))
+
+
+def model_of(models: Path, layout: str) -> Path:
+    return models / ("qwen3_moe" if layout == "ep2" else "qwen3")
 
 
 def weights(policy: Any) -> dict[str, Tensor]:
@@ -58,36 +69,37 @@ def refusal(policy: Any, folder: Path) -> str:
     return str(caught.value)
 
 
-def run(rank: int, world_size: int, model: str, root: Path) -> dict[str, Any]:
+def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
     exchange = Ranks(rank, world_size, rank)
-    return {name: save_and_load(exchange, model, root / name, name) for name in LAYOUTS} | {
-        "refused": refusals(exchange, model, root)
+    return {name: save_and_load(exchange, models, root / name, name) for name in LAYOUTS} | {
+        "refused": refusals(exchange, models, root)
     }
 
 
-def save_and_load(exchange: Ranks, model: str, folder: Path, layout: str) -> Any:
+def save_and_load(exchange: Ranks, models: Path, folder: Path, layout: str) -> Any:
     from dapo_megatron.bridge.hf import write_checkpoint
 
     export = folder / "hf"
     export.mkdir(parents=True, exist_ok=True)
     exchange.barrier()
-    policy = build(model, layout, exchange)
+    policy = build(models, layout, exchange)
     update(policy, 0)
     policy.save(folder)
     saved = weights(policy)
-    write_checkpoint(export, policy.weights(), Path(model), is_writer=exchange.rank == 0)
+    source = model_of(models, layout)
+    write_checkpoint(export, policy.weights(), source, is_writer=exchange.rank == 0)
     went_on = two_updates(policy)
-    policy = build(model, layout, exchange)
+    policy = build(models, layout, exchange)
     policy.load(folder)
     return saved, went_on, weights(policy), two_updates(policy)
 
 
-def refusals(exchange: Ranks, model: str, root: Path) -> dict[str, str]:
+def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    said = {"layout": refusal(build(model, "tp2", exchange), root / "pp2")}
-    policy = build(model, "dp2", exchange)
+    said = {"layout": refusal(build(models, "tp2", exchange), root / "pp2")}
+    policy = build(models, "dp2", exchange)
     name = f"rank_{exchange.rank:05d}.safetensors"
     whole = root / "dp2" / name
     for folder in (CUT_SHORT, KEY_GONE):
@@ -108,9 +120,13 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "qwen3"
-    return make_random_model("qwen3", folder, seed=1, tie_word_embeddings=True)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for family in ("qwen3", "qwen3_moe"):
+        make_random_model(
+            family, root / family, seed=1, tie_word_embeddings=True, num_hidden_layers=4
+        )
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +135,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(model: Path, root: Path) -> list[dict[str, Any]]:
-    return run_ranks(run, 2, 2, str(model), root)
+def ranks(models: Path, root: Path) -> list[dict[str, Any]]:
+    return run_ranks(run, 2, 2, models, root)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -135,7 +151,7 @@ def test_a_loaded_policy_goes_on_to_the_last_bit(layout: str, ranks: Any) -> Non
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_export_is_an_hf_checkpoint(layout: str, ranks: Any, root: Path, model: Path) -> None:
+def test_the_export_is_an_hf_checkpoint(layout: str, ranks: Any, root: Path, models: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     export = root / layout / "hf"
@@ -143,8 +159,9 @@ def test_the_export_is_an_hf_checkpoint(layout: str, ranks: Any, root: Path, mod
         export, dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values()), info
-    assert equal({n: p.detach() for n, p in loaded.named_parameters()}, ranks[0][layout][0])
-    for path in model.iterdir():
+    held = per_expert({n: p.detach() for n, p in loaded.named_parameters()})
+    assert equal(held, ranks[0][layout][0])
+    for path in model_of(models, layout).iterdir():
         if path.suffix != ".safetensors":
             assert (export / path.name).read_bytes() == path.read_bytes()
     assert AutoTokenizer.from_pretrained(export)("12").input_ids

@@ -22,7 +22,7 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import TokenBatch
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
-from tests.helpers.models import make_random_model
+from tests.helpers.models import make_random_model, per_expert
 from tests.helpers.ranks import run_ranks
 
 LR = 1e-4
@@ -169,21 +169,6 @@ def hf_observed(folder: Path, batch: TokenBatch, temperature: float) -> Observed
         optimizer.step()
     moved = {name: weight.detach() - before[name] for name, weight in parameters.items()}
     return Observed(*seen[0], losses, norms, per_expert(moved))
-
-
-def per_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts, one tensor in memory in transformers, under the names they have in a checkpoint."""
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        layer, is_fused, part = name.partition("experts.")
-        if not is_fused:
-            named[name] = tensor
-            continue
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
-        for number, expert in enumerate(tensor):
-            for each, value in zip(parts, expert.chunk(len(parts)), strict=True):
-                named[f"{layer}experts.{number}.{each}.weight"] = value
-    return named
 
 
 def hf_logprobs(model: Any, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
