@@ -4,7 +4,7 @@ ARGS   ?=
 VENV   := .venv
 READY  := $(VENV)/.ready
 
-.PHONY: help env quickstart test test-long lint mlflow-ui clean
+.PHONY: help env quickstart test test-long test-layouts lint mlflow-ui clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,9 @@ test: env  ## the tests, without those marked long; more arguments with ARGS="-k
 
 test-long: env  ## only the tests marked long
 	$(VENV)/bin/python -m pytest -m long $(ARGS)
+
+test-layouts: env  ## doctor layouts: the whole matrix on four ranks, of eight models
+	$(VENV)/bin/python -m pytest -m "long or not long" tests/parity/test_layouts.py $(ARGS)
 
 lint: env  ## ruff and mypy
 	$(VENV)/bin/ruff check .

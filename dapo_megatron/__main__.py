@@ -105,15 +105,12 @@ def layouts(
     """Prove that any layout of the model gives the gradient of one process."""
     checked = load_config(config, overrides or [])
     hf = read_model_config(checked)
+    from dapo_megatron.doctor import command
     from dapo_megatron.doctor.matrix import smallest_world
 
     check_layout(checked, smallest_world(checked.policy, hf), has_engine=False)
     if not is_launched():
-        from torch.cuda import device_count
-
-        raise typer.Exit(launch(_this_command(), ranks or device_count() or 4))
-    from dapo_megatron.doctor import command
-
+        raise typer.Exit(launch(_this_command(), ranks or command.default_ranks()))
     with _told():
         if not command.layouts(checked, precision=precision, only=only, json_file=json_file):
             raise typer.Exit(1)

@@ -53,6 +53,13 @@ def layouts(config: Config, *, precision: str, only: str, json_file: Path | None
     return proof.report.ok
 
 
+def default_ranks() -> int:
+    """One process per GPU; without a GPU as many as the matrix has a use for."""
+    from torch.cuda import device_count
+
+    return device_count() or 4
+
+
 def _introduce(proof: Proof) -> None:
     """What is about to be proved, and whether the config's own layout is among it."""
     from dapo_megatron.doctor.matrix import layout_name, smallest_world

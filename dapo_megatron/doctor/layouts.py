@@ -109,7 +109,7 @@ class Proof:
                 return None
             self.doing = case.name
             config = case.config(self.config, str(folder))
-            policy = MegatronPolicy(config, ranks, case.planner())
+            policy = MegatronPolicy(config, ranks, case.planner(config))
             result = work(policy)
             dismantle(policy)
             del policy

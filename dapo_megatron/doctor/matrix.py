@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+from dapo_megatron import build
 from dapo_megatron.config import Config, PolicyConfig
-from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.layout import _policy_problems as policy_problems
-from dapo_megatron.layout import data_parallel, row_multiple, sequence_multiple
+from dapo_megatron.layout import data_parallel
 from dapo_megatron.protocols import Planner
 
 MAX_TOKENS = 400
@@ -100,23 +99,17 @@ class Case:
             update={
                 "model": config.model.model_copy(update={"path": model}),
                 "policy": self.policy,
-                "train": config.train.model_copy(update={"packing": self.packed}),
+                "train": config.train.model_copy(
+                    update={"packing": self.packed, "max_tokens_per_microbatch": MAX_TOKENS}
+                ),
             }
         )
 
-    def planner(self) -> Planner:
-        """How the mini-batch is split into micro-batches."""
-        if self.split != "planned":
-            return {"single": single_plan, "skewed": skewed_plan}[self.split]
-        interleaved = self.policy.virtual_pipeline_parallel is not None
-        return partial(
-            plan_microbatches,
-            max_tokens=MAX_TOKENS * self.policy.context_parallel,
-            packed=self.packed,
-            sequence_multiple=sequence_multiple(self.policy),
-            row_multiple=row_multiple(self.policy),
-            num_multiple=self.policy.pipeline_parallel if interleaved else 1,
-        )
+    def planner(self, config: Config) -> Planner:
+        """How the mini-batch is split into micro-batches; `config` as `self.config` made it."""
+        if self.split == "planned":
+            return build.planner(config.policy, config.train)
+        return {"single": single_plan, "skewed": skewed_plan}[self.split]
 
 
 def single_plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:

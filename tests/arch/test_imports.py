@@ -57,7 +57,7 @@ ROOMS = {
     "tracking": room("types config config_file protocols", "mlflow rich"),
     "cluster": room("types config protocols", "torch rich"),
     "doctor": room(
-        "types config layout protocols algo data bridge policy cluster tracking session",
+        "types config layout protocols algo data bridge policy cluster tracking session build",
         "torch transformers rich",
     ),
     "run_folder": room("types config protocols"),

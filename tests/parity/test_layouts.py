@@ -1,0 +1,189 @@
+"""`doctor layouts` on real ranks: every layout gives the gradient of one process, and a policy with
+a classic fault is found out, by exactly the rows that the fault touches.
+
+Fast: two ranks, the skewed split. The whole matrix on four ranks, of six models in both precisions:
+`make test-layouts`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_megatron.config_file import load_config
+from dapo_megatron.doctor.matrix import Case, matrix
+from dapo_megatron.doctor.shrink import shrink
+from tests.helpers.models import make_random_model
+from tests.unit.test_cli import outside_a_launcher
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = {name: f"model_configs/{name}.yaml" for name in ("tiny_cpu", "tiny_moe")}
+BOUNDS = {"float64": 1e-9, "float32": 1e-5}
+Rows = dict[str, dict[str, Any]]
+
+
+def doctor(
+    folder: Path, *arguments: str, ranks: int = 2, fault: str = "none"
+) -> tuple[int, Rows, str]:
+    """Run the command; its exit code, its rows by the name of the case, and what it printed."""
+    figures = folder / "figures.json"
+    command = ["doctor", "layouts", *arguments, "--json", str(figures)]
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.helpers.broken_doctor",
+            fault,
+            "--ranks",
+            str(ranks),
+            *command,
+        ],
+        cwd=REPOSITORY,
+        env={**outside_a_launcher(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = ran.stdout + ran.stderr[-4000:]
+    assert figures.exists(), said
+    rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
+    return ran.returncode, {_name(row): row for row in rows}, said
+
+
+def _name(row: dict[str, Any]) -> str:
+    yours = "yours: " if row["yours"] else ""
+    return f"{yours}{row['layout']}, {row['split']}, {'packed' if row['packed'] else 'padded'}"
+
+
+def cases(config: str, precision: str, only: str) -> list[str]:
+    """The names that the command's rows must have on two ranks."""
+    loaded = load_config(REPOSITORY / CONFIGS[config])
+    path = REPOSITORY / loaded.model.path / "config.json"
+    hf = shrink(json.loads(path.read_text(encoding="utf-8")), loaded.policy)
+
+    def name(case: Case) -> str:
+        return ("yours: " if case.yours else "") + case.name
+
+    return [name(case) for case in matrix(loaded, hf, 2, precision) if only in case.name]
+
+
+def check(row: dict[str, Any], precision: str) -> None:
+    bound = BOUNDS[precision]
+    assert row["gradient"] <= bound, row["tensor"]
+    assert row["loss"] <= bound
+    assert row["weights"] <= 1e-5
+    assert row["grad_norm"] <= 1e-5
+    assert row["losses"] <= 1e-5
+    assert row["ok"]
+
+
+# ------------------------------------------------------------------ the proof, on two ranks
+
+FAST = [("tiny_cpu", "float64", "skewed"), ("tiny_moe", "float32", "skewed, packed")]
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Rows, str]]:
+    return {
+        config: doctor(
+            tmp_path_factory.mktemp(config),
+            CONFIGS[config],
+            "--precision",
+            precision,
+            "--only",
+            only,
+        )
+        for config, precision, only in FAST
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "case"),
+    [
+        (config, precision, case)
+        for config, precision, only in FAST
+        for case in cases(config, precision, only)
+    ],
+)
+def test_a_layout_gives_the_gradient_of_one_process(
+    config: str, precision: str, case: str, fast: dict[str, tuple[int, Rows, str]]
+) -> None:
+    check(fast[config][1][case], precision)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_command_says_so(config: str, fast: dict[str, tuple[int, Rows, str]]) -> None:
+    code, rows, said = fast[config]
+    assert code == 0
+    assert f"all {len(rows)} cases agree" in said
+
+
+# ------------------------------------------------------------------ faults that must be found
+
+Touched = Callable[[str], bool]
+FAULTS: list[tuple[str, str, Touched]] = [
+    ("times_data_parallel", "tiny_cpu", lambda case: case.startswith("DP2")),
+    ("mean_of_means", "tiny_cpu", lambda case: True),
+    ("double_context_parallel", "tiny_cpu", lambda case: "CP2" in case),
+]
+MORE_FAULTS: list[tuple[str, str, Touched]] = [
+    ("norms_not_added", "tiny_cpu", lambda case: "+SP" in case),
+    ("norms_not_added", "tiny_moe", lambda case: "+SP" in case),
+    ("balance_by_tokens", "tiny_moe", lambda case: "balance" in case),
+    # Experts over data-parallel ranks are data parallel all the same.
+    (
+        "times_data_parallel",
+        "tiny_moe",
+        lambda case: "DP2" in case or case.startswith(("EP2", "yours")),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "config", "touched"),
+    FAULTS + [pytest.param(*fault, marks=pytest.mark.long) for fault in MORE_FAULTS],
+)
+def test_a_fault_fails_the_rows_it_touches(
+    fault: str, config: str, touched: Touched, tmp_path: Path
+) -> None:
+    code, rows, said = doctor(tmp_path, CONFIGS[config], "--only", "skewed, packed", fault=fault)
+    assert code == 1, said
+    wrong = {name for name, row in rows.items() if not row["ok"]}
+    assert wrong == {name for name in rows if touched(name)}, said
+    assert all("gradient" in rows[name]["failures"] for name in wrong)
+
+
+# ------------------------------------------------------------------ the whole matrix
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen2_bias": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "llama_mha": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe_plain": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_whole_matrix(model: str, precision: str, tmp_path: Path) -> None:
+    family, overrides = MODELS[model]
+    folder = make_random_model(family, tmp_path / "model", **overrides)
+    code, rows, said = doctor(
+        tmp_path, CONFIGS["tiny_cpu"], f"model.path={folder}", "--precision", precision, ranks=4
+    )
+    assert code == 0, said
+    assert len(rows) > 60
+    for row in rows.values():
+        check(row, precision)

@@ -1,0 +1,309 @@
+"""The parts of `doctor layouts` that need no ranks: small model, mini-batch, matrix, differences."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from dapo_megatron import __main__ as command_line
+from dapo_megatron.bridge.families import architecture
+from dapo_megatron.config import PolicyConfig
+from dapo_megatron.doctor.matrix import Case, layout_name, matrix, reference, smallest_world
+from dapo_megatron.doctor.measure import Differences, Measured, compare, distances
+from dapo_megatron.doctor.minibatch import LENGTHS, NO_LOSS, random_minibatch, with_old_logprobs
+from dapo_megatron.doctor.shrink import shrink, write_random_model
+from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
+from dapo_megatron.layout import check_layout
+from dapo_megatron.types import ConfigError
+from tests.helpers.configs import TINY, tiny_config
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "hidden_size": 2048,  # apart from 32 heads of 128
+}
+
+
+# ------------------------------------------------------------------ the small model
+
+
+def test_features_are_kept_and_sizes_are_small() -> None:
+    large, small = (
+        architecture(QWEN3_8B | EXPERTS),
+        architecture(shrink(QWEN3_8B | EXPERTS, policy())),
+    )
+    for kept in (
+        "family",
+        "tied",
+        "qkv_bias",
+        "qk_norm",
+        "norm_eps",
+        "rope_theta",
+        "normalize_topk",
+    ):
+        assert getattr(small, kept) == getattr(large, kept)
+    assert small.num_heads // small.num_groups == large.num_heads // large.num_groups
+    assert small.head_dim * small.num_heads != small.hidden  # as in the large one
+    assert (small.num_layers, small.num_experts, small.experts_per_token) == (4, 8, 2)
+    assert small.vocab % 2 == 1
+    assert small.hidden <= 128
+
+
+def policy(**changes: Any) -> PolicyConfig:
+    return PolicyConfig(precision="float32", **changes)
+
+
+@settings(max_examples=200)
+@given(
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    ratio=st.sampled_from([1, 4, 7]),
+    pipeline=st.sampled_from([1, 2, 4]),
+    virtual=st.sampled_from([None, 2, 3]),
+    expert=st.sampled_from([None, 1, 2, 8]),
+)
+def test_the_small_model_takes_what_the_large_one_takes(
+    tensor: int, ratio: int, pipeline: int, virtual: int | None, expert: int | None
+) -> None:
+    large = QWEN3_8B | {"num_attention_heads": 8 * ratio} | (EXPERTS if expert else {})
+    own = policy(
+        tensor_parallel=tensor,
+        sequence_parallel=tensor > 1,
+        pipeline_parallel=pipeline,
+        virtual_pipeline_parallel=virtual,
+        expert_parallel=expert or 1,
+    )
+    large["num_hidden_layers"] = 48
+    world = smallest_world(own, large)
+    try:
+        check(own, large, world)
+    except ConfigError:
+        return
+    small = shrink(large, own)
+    check(own, small, world)
+    assert smallest_world(own, small) == world
+
+
+def check(own: PolicyConfig, hf: dict[str, Any], world: int) -> None:
+    """As check_layout does, of a model that is not in a folder."""
+    from dapo_megatron.layout import _policy_problems
+
+    problems = list(_policy_problems(own, world, hf))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def test_the_folder_is_what_the_bridge_reads(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    small = shrink(QWEN3_8B | EXPERTS, policy())
+    write_random_model(small, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert replace(architecture(written), rope_theta=0) == replace(
+        architecture(small), rope_theta=0
+    )
+    assert architecture(written).rope_theta == 1_000_000
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            weight = file.get_tensor(name)
+            assert torch.equal(weight, weight.bfloat16().float()), name
+            assert 0.05 < float(weight.std()) < 0.5, name
+
+
+# ------------------------------------------------------------------ the mini-batch
+
+
+def test_the_minibatch_has_what_a_scaling_could_get_wrong() -> None:
+    mini = random_minibatch(101, "token")
+    assert max(LENGTHS) == 100 * min(LENGTHS)
+    parts = mini.loss_mask.split(mini.lengths.tolist())
+    assert not parts[NO_LOSS].any()
+    assert all(part.any() for number, part in enumerate(parts) if number != NO_LOSS)
+    logprobs = torch.full(mini.tokens.shape, -4.0)
+    log_ratio = (logprobs - with_old_logprobs(mini, logprobs).old_logprobs)[mini.loss_mask]
+    advantages = mini.advantages[mini.loss_mask]
+    clipped_high = (log_ratio.exp() > 1.28) & (advantages > 0)
+    clipped_low = (log_ratio.exp() < 0.8) & (advantages < 0)
+    for some in (clipped_high, clipped_low, ~clipped_high & ~clipped_low):
+        assert 0.05 < float(some.float().mean()) < 0.95
+
+
+# ------------------------------------------------------------------ the matrix
+
+
+def names(hf: dict[str, Any], ranks: int, **overrides: Any) -> set[str]:
+    return {case.layout for case in matrix(tiny_config(**overrides), hf, ranks, "float64")}
+
+
+def test_what_the_issue_asks_for_is_in_the_matrix() -> None:
+    dense, moe = shrink(QWEN3_8B, policy()), shrink(QWEN3_8B | EXPERTS, policy())
+    asked = {"DP2", "TP2", "TP2+SP", "PP2", "PP2 interleaved x2", "CP2", "TP2 x PP2", "TP2 x CP2"}
+    assert asked <= names(dense, 4)
+    assert {"EP2", "DP2 x EP2", "EP2, balance loss", "DP2 x EP2, balance loss"} <= names(moe, 4)
+    found = matrix(tiny_config(), dense, 4, "float64")
+    ways = {(case.split, case.packed) for case in found if case.layout == "TP2 x CP2"}
+    assert ways == {(split, packed) for split in ("planned", "skewed") for packed in (True, False)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_case_is_a_layout_that_a_run_would_accept(ranks: int) -> None:
+    for hf in (shrink(QWEN3_8B, policy()), shrink(QWEN3_8B | EXPERTS, policy())):
+        for case in matrix(tiny_config(), hf, ranks, "float64"):
+            assert case.num_ranks <= ranks
+            check(case.policy, hf, case.num_ranks)
+            if case.policy.tensor_parallel > 1 and "num_experts" in hf:
+                assert case.policy.sequence_parallel
+
+
+def test_yours_comes_first_and_only_if_it_fits() -> None:
+    own = {"policy__tensor_parallel": 4, "policy__sequence_parallel": True}
+    hf = shrink(QWEN3_8B, tiny_config(**own).policy)
+    first = matrix(tiny_config(**own), hf, 4, "float64")[0]
+    assert (first.yours, first.layout, first.num_ranks) == (True, "TP4+SP", 4)
+    assert not any(case.yours for case in matrix(tiny_config(**own), hf, 2, "float64"))
+    assert smallest_world(tiny_config(**own).policy, hf) == 4
+
+
+def test_the_reference_shares_little_with_what_is_tested() -> None:
+    hf = shrink(QWEN3_8B, policy())
+    [one] = {reference(case) for case in matrix(tiny_config(), hf, 4, "float32")}
+    assert layout_name(one.policy, one.num_ranks) == "one process"
+    assert (one.policy.precision, one.split, one.packed) == ("float64", "single", False)
+    plans = one.planner(tiny_config())(LENGTHS, 1)
+    assert plans == [[[index] for index in range(len(LENGTHS))]]
+
+
+@given(ranks=st.integers(1, 5), lengths=st.lists(st.integers(1, 300), min_size=2, max_size=20))
+def test_a_skewed_plan_has_every_sequence_once(ranks: int, lengths: list[int]) -> None:
+    plan = Case(policy(), ranks, "skewed", packed=True).planner(tiny_config())(lengths, ranks)
+    assert {len(micros) for micros in plan} == {2}
+    assert sorted(i for micros in plan for micro in micros for i in micro) == list(
+        range(len(lengths))
+    )
+    assert lengths[plan[0][0][0]] == min(lengths)
+    assert not any(micro for micros in plan[1:] for micro in micros)
+
+
+# ------------------------------------------------------------------ differences
+
+
+def measured(**changes: Any) -> Measured:
+    tensors = {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.zeros(2).double()}
+    same = {"gradients": tensors, "weights": tensors, "moved": tensors}
+    numbers: dict[str, Any] = {"loss": 0.5, "losses": [0.5, 0.4], "grad_norms": [2.0, 1.0]}
+    return Measured(**{**same, **numbers, **changes})
+
+
+def test_the_same_differs_by_nothing() -> None:
+    found = compare(measured(), measured())
+    assert found == Differences(0.0, found.tensor, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert not TOLERANCES["float64"].failures(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "failures"),
+    [
+        ({"loss": 0.5 + 1e-8}, ["loss"]),
+        ({"losses": [0.5, 0.41]}, ["losses"]),
+        ({"grad_norms": [2.0, 1.1]}, ["grad_norm"]),
+        ({"loss": float("nan")}, ["loss"]),
+        ({"weights": {"a": torch.tensor([3.0, 4.1]), "b": torch.zeros(2)}}, ["weights"]),
+        ({"gradients": {"a": torch.tensor([3.0, 4.1]), "b": torch.zeros(2)}}, ["gradient"]),
+        # The gradient of an expert that no token took is 0, and must be exactly that.
+        (
+            {"gradients": {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0, 1e-30])}},
+            ["gradient"],
+        ),
+        (
+            {"gradients": {"a": torch.tensor([3.0, float("nan")]), "b": torch.zeros(2)}},
+            ["gradient"],
+        ),
+        ({"gradients": {"a": torch.tensor([3.0, 4.0])}}, ["gradient"]),
+    ],
+)
+def test_each_difference_fails_by_its_name(changes: dict[str, Any], failures: list[str]) -> None:
+    as_float64 = {
+        key: {name: tensor.double() for name, tensor in value.items()}
+        if isinstance(value, dict)
+        else value
+        for key, value in changes.items()
+    }
+    found = compare(measured(**as_float64), measured())
+    assert TOLERANCES["float64"].failures(found) == failures
+
+
+@given(st.floats(1e-6, 1e3), st.integers(0, 5))
+def test_a_distance_is_relative_and_euclidean(scale: float, seed: int) -> None:
+    wanted = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    found = distances({"w": wanted * scale * 1.25}, {"w": wanted * scale})
+    assert found["w"] == pytest.approx(0.25)
+
+
+def test_the_report_says_what_failed_and_json_holds_it() -> None:
+    case = Case(policy(tensor_parallel=2), 4, "skewed", packed=False)
+    report, out = report_of(case)
+    report.add(Row(case, Differences(2e-16, "w", 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, []))
+    assert report.ok
+    report.add(
+        Row(case, Differences(0.5, "lm_head.weight", 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, ["gradient"])
+    )
+    assert not report.ok
+    report.verdict()
+    printed = out.getvalue()
+    assert "DP2 x TP2" in printed
+    assert "FAIL  gradient 5.0e-01 in lm_head.weight" in printed
+    assert "1 of 2 cases FAIL" in printed
+    body = json.loads(to_json({"model": "m"}, report))
+    assert body["ok"] is False
+    assert [row["ok"] for row in body["rows"]] == [True, False]
+    assert body["rows"][1]["tensor"] == "lm_head.weight"
+
+
+def report_of(*cases: Case) -> tuple[Report, io.StringIO]:
+    out = io.StringIO()
+    return Report(out, cases), out
+
+
+def test_no_row_is_no_proof() -> None:
+    assert not report_of()[0].ok
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_anything_starts() -> None:
+    ran = CliRunner().invoke(
+        command_line.app, ["doctor", "layouts", str(TINY), "policy.tensor_parallel=3"]
+    )
+    assert isinstance(ran.exception, ConfigError)
+    assert "policy.tensor_parallel: 3 does not divide" in str(ran.exception)
+
+
+def test_float64_is_allowed_without_an_engine() -> None:
+    check_layout(tiny_config(policy__precision="float64"), 2, has_engine=False)
