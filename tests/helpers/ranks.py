@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -26,14 +25,17 @@ def run_ranks(
     torch.distributed is initialized with gloo before `fn` is called. Raises RankFailed with the
     traceback of the first rank to fail, and ends the others.
     """
+    from torch.distributed import TCPStore
+
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    # Held here: a port that is only found free may be taken before rank 0 listens on it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], {}
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(theirs, port, rank, world_size, fn, args), daemon=False
+                target=_rank_main, args=(theirs, store.port, rank, world_size, fn, args), daemon=False
             )
             process.start()
             theirs.close()
@@ -87,6 +89,7 @@ def _rank_main(
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there: no rank starts one
         OMP_NUM_THREADS="1",
     )
     import torch
@@ -99,9 +102,3 @@ def _rank_main(
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
