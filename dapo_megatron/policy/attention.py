@@ -74,23 +74,7 @@ class CausalAttention(MegatronModule):
                 gather_from_sequence_parallel_region(x.contiguous(), group=group)
                 for x in (key_TGD, value_TGD)
             )
-        repeats = query_TND.shape[1] // key_TGD.shape[1]
-        outputs = []
-        for block in plan.blocks:
-            query = query_TND[block.queries_SQ].transpose(1, 2)
-            key, value = (x[block.keys_SK].transpose(1, 2) for x in (key_TGD, value_TGD))
-            if repeats > 1:
-                key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-            out_SNQD = torch.nn.functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=block.visible,
-                is_causal=block.visible is None,
-                scale=self.softmax_scale,
-            )
-            outputs.append(out_SNQD.transpose(1, 2)[block.is_query_SQ])
-        return torch.cat(outputs)[plan.order_T].flatten(1)
+        return attend(plan, query_TND, key_TGD, value_TGD, self.softmax_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +127,34 @@ def attention_plan(
     return AttentionPlan(tuple(blocks), torch.cat(sources).argsort().to(device))
 
 
+def attend(
+    plan: AttentionPlan,
+    query_TND: Tensor,
+    key_UGD: Tensor,
+    value_UGD: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """[T, N*D]: each query over the keys of its own sequence, up to its own position. Keys and
+    values are those of all context-parallel ranks, rank after rank; `scale` defaults to D^-0.5."""
+    repeats = query_TND.shape[1] // key_UGD.shape[1]
+    outputs = []
+    for block in plan.blocks:
+        query = query_TND[block.queries_SQ].transpose(1, 2)
+        key, value = (x[block.keys_SK].transpose(1, 2) for x in (key_UGD, value_UGD))
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        out_SNQD = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=block.visible,
+            is_causal=block.visible is None,
+            scale=scale,
+        )
+        outputs.append(out_SNQD.transpose(1, 2)[block.is_query_SQ])
+    return torch.cat(outputs)[plan.order_T].flatten(1)
+
+
 def _alike(lengths: list[int]) -> Iterator[list[int]]:
     """Indices of the sequences whose lengths lie between the same powers of two."""
     by_size: dict[int, list[int]] = {}
@@ -159,9 +171,9 @@ def _ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 def _position(lengths: Tensor, number_SQ: Tensor, cp_rank: int, cp_size: int) -> Tensor:
     """Position in its sequence of a rank's token, counted over the rank's two chunks."""
-    chunk = (lengths // (2 * cp_size)).clamp(min=1)[:, None]
     if cp_size == 1:
         return number_SQ
+    chunk = (lengths // (2 * cp_size))[:, None]
     last = 2 * cp_size - 1 - cp_rank
     return torch.where(
         number_SQ < chunk, cp_rank * chunk + number_SQ, last * chunk + number_SQ - chunk
