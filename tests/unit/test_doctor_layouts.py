@@ -1,4 +1,4 @@
-"""The parts of `doctor layouts` that need no ranks: small model, mini-batch, matrix, differences."""
+"""`doctor layouts` without ranks: the small model, the mini-batch, the matrix, the differences."""
 
 from __future__ import annotations
 
