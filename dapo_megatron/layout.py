@@ -50,7 +50,7 @@ def stage_layers(policy: PolicyConfig, num_layers: int) -> list[list[range]]:
     (transformer_block.get_num_layers_to_build, transformer_layer.get_transformer_layer_offset).
     Raises ConfigError where the layers cannot be split so.
     """
-    refuse(_pipeline_problems(policy, num_layers))
+    refuse(pipeline_problems(policy, num_layers))
     num_chunks = policy.virtual_pipeline_parallel or 1
     sizes = [size // num_chunks for size in _stage_sizes(policy, num_layers)]
     stages: list[list[range]] = [[] for _ in sizes]
@@ -97,7 +97,7 @@ def check_layout(config: Config, world_size: int, *, has_engine: bool = True) ->
     and, where the policy's layout is at fault, up to three near it that fit.
     """
     hf = read_model_config(config)
-    of_policy = list(_policy_problems(config.policy, world_size, hf))
+    of_policy = list(policy_problems(config.policy, world_size, hf))
     problems = [*of_policy, *_row_problems(config, hf), *_model_problems(config, hf)]
     if has_engine:
         problems += _engine_problems(config, world_size, hf)
@@ -122,7 +122,7 @@ def _way_out(config: Config, world: int, hf: Mapping[str, Any]) -> str:
     return "\n  ".join([f"layouts that fit {world} processes:", *near])
 
 
-def _policy_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
+def policy_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the policy's layout for this model on `world` processes."""
     num_ranks = _model_ranks(policy)
     if world % num_ranks:
@@ -131,7 +131,7 @@ def _policy_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) ->
             f"divide the {world} processes (run.processes, or the launcher's)"
         )
     yield from _tensor_problems(policy, hf)
-    yield from _pipeline_problems(policy, _num_layers(hf))
+    yield from pipeline_problems(policy, _num_layers(hf))
     yield from _expert_problems(policy, world, hf)
 
 
@@ -154,7 +154,8 @@ def _tensor_problems(policy: PolicyConfig, hf: Mapping[str, Any]) -> Iterator[st
         )
 
 
-def _pipeline_problems(policy: PolicyConfig, num_layers: int) -> Iterator[str]:
+def pipeline_problems(policy: PolicyConfig, num_layers: int) -> Iterator[str]:
+    """What is wrong with how the layers are split over pipeline stages and their chunks."""
     num_stages, num_chunks = policy.pipeline_parallel, policy.virtual_pipeline_parallel
     ends = _ends(policy)
     if num_stages == 1:
@@ -296,7 +297,7 @@ def nearest_layouts(config: Config, world_size: int, hf: Mapping[str, Any]) -> l
 
     def fits(policy: PolicyConfig) -> bool:
         changed = config.model_copy(update={"policy": policy})
-        problems = chain(_policy_problems(policy, world_size, hf), _row_problems(changed, hf))
+        problems = chain(policy_problems(policy, world_size, hf), _row_problems(changed, hf))
         if config.engine.tensor_parallel is None:  # it follows the policy
             problems = chain(problems, _engine_problems(changed, world_size, hf))
         return not any(problems)

@@ -59,7 +59,7 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
         if with_folder:
             source = together(ranks, lambda: folder.open(config.resume))
             folder.is_continued = ranks.broadcast(folder.is_continued)
-            terminal = _redirect_output(folder.logs / f"rank_{ranks.rank}.log")
+            terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
         yield Session(config, ranks, folder, terminal, source)
     finally:
         error = sys.exc_info()[1]
@@ -227,7 +227,7 @@ def _facts(session: Session) -> dict[str, str]:
     return facts
 
 
-def _redirect_output(log: Path) -> TextIO:
+def redirect_output(log: Path) -> TextIO:
     """Send what this process and its libraries print to `log`; a file on the terminal it had."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from dapo_megatron.config import Config, read_model_config
-from dapo_megatron.session import _redirect_output as redirect_output
+from dapo_megatron.session import redirect_output
 from dapo_megatron.types import DapoError
 
 if TYPE_CHECKING:

@@ -19,23 +19,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.policy.device import backend
-from dapo_megatron.policy.model import parallel_state
-from dapo_megatron.policy.policy import MegatronPolicy
 
 PATIENCE = timedelta(hours=4)
 """For the cases of other ranks to end."""
 CASE_TIMEOUT = timedelta(minutes=5)
 """After which ranks that wait for each other for ever are ended."""
-
-
-def dismantle(policy: MegatronPolicy) -> None:
-    """Let go of a policy's models, and with them of the process groups they know.
-
-    Megatron's data-parallel wrapper hangs itself into the autograd graph, and its experts keep the
-    last graph: a circle that Python cannot see, so none of it would ever be freed.
-    """
-    for chunk in policy._chunks:
-        vars(chunk).clear()
 
 
 class Worlds:
@@ -71,7 +59,6 @@ class Worlds:
         sys.excepthook = kept  # each call would put one more "[rank0]" before each line
         yield Ranks(self.rank, num_ranks, int(os.environ.get("LOCAL_RANK", self.rank)))
         # Not after an error: the others may never come.
-        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         # What refers to itself refers to groups, and each of those holds threads and sockets.
         gc.collect()

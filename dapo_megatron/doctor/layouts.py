@@ -31,7 +31,7 @@ from typing import TextIO, TypeVar
 
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.config import Config, read_model_config
-from dapo_megatron.doctor.groups import Worlds, dismantle
+from dapo_megatron.doctor.groups import Worlds
 from dapo_megatron.doctor.matrix import Case, matrix, reference
 from dapo_megatron.doctor.measure import Measured, compare, measure
 from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
@@ -112,7 +112,7 @@ class Proof:
             config = case.config(self.config, str(folder))
             policy = MegatronPolicy(config, ranks, case.planner(config))
             result = work(policy)
-            dismantle(policy)
+            policy.close()
             del policy
             self.doing = ""
             return result

@@ -8,8 +8,7 @@ from typing import Any
 
 from dapo_megatron import build
 from dapo_megatron.config import Config, PolicyConfig
-from dapo_megatron.layout import _policy_problems as policy_problems
-from dapo_megatron.layout import data_parallel
+from dapo_megatron.layout import data_parallel, policy_problems
 from dapo_megatron.protocols import Planner
 
 MAX_TOKENS = 400

@@ -18,9 +18,11 @@ NUM_UPDATES = 3
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Loss and whole gradient by HF name; then of three updates the loss and gradient norm before
-    each, and the weights after the last with how far they moved. Tensors are float64."""
+    """Log-probs of the mini-batch [T], as before an update; its loss and whole gradient by HF name;
+    then of three updates the loss and gradient norm before each, and the weights after the last
+    with how far they moved. Tensors are float64."""
 
+    logprobs: Tensor
     loss: float
     gradients: dict[str, Tensor]
     losses: list[float]
@@ -35,6 +37,7 @@ class Differences:
     |a - b| / |b| (Euclidean) of the tensor where that is largest.
 
     tensor    HF name of the tensor that `gradient` is of
+    logprobs  absolute, in nats, of the token where it is largest
     loss      absolute, of the first
     losses    absolute, the largest of three updates: it also sees copies of a weight that have
               drifted apart on some rank
@@ -44,6 +47,7 @@ class Differences:
 
     gradient: float
     tensor: str
+    logprobs: float
     loss: float
     losses: float
     grad_norm: float
@@ -54,10 +58,12 @@ class Differences:
 def measure(policy: MegatronPolicy, mini: TokenBatch, loss: LossFn) -> Measured:
     """One gradient of the mini-batch, then three updates on it. Collective."""
     before = _kept(policy.weights())
+    logprobs = policy.logprobs(mini).logprobs.double()
     value, gradients = policy.gradients(mini, loss)
     stats = [policy.update(mini, loss, LEARNING_RATE) for _ in range(NUM_UPDATES)]
     weights = _kept(policy.weights())
     return Measured(
+        logprobs=logprobs,
         loss=value,
         gradients=_kept(gradients.items()),
         losses=[one.loss for one in stats],
@@ -81,6 +87,7 @@ def compare(seen: Measured, wanted: Measured) -> Differences:
     return Differences(
         gradient=gradients[tensor],
         tensor=tensor,
+        logprobs=float((seen.logprobs - wanted.logprobs).abs().max()),
         loss=abs(seen.loss - wanted.loss),
         losses=max(abs(a - b) for a, b in zip(seen.losses, wanted.losses, strict=True)),
         grad_norm=max(

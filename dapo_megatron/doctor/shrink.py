@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.layout import _pipeline_problems as pipeline_problems
+from dapo_megatron.layout import pipeline_problems
 
 HEAD_DIM = 16
 MIN_LAYERS = 4

@@ -18,8 +18,9 @@ from dapo_megatron.doctor.measure import Differences
 class Tolerance:
     """Largest differences allowed; see measure.Differences.
 
-    `gradient` bounds the gradient and the loss, `updates` what comes of three updates: losses,
-    gradient norms and weights. Megatron computes the norm in float32, whatever the precision.
+    `gradient` bounds the gradient, the loss and the log-probs; `updates` what comes of three
+    updates: losses, gradient norms and weights. Megatron computes the norm in float32, whatever the
+    precision.
     """
 
     gradient: float
@@ -29,6 +30,7 @@ class Tolerance:
         """The names of the differences that are too large (or nan)."""
         bounds = {
             "gradient": self.gradient,
+            "logprobs": self.gradient,
             "loss": self.gradient,
             "losses": self.updates,
             "grad_norm": self.updates,

@@ -124,6 +124,16 @@ class MegatronPolicy:
     def onload(self) -> None:
         """See protocols.Policy."""
 
+    def close(self) -> None:
+        """Let go of the model and of Megatron's process groups: another policy may then be made.
+
+        Megatron's data-parallel wrapper hangs itself into the autograd graph and its experts keep
+        the last graph: a circle Python cannot see, so nothing would ever be freed."""
+        for chunk in self._chunks:
+            vars(chunk).clear()
+        self._chunks.clear()
+        parallel_state.destroy_model_parallel()
+
     # ------------------------------------------------------------------ inside
 
     def _models(self) -> list[Decoder]:

@@ -104,13 +104,15 @@ class Runner:
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy [n] of the tokens that the `scored` positions predict."""
         if model.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden)
+            hidden = gather_from_sequence_parallel_region(hidden).transpose(0, 1)
         else:
-            hidden = copy_to_tensor_model_parallel_region(hidden)
+            # Transposed first: backward, Megatron adds up a contiguous copy of the gradient, and
+            # where that is not the gradient itself, drops the sum.
+            hidden = copy_to_tensor_model_parallel_region(hidden.transpose(0, 1).contiguous())
         weight = model.head_weight
         first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
         return linear_logprobs(
-            hidden.transpose(0, 1)[scored],
+            hidden[scored],
             weight,
             rows.targets[scored],
             temperature=self._temperature,

@@ -35,7 +35,9 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(theirs, store.port, rank, world_size, fn, args), daemon=False
+                target=_rank_main,
+                args=(theirs, store.port, rank, world_size, fn, args),
+                daemon=False,
             )
             process.start()
             theirs.close()

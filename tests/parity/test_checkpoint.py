@@ -34,12 +34,9 @@ CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
 
 
 def build(models: Path, layout: str, exchange: Ranks) -> Any:
-    from megatron.core import parallel_state
-
     from dapo_megatron.build import planner
     from dapo_megatron.policy.policy import MegatronPolicy
 
-    parallel_state.destroy_model_parallel()
     alone = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128}
     config = tiny_config(model__path=model_of(models, layout), **{**alone, **LAYOUTS[layout]})
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))
@@ -89,16 +86,21 @@ def save_and_load(exchange: Ranks, models: Path, folder: Path, layout: str) -> A
     source = model_of(models, layout)
     write_checkpoint(export, policy.weights(), source, is_writer=exchange.rank == 0)
     went_on = two_updates(policy)
+    policy.close()
     policy = build(models, layout, exchange)
     policy.load(folder)
-    return saved, went_on, weights(policy), two_updates(policy)
+    loaded, resumed = weights(policy), two_updates(policy)
+    policy.close()
+    return saved, went_on, loaded, resumed
 
 
 def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    said = {"layout": refusal(build(models, "tp2", exchange), root / "pp2")}
+    policy = build(models, "tp2", exchange)
+    said = {"layout": refusal(policy, root / "pp2")}
+    policy.close()
     policy = build(models, "dp2", exchange)
     name = f"rank_{exchange.rank:05d}.safetensors"
     whole = root / "dp2" / name
@@ -112,6 +114,7 @@ def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
     before = weights(policy)
     said |= {folder: refusal(policy, root / folder) for folder in (CUT_SHORT, KEY_GONE)}
     assert equal(weights(policy), before)  # nothing was loaded by halves
+    policy.close()
     return said
 
 

@@ -58,8 +58,6 @@ def batch_for(model: str) -> TokenBatch:
 
 def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping[str, Any]) -> Any:
     """Build the policy in this layout, measure, and take Megatron's groups down again."""
-    from megatron.core import parallel_state
-
     from dapo_megatron.data.packing import plan_microbatches
     from dapo_megatron.policy.policy import MegatronPolicy
 
@@ -81,7 +79,7 @@ def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     stats = [policy.update(batch, loss, LR) for _ in range(3)]
     moved = {name: tensor - before[name] for name, tensor in policy.weights()}
-    parallel_state.destroy_model_parallel()
+    policy.close()
     return Observed(
         logprobs.logprobs,
         logprobs.entropy,

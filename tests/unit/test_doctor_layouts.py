@@ -112,9 +112,9 @@ def test_the_small_model_takes_what_the_large_one_takes(
 
 def check(own: PolicyConfig, hf: dict[str, Any], world: int) -> None:
     """As check_layout does, of a model that is not in a folder."""
-    from dapo_megatron.layout import _policy_problems
+    from dapo_megatron.layout import policy_problems
 
-    problems = list(_policy_problems(own, world, hf))
+    problems = list(policy_problems(own, world, hf))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -215,20 +215,22 @@ def test_a_skewed_plan_has_every_sequence_once(ranks: int, lengths: list[int]) -
 
 def measured(**changes: Any) -> Measured:
     tensors = {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.zeros(2).double()}
-    same = {"gradients": tensors, "weights": tensors, "moved": tensors}
+    same: dict[str, Any] = dict.fromkeys(("gradients", "weights", "moved"), tensors)
+    same["logprobs"] = torch.tensor([0.0, -1.5]).double()
     numbers: dict[str, Any] = {"loss": 0.5, "losses": [0.5, 0.4], "grad_norms": [2.0, 1.0]}
     return Measured(**{**same, **numbers, **changes})
 
 
 def test_the_same_differs_by_nothing() -> None:
     found = compare(measured(), measured())
-    assert found == Differences(0.0, found.tensor, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert found == Differences(0.0, found.tensor, *[0.0] * 6)
     assert not TOLERANCES["float64"].failures(found)
 
 
 @pytest.mark.parametrize(
     ("changes", "failures"),
     [
+        ({"logprobs": torch.tensor([0.0, -1.5 + 1e-6])}, ["logprobs"]),
         ({"loss": 0.5 + 1e-8}, ["loss"]),
         ({"losses": [0.5, 0.41]}, ["losses"]),
         ({"grad_norms": [2.0, 1.1]}, ["grad_norm"]),
@@ -268,11 +270,9 @@ def test_a_distance_is_relative_and_euclidean(scale: float, seed: int) -> None:
 def test_the_report_says_what_failed_and_json_holds_it() -> None:
     case = Case(policy(tensor_parallel=2), 4, "skewed", packed=False)
     report, out = report_of(case)
-    report.add(Row(case, Differences(2e-16, "w", 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, []))
+    report.add(Row(case, Differences(2e-16, "w", *[0.0] * 6), 1.0, []))
     assert report.ok
-    report.add(
-        Row(case, Differences(0.5, "lm_head.weight", 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, ["gradient"])
-    )
+    report.add(Row(case, Differences(0.5, "lm_head.weight", *[0.0] * 6), 1.0, ["gradient"]))
     assert not report.ok
     report.verdict()
     printed = out.getvalue()
