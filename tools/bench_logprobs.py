@@ -1,7 +1,7 @@
 """Time and memory of the log-prob head beside the plain `log_softmax` of whole logits.
 
-    python -m tools.bench_logprobs                      # 8,192 tokens, 151,936 entries: 15 GiB free
-    python -m tools.bench_logprobs --tokens 1024 --dtype float32
+    python tools/bench_logprobs.py                      # 8,192 tokens, 151,936 entries: 15 GiB free
+    python tools/bench_logprobs.py --tokens 1024 --dtype float32
 
 Each measurement is one forward and backward in a fresh process, so that a peak is its own; rounds
 go through the variants in alternating order, so that ratios hold on a machine that is not quiet.
@@ -32,8 +32,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from dapo_megatron.doctor.facts import facts
 from dapo_megatron.policy.vocab_parallel import linear_logprobs
-from tools.bench_facts import facts
 
 FUSED, PLAIN, NO_ENTROPY = "fused", "plain", "plain, no entropy"
 EXACT = "plain, float64"  # for comparison alone, and of a few tokens

@@ -1,6 +1,6 @@
 """How well micro-batches are filled and ranks balanced, on lengths like those of a DAPO run.
 
-    python -m tools.bench_packing
+    python tools/bench_packing.py
 
 Lengths are log-normal, cut at the response limit. Padding is its share of all tokens computed.
 Work is that of `data.packing.work`, padding included. Ranks meet at the end of an update, so the
@@ -30,7 +30,7 @@ from dapo_megatron.data.packing import (
     plan_microbatches,
     work,
 )
-from tools.bench_facts import facts
+from dapo_megatron.doctor.facts import facts
 
 MAX_PADDING = 0.01
 MAX_SLOWEST_RANK = 1.03

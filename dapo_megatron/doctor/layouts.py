@@ -31,6 +31,7 @@ from typing import TextIO, TypeVar
 
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.doctor.facts import facts
 from dapo_megatron.doctor.groups import Worlds
 from dapo_megatron.doctor.matrix import Case, matrix, reference
 from dapo_megatron.doctor.measure import Measured, compare, measure
@@ -38,7 +39,6 @@ from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
 from dapo_megatron.doctor.shrink import shrink
 from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
 from dapo_megatron.policy.policy import MegatronPolicy
-from dapo_megatron.tracking.provenance import commit, versions
 from dapo_megatron.types import ConfigError, TokenBatch
 
 Result = TypeVar("Result")
@@ -89,16 +89,15 @@ class Proof:
 
     def to_json(self) -> str:
         """The figures, with what they were made with."""
-        facts = {
-            "versions": versions(),
-            "commit": commit(),
+        body = {
+            **facts(),
             "model_path": self.config.model.path,
             "model": self.hf,
             "precision": self.precision,
             "reference": "one process, float64, one sequence per micro-batch, no packing",
             "tolerance": asdict(self.tolerance),
         }
-        return to_json(facts, self.report)
+        return to_json(body, self.report)
 
     def _run_case(
         self, case: Case, folder: Path, work: Callable[[MegatronPolicy], Result]

@@ -1,4 +1,4 @@
-"""What a benchmark's figures are worth nothing without: commit, machine, versions."""
+"""What figures are worth nothing without: commit, machine, versions."""
 
 from __future__ import annotations
 
