@@ -99,7 +99,9 @@ def layouts(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes [default: the GPUs, or 4 without one].")
     ] = None,
-    precision: Annotated[Precision, typer.Option(help="Of what is compared.")] = Precision.FLOAT64,
+    precision: Annotated[
+        Precision | None, typer.Option(help="[default: float64, or float32 on GPUs].")
+    ] = None,
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases with it in the name.")] = "",
 ) -> None:
     """Prove that any layout of the model gives the gradient of one process."""
@@ -109,10 +111,11 @@ def layouts(
     from dapo_megatron.doctor.matrix import smallest_world
 
     check_layout(checked, smallest_world(checked.policy, hf), has_engine=False)
+    compared_in = command.check_options(precision, json_file)
     if not is_launched():
         raise typer.Exit(launch(_this_command(), ranks or command.default_ranks()))
     with _told():
-        if not command.layouts(checked, precision=precision, only=only, json_file=json_file):
+        if not command.layouts(checked, precision=compared_in, only=only, json_file=json_file):
             raise typer.Exit(1)
 
 

@@ -69,7 +69,7 @@ class PolicyConfig(Section):
     moe_aux_loss: NonNegative = 0.0
     """Coefficient of the sequence-wise load-balancing loss of mixture-of-experts layers."""
     kernels: Literal["auto", "transformer_engine", "local"] = "auto"
-    """Layer implementation; `auto` takes Transformer Engine where there is a CUDA device."""
+    """Layer implementation; `auto` takes Transformer Engine for bfloat16 on a GPU if installed."""
     precision: Literal["float32", "bfloat16", "float64"]
     """Of weights and activations in policy and engine; master weights are float32 at least.
     float64 is for `doctor layouts` alone: no engine has it."""

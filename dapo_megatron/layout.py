@@ -145,7 +145,7 @@ def _tensor_problems(policy: PolicyConfig, hf: Mapping[str, Any]) -> Iterator[st
         )
     # The policy cuts no expert, and all layers of such a model have experts.
     width = hf.get("intermediate_size", 0)
-    if width % size and not _num_experts(hf):
+    if width % size and not num_experts(hf):
         yield f"policy.tensor_parallel: {size} does not divide the intermediate_size {width}"
     if policy.sequence_parallel and size == 1:
         yield (
@@ -197,13 +197,13 @@ def pipeline_problems(policy: PolicyConfig, num_layers: int) -> Iterator[str]:
 
 
 def _expert_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
-    num_experts, size = _num_experts(hf), policy.expert_parallel
-    if not num_experts:
+    count, size = num_experts(hf), policy.expert_parallel
+    if not count:
         if size > 1:
             yield f"policy.expert_parallel: {size}, but the model has no experts; use 1"
         return
-    if num_experts % size:
-        yield f"policy.expert_parallel: {size} does not divide the model's {num_experts} experts"
+    if count % size:
+        yield f"policy.expert_parallel: {size} does not divide the model's {count} experts"
     ranks = world // policy.pipeline_parallel
     if world % _model_ranks(policy) == 0 and ranks % size:
         yield (
@@ -251,7 +251,7 @@ def _model_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
             f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
             f"{limit} positions (max_position_embeddings)"
         )
-    if config.policy.moe_aux_loss > 0 and not _num_experts(hf):
+    if config.policy.moe_aux_loss > 0 and not num_experts(hf):
         yield (
             f"policy.moe_aux_loss: {config.policy.moe_aux_loss}, but the model has no experts to "
             "balance; use 0"
@@ -283,7 +283,7 @@ def _engine_misfits(size: int, world: int, hf: Mapping[str, Any]) -> Iterator[st
             f"does not divide the model's {heads} attention heads, or neither divides nor is a "
             f"multiple of its {groups} key-value heads"
         )
-    key = "moe_intermediate_size" if _num_experts(hf) else "intermediate_size"
+    key = "moe_intermediate_size" if num_experts(hf) else "intermediate_size"
     if hf.get(key, 0) % size:
         yield f"does not divide the {key} {hf[key]}"
 
@@ -302,7 +302,7 @@ def nearest_layouts(config: Config, world_size: int, hf: Mapping[str, Any]) -> l
             problems = chain(problems, _engine_problems(changed, world_size, hf))
         return not any(problems)
 
-    return nearest(config.policy, world_size, _num_layers(hf), _num_experts(hf), fits)
+    return nearest(config.policy, world_size, _num_layers(hf), num_experts(hf), fits)
 
 
 # ------------------------------------------------------------------ small things
@@ -338,7 +338,7 @@ def _num_layers(hf: Mapping[str, Any]) -> int:
     return int(hf.get("num_hidden_layers", 1))
 
 
-def _num_experts(hf: Mapping[str, Any]) -> int:
+def num_experts(hf: Mapping[str, Any]) -> int:
     """0 for a dense model. Published checkpoints have the first name, transformers 5 the second."""
     return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -317,7 +318,8 @@ def main(
         )
     # Read by the children's OpenMP: threads that wait for others must not count as work.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    console = Console(stderr=True)
+    # In a file or a log the table would be folded to 80 columns.
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 130)
     plan = [(name, size) for name in dtype for size in sizes(tokens, growth)]
     results = []
     for name, size in track(plan, "measuring", console=console):

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.layout import num_experts
 from dapo_megatron.session import redirect_output
-from dapo_megatron.types import DapoError
+from dapo_megatron.types import ConfigError, DapoError
 
 if TYPE_CHECKING:
     from dapo_megatron.doctor.layouts import Proof
@@ -43,14 +44,13 @@ def layouts(config: Config, *, precision: str, only: str, json_file: Path | None
                 _introduce(proof)
             # Of rank 0, on one machine, or where all of them see the same TMPDIR.
             proof.run(Path(proof.worlds.tell("model", folder.encode()).decode()))
+        if rank == 0:
+            proof.report.verdict(_left_out(proof))
+            if json_file is not None:
+                json_file.write_text(proof.to_json(), encoding="utf-8")
     finally:
         _tell(sys.exc_info()[1], proof, terminal, log)
-    if rank > 0:
-        return True
-    proof.report.verdict()
-    if json_file is not None:
-        json_file.write_text(proof.to_json(), encoding="utf-8")
-    return proof.report.ok
+    return rank > 0 or proof.report.ok
 
 
 def default_ranks() -> int:
@@ -60,13 +60,25 @@ def default_ranks() -> int:
     return device_count() or 4
 
 
+def check_options(precision: str | None, json_file: Path | None) -> str:
+    """The precision to compare in, by default the sharpest there is. Raises ConfigError naming the
+    option, before minutes are spent."""
+    from torch.cuda import is_available
+
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise ConfigError(f"--json: {json_file.resolve().parent} is not a folder; make it first")
+    if is_available() and precision == "float64":
+        raise ConfigError(
+            "--precision: Megatron's optimizer takes no float64 on a GPU; use float32, or hide the "
+            "GPU (CUDA_VISIBLE_DEVICES= in front of the command)"
+        )
+    return precision or ("float32" if is_available() else "float64")
+
+
 def _introduce(proof: Proof) -> None:
     """What is about to be proved, and whether the config's own layout is among it."""
-    from dapo_megatron.doctor.matrix import layout_name, smallest_world
-
     report, hf, config = proof.report, proof.hf, proof.config
-    num_experts = hf.get("num_experts") or hf.get("num_local_experts")
-    experts = f", {num_experts} experts" if num_experts else ""
+    experts = f", {num_experts(hf)} experts" if num_experts(hf) else ""
     report.note(
         f"{config.model.path} shrunk: {hf['model_type']}, {hf['num_hidden_layers']} layers of "
         f"{hf['hidden_size']}, {hf['num_attention_heads']} heads on {hf['num_key_value_heads']}, "
@@ -74,14 +86,22 @@ def _introduce(proof: Proof) -> None:
     )
     tolerance = proof.tolerance
     report.note(
-        f"{proof.precision} against one process in float64; allowed: gradient and loss "
+        f"{proof.precision} against one process in {proof.exact}; allowed: gradient and loss "
         f"{tolerance.gradient:g}, after 3 updates {tolerance.updates:g}"
     )
-    needed = smallest_world(config.policy, hf)
-    if needed > proof.worlds.num_ranks:
-        yours = layout_name(config.policy, needed)
-        report.note(f"yours ({yours}) needs {needed} processes: --ranks {needed}", style="yellow")
+    if _left_out(proof):
+        report.note(_left_out(proof), style="yellow")
     report.header()
+
+
+def _left_out(proof: Proof) -> str:
+    """That the config's own layout is not among the cases, and how it would be; or nothing."""
+    from dapo_megatron.doctor.matrix import layout_name, smallest_world
+
+    policy, needed = proof.config.policy, smallest_world(proof.config.policy, proof.hf)
+    if needed <= proof.worlds.num_ranks:
+        return ""
+    return f"not tried: yours ({layout_name(policy, needed)}) needs --ranks {needed}"
 
 
 def _redirect(rank: int) -> tuple[Path, TextIO]:

@@ -9,7 +9,8 @@ The proof:
 1. The model is shrunk to small sizes with every feature kept (shrink.py), weights random.
 2. A mini-batch of random tokens, sequences of 3 to 300, both sides of the clip (minibatch.py), and
    the config's own loss.
-3. The reference: one process, float64, one sequence per micro-batch, no packing.
+3. The reference: one process, float64 (on a GPU float32: Megatron's optimizer takes no more
+   there), one sequence per micro-batch, no packing.
 4. Each case (matrix.py) builds the policy as a run does, in a world of its own (groups.py), and
    takes the whole gradient, then three updates (measure.py).
 5. Each gradient tensor, the loss, and the weights after the updates must be those of the reference
@@ -38,6 +39,7 @@ from dapo_megatron.doctor.measure import Measured, compare, measure
 from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
 from dapo_megatron.doctor.shrink import shrink
 from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
+from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.policy import MegatronPolicy
 from dapo_megatron.types import ConfigError, TokenBatch
 
@@ -59,6 +61,7 @@ class Proof:
         if not self.cases:
             raise ConfigError(f"--only: no case has {only!r} in its name")
         self.tolerance = TOLERANCES[precision]
+        self.exact = _reference_precision(precision)
         self.report = Report(terminal, self.cases)
         self.loss = make_loss(
             clip_low=config.loss.clip_low,
@@ -76,11 +79,11 @@ class Proof:
         def work(policy: MegatronPolicy) -> Measured:
             return measure(policy, mini, self.loss)
 
-        references = dict.fromkeys(map(reference, self.cases))
+        references = dict.fromkeys(map(self._reference, self.cases))
         wanted = {case: self._run_case(case, folder, work) for case in references}
         for case in self.cases:
             started = time.perf_counter()
-            seen, right = self._run_case(case, folder, work), wanted[reference(case)]
+            seen, right = self._run_case(case, folder, work), wanted[self._reference(case)]
             if self.worlds.rank == 0:
                 assert seen is not None and right is not None
                 found = compare(seen, right)
@@ -94,10 +97,13 @@ class Proof:
             "model_path": self.config.model.path,
             "model": self.hf,
             "precision": self.precision,
-            "reference": "one process, float64, one sequence per micro-batch, no packing",
+            "reference": f"one process, {self.exact}, one sequence per micro-batch, no packing",
             "tolerance": asdict(self.tolerance),
         }
         return to_json(body, self.report)
+
+    def _reference(self, case: Case) -> Case:
+        return reference(case, self.exact)
 
     def _run_case(
         self, case: Case, folder: Path, work: Callable[[MegatronPolicy], Result]
@@ -120,9 +126,16 @@ class Proof:
         """The mini-batch, its old log-probs near those of the reference; on every rank."""
         mini = random_minibatch(self.hf["vocab_size"], self.config.loss.aggregation)
         logprobs = self._run_case(
-            reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
+            self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
         )
         if logprobs is not None:
             mini = with_old_logprobs(mini, logprobs)
         whole: TokenBatch = pickle.loads(self.worlds.tell("mini-batch", pickle.dumps(mini)))
         return whole
+
+
+def _reference_precision(precision: str) -> str:
+    """bfloat16 is compared with itself: its rounding in the model alone is far beyond any bound."""
+    if precision == "bfloat16":
+        return precision
+    return "float32" if has_cuda() else "float64"

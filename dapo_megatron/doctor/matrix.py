@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_megatron import build
 from dapo_megatron.config import Config, PolicyConfig
-from dapo_megatron.layout import data_parallel, policy_problems
+from dapo_megatron.layout import data_parallel, num_experts, policy_problems
 from dapo_megatron.protocols import Planner
 
 MAX_TOKENS = 400
@@ -32,6 +32,7 @@ TENSOR = {"tensor_parallel": 2}
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_parallel": 2}
 UNEVEN = {"pipeline_parallel": 2, "first_stage_layers": 1}
+UNEVEN_LAST = {"pipeline_parallel": 2, "last_stage_layers": 1}
 INTERLEAVED = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
 CONTEXT = {"context_parallel": 2}
 EXPERT = {"expert_parallel": 2}
@@ -45,8 +46,11 @@ LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, SEQUENCE),
     (2, PIPELINE),
     (2, UNEVEN),
+    (2, UNEVEN_LAST),
     (2, INTERLEAVED),
     (2, CONTEXT),
+    (2, CONTEXT | SELECTIVE),
+    (2, SEQUENCE | FULL),
     (2, EXPERT),
     (2, SEQUENCE | EXPERT),
     (4, TENSOR | PIPELINE),
@@ -55,6 +59,9 @@ LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
     (4, SEQUENCE),
     (4, PIPELINE),
     (4, CONTEXT),
+    (4, {"pipeline_parallel": 4}),
+    (4, {"context_parallel": 4}),
+    (4, {"expert_parallel": 4}),
     (4, PIPELINE | CONTEXT),
     (4, EXPERT),
     (4, PIPELINE | EXPERT),
@@ -90,7 +97,8 @@ class Case:
     @property
     def name(self) -> str:
         """`TP2+SP x CP2, skewed, packed`."""
-        return f"{self.layout}, {self.split}, {'packed' if self.packed else 'padded'}"
+        yours = "yours: " if self.yours else ""
+        return f"{yours}{self.layout}, {self.split}, {'packed' if self.packed else 'padded'}"
 
     def config(self, config: Config, model: str) -> Config:
         """`config` in this layout, for the model in the folder `model`."""
@@ -149,10 +157,10 @@ def layout_name(policy: PolicyConfig, num_ranks: int) -> str:
     return name + (", balance loss" if policy.moe_aux_loss else "")
 
 
-def reference(case: Case) -> Case:
-    """What `case` must agree with: as little as can be shared with it. One process, float64, one
-    sequence per micro-batch, no packing."""
-    alone = {**ALONE, "precision": "float64", "kernels": "local"}
+def reference(case: Case, precision: str = "float64") -> Case:
+    """What `case` must agree with: as little as can be shared with it. One process, one sequence
+    per micro-batch, no packing."""
+    alone = {**ALONE, "precision": precision}
     return Case(case.policy.model_copy(update=alone), 1, "single", packed=False)
 
 
@@ -166,7 +174,7 @@ def matrix(config: Config, hf: Mapping[str, Any], num_ranks: int, precision: str
     layouts = [(own, base, True)] if own is not None else []
     layouts += [
         (ranks, policy, False)
-        for ranks, policy in _layouts(base, has_experts=bool(_num_experts(hf)))
+        for ranks, policy in _layouts(base, has_experts=num_experts(hf) > 0)
         if ranks <= num_ranks and not any(policy_problems(policy, ranks, hf))
     ]
     return [
@@ -197,7 +205,3 @@ def _layouts(base: PolicyConfig, *, has_experts: bool) -> Iterator[tuple[int, Po
         yield ranks, base.model_copy(update=with_balance)
         if has_experts and (ranks, changes) in WITHOUT_BALANCE:
             yield ranks, base.model_copy(update={**with_balance, "moe_aux_loss": 0.0})
-
-
-def _num_experts(hf: Mapping[str, Any]) -> int:
-    return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
@@ -116,13 +117,15 @@ class Report:
         verdict = Text("ok", "green") if row.ok else Text("FAIL", "bold red")
         self._console.print(Text(cells) + verdict + Text(_what(row), "red"))
 
-    def verdict(self) -> None:
-        """The last line."""
+    def verdict(self, left_out: str) -> None:
+        """The last lines; `left_out` says what is not among the cases."""
         failed = sum(not row.ok for row in self.rows)
         if failed:
             self._console.print(f"{failed} of {len(self.rows)} cases FAIL", style="bold red")
         else:
             self._console.print(f"all {len(self.rows)} cases agree", style="bold green")
+        if left_out:
+            self.note(left_out, style="yellow")
 
     @property
     def ok(self) -> bool:
@@ -131,7 +134,7 @@ class Report:
 
 
 def _layout(case: Case) -> str:
-    return f"yours: {case.layout}" if case.yours else case.layout
+    return case.name.rsplit(", ", 2)[0]
 
 
 def _what(row: Row) -> str:
@@ -145,5 +148,12 @@ def _what(row: Row) -> str:
 
 def to_json(facts: dict[str, Any], report: Report) -> str:
     """Facts about the run, the verdict, and the rows."""
-    body = {**facts, "ok": report.ok, "rows": [row.to_json() for row in report.rows]}
-    return json.dumps(body, indent=2) + "\n"
+    rows = [{key: _plain(value) for key, value in row.to_json().items()} for row in report.rows]
+    yours = any(row.case.yours for row in report.rows)
+    body = {**facts, "ok": report.ok, "yours_tried": yours, "rows": rows}
+    return json.dumps(body, indent=2, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no inf and no nan: their names."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -97,7 +97,7 @@ class AttentionPlan:
     order_T: Tensor
 
 
-@lru_cache(maxsize=64)  # the same for every layer, and again when recomputed
+@lru_cache(maxsize=4)  # the same for every layer, forward, backward and recomputed; masks are large
 def attention_plan(
     bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.device
 ) -> AttentionPlan:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dapo_megatron.algo.loss import dapo_token_loss, make_loss
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.doctor.matrix import skewed_plan
 from dapo_megatron.types import TokenBatch
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
@@ -88,14 +89,6 @@ def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping
         [one.grad_norm for one in stats],
         moved,
     )
-
-
-def skewed_plan(lengths: Any, num_ranks: int) -> list[list[list[int]]]:
-    """The worst split for a mean of means: one micro-batch with the shortest sequence alone, all
-    others in one; and on further ranks nothing but empty micro-batches."""
-    shortest = min(range(len(lengths)), key=lambda index: lengths[index])
-    rest = [index for index in range(len(lengths)) if index != shortest]
-    return [[[shortest], rest]] + [[[], []] for _ in range(num_ranks - 1)]
 
 
 def observe_all(rank: int, world_size: int, folders: dict[str, str], layouts: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from dapo_megatron import __main__ as command_line
 from dapo_megatron.bridge.families import architecture
 from dapo_megatron.config import PolicyConfig
+from dapo_megatron.doctor.command import check_options
 from dapo_megatron.doctor.matrix import Case, layout_name, matrix, reference, smallest_world
 from dapo_megatron.doctor.measure import Differences, Measured, compare, distances
 from dapo_megatron.doctor.minibatch import LENGTHS, NO_LOSS, random_minibatch, with_old_logprobs
@@ -272,17 +274,21 @@ def test_the_report_says_what_failed_and_json_holds_it() -> None:
     report, out = report_of(case)
     report.add(Row(case, Differences(2e-16, "w", *[0.0] * 6), 1.0, []))
     assert report.ok
-    report.add(Row(case, Differences(0.5, "lm_head.weight", *[0.0] * 6), 1.0, ["gradient"]))
+    worst = Differences(0.5, "lm_head.weight", *[math.inf] * 6)
+    report.add(Row(case, worst, 1.0, ["gradient"]))
     assert not report.ok
-    report.verdict()
+    report.verdict("not tried: yours")
     printed = out.getvalue()
     assert "DP2 x TP2" in printed
     assert "FAIL  gradient 5.0e-01 in lm_head.weight" in printed
     assert "1 of 2 cases FAIL" in printed
+    assert printed.endswith("not tried: yours\n")
     body = json.loads(to_json({"model": "m"}, report))
     assert body["ok"] is False
     assert [row["ok"] for row in body["rows"]] == [True, False]
     assert body["rows"][1]["tensor"] == "lm_head.weight"
+    assert body["rows"][1]["loss"] == "inf"
+    assert body["yours_tried"] is False
 
 
 def report_of(*cases: Case) -> tuple[Report, io.StringIO]:
@@ -295,6 +301,14 @@ def test_no_row_is_no_proof() -> None:
 
 
 # ------------------------------------------------------------------ the command
+
+
+def test_figures_that_could_not_be_written_are_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"--json: .*/gone is not a folder"):
+        check_options(None, tmp_path / "gone" / "figures.json")
+    assert check_options("float32", tmp_path / "figures.json") == "float32"
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_starts() -> None:
