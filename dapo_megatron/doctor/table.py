@@ -43,8 +43,9 @@ class Tolerance:
 TOLERANCES = {
     "float64": Tolerance(gradient=1e-9, updates=1e-5),
     "float32": Tolerance(gradient=1e-5, updates=1e-5),
-    # What rounding alone makes of a small model; a wrong factor is far beyond it.
-    "bfloat16": Tolerance(gradient=5e-2, updates=5e-2),
+    # Against one process in bfloat16. Tensor parallel 2 rounds half sums: 0.2 in the worst tensor
+    # of a small model, 0.01 elsewhere; a factor of 2 anywhere is 0.5 at least.
+    "bfloat16": Tolerance(gradient=0.4, updates=5e-2),
 }
 
 
