@@ -17,14 +17,14 @@ $(READY): requirements-cpu.txt pyproject.toml tools/make_env.sh
 quickstart: env  ## train the tiny model on this machine; more arguments with ARGS="key.path=value ..."
 	$(VENV)/bin/python -m dapo_megatron train $(CONFIG) $(ARGS)
 
-test: env  ## the tests, without those marked long; more arguments with ARGS="-k name"
+test: env  ## the tests, without those of the next two; more arguments with ARGS="-k name"
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-long: env  ## only the tests marked long
 	$(VENV)/bin/python -m pytest -m long $(ARGS)
 
-test-layouts: env  ## doctor layouts: the whole matrix on four ranks, of eight models
-	$(VENV)/bin/python -m pytest -m "long or not long" tests/parity/test_layouts.py $(ARGS)
+test-layouts: env  ## only the whole matrix of layouts: four ranks, eight models, an hour
+	$(VENV)/bin/python -m pytest -m layouts $(ARGS)
 
 lint: env  ## ruff and mypy
 	$(VENV)/bin/ruff check .

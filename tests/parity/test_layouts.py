@@ -170,7 +170,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 IN_FLOAT32 = ("qwen3_tied", "qwen2_bias", "llama", "qwen3_moe")
 
 
-@pytest.mark.long
+@pytest.mark.layouts
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("model", "precision"),
