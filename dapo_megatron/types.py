@@ -165,7 +165,8 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-prob and entropy (nats) of each token, float32 [T]; 0 outside the response."""
+    """Log-prob and entropy (nats) of each token given those before it in its sequence; 0 for first
+    tokens. float32 [T], float64 for a float64 policy."""
 
     logprobs: Tensor
     entropy: Tensor
