@@ -97,10 +97,10 @@ def layouts(
     overrides: Overrides = None,
     json_file: JsonPath = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes [default: the GPUs, or 4 without one].")
+        int | None, typer.Option(min=1, help="Processes; by default the GPUs, or 4 without one.")
     ] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="[default: float64, or float32 on GPUs].")
+        Precision | None, typer.Option(help="Of the cases; by default float64, or float32 on GPUs.")
     ] = None,
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases with it in the name.")] = "",
 ) -> None:

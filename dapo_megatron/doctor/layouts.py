@@ -17,7 +17,7 @@ The proof:
    (measure.compare), up to rounding (table.TOLERANCES).
 
 Float32 is held against the float64 reference too: its rows show the rounding of the layout and of
-the model itself. Measured on model_configs/tiny_cpu.yaml, largest of 72 cases: 5e-15 in float64;
+the model itself. Measured on model_configs/tiny_cpu.yaml, largest of all cases: 5e-15 in float64;
 2.3e-6 in float32, of which one process alone has 2.0e-6.
 """
 

@@ -124,7 +124,8 @@ class Report:
         if failed:
             self._console.print(f"{failed} of {len(self.rows)} cases FAIL", style="bold red")
         else:
-            self._console.print(f"all {len(self.rows)} cases agree", style="bold green")
+            said = f"all {len(self.rows)} cases agree" if len(self.rows) > 1 else "the case agrees"
+            self._console.print(said, style="bold green")
         if left_out:
             self.note(left_out, style="yellow")
 

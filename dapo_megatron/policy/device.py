@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 
@@ -105,33 +104,43 @@ def _as_sizes(value: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 _STREAM = _InOrder()
-_PATCHES: tuple[tuple[Any, str, Any], ...] = (
-    (torch.cuda, "current_device", lambda: torch.device("cpu")),
-    (torch.cuda, "synchronize", lambda *_: None),
-    (torch.cuda, "set_device", lambda *_: None),
-    (torch.cuda, "is_current_stream_capturing", lambda: False),
-    (torch.cuda, "empty_cache", lambda: None),
-    # The all-to-all of expert parallelism copies its counts on a stream of its own.
-    (token_dispatcher, "maybe_move_tensor_to_cpu", _as_sizes),
-    (torch.cuda, "Stream", lambda *_, **__: _STREAM),
-    (torch.cuda, "current_stream", lambda *_: _STREAM),
-    (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
-    # Sequence parallelism and recomputation fork and restore the states of CUDA generators.
-    (megatron_random, "_CUDA_RNG_STATE_TRACKER", _NoRandomness()),
-    (megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
-    (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
-    (megatron_random, "_set_cuda_rng_state", lambda *_, **__: None),
-)
+
+
+@cache
+def _patches() -> tuple[tuple[Any, str, Any], ...]:
+    """(module, name, what answers instead)."""
+    # Imported here: a run asks this file for its backend before its output goes to a log, and
+    # Megatron has a lot to say when it is imported.
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    return (
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", lambda *_: None),
+        (torch.cuda, "set_device", lambda *_: None),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "empty_cache", lambda: None),
+        # The all-to-all of expert parallelism copies its counts on a stream of its own.
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _as_sizes),
+        (torch.cuda, "Stream", lambda *_, **__: _STREAM),
+        (torch.cuda, "current_stream", lambda *_: _STREAM),
+        (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
+        # Sequence parallelism and recomputation fork and restore the states of CUDA generators.
+        (random, "_CUDA_RNG_STATE_TRACKER", _NoRandomness()),
+        (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+        (random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
+        (random, "_set_cuda_rng_state", lambda *_, **__: None),
+    )
 
 
 @contextlib.contextmanager
 def _cpu_answers_for_cuda() -> Iterator[None]:
-    kept = [getattr(where, name) for where, name, _ in _PATCHES]
-    for where, name, answer in _PATCHES:
+    kept = [getattr(where, name) for where, name, _ in _patches()]
+    for where, name, answer in _patches():
         setattr(where, name, answer)
     try:
         with _CudaMeansCpu():
             yield
     finally:
-        for (where, name, _), original in zip(_PATCHES, kept, strict=True):
+        for (where, name, _), original in zip(_patches(), kept, strict=True):
             setattr(where, name, original)

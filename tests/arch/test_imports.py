@@ -194,6 +194,11 @@ for name in {LIGHT.split()!r}:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_a_run_learns_its_backend_before_megatron_speaks() -> None:
+    code = "import sys, dapo_megatron.policy.device; assert 'megatron' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
 def test_files_are_short() -> None:
     lines = {
         str(file.relative_to(PACKAGE)): len(file.read_text(encoding="utf-8").splitlines())
