@@ -230,10 +230,10 @@ def _row_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"train.max_tokens_per_microbatch: {bound}{shared}{rows} cannot hold one sequence of "
             f"{longest} tokens (max_prompt_tokens + max_response_tokens); use at least "
-            f"{_round_up(longest, whole) // ranks}"
+            f"{round_up(longest, whole) // ranks}"
         )
     limit = hf.get("max_position_embeddings")
-    padded = _round_up(longest, multiple)
+    padded = round_up(longest, multiple)
     if limit and longest <= limit < padded:
         yield (
             f"policy.context_parallel: {policy.context_parallel} pads sequences to multiples of "
@@ -343,5 +343,6 @@ def num_experts(hf: Mapping[str, Any]) -> int:
     return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """The first multiple of `multiple` from `number` on."""
     return -(-number // multiple) * multiple

@@ -89,8 +89,8 @@ def _introduce(proof: Proof) -> None:
         f"{proof.precision} against one process in {proof.exact}; allowed: gradient and loss "
         f"{tolerance.gradient:g}, after 3 updates {tolerance.updates:g}"
     )
-    if _left_out(proof):
-        report.note(_left_out(proof), style="yellow")
+    if left_out := _left_out(proof):
+        report.note(left_out, style="yellow")
     report.header()
 
 

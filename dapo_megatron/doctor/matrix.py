@@ -95,10 +95,19 @@ class Case:
         return layout_name(self.policy, self.num_ranks)
 
     @property
+    def label(self) -> str:
+        """The layout, and whether it is the config's own: `yours: TP2`."""
+        return f"yours: {self.layout}" if self.yours else self.layout
+
+    @property
+    def rows(self) -> str:
+        """`packed` or `padded`."""
+        return "packed" if self.packed else "padded"
+
+    @property
     def name(self) -> str:
         """`TP2+SP x CP2, skewed, packed`."""
-        yours = "yours: " if self.yours else ""
-        return f"{yours}{self.layout}, {self.split}, {'packed' if self.packed else 'padded'}"
+        return f"{self.label}, {self.split}, {self.rows}"
 
     def config(self, config: Config, model: str) -> Config:
         """`config` in this layout, for the model in the folder `model`."""

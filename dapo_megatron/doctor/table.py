@@ -93,8 +93,7 @@ class Report:
             markup=False,
             soft_wrap=True,
         )
-        self._width = max((len(_layout(case)) for case in cases), default=0)
-        self._num_cases = len(cases)
+        self._width = max((len(case.label) for case in cases), default=0)
         self.rows: list[Row] = []
 
     def note(self, text: str, style: str = "") -> None:
@@ -111,9 +110,8 @@ class Report:
         self.rows.append(row)
         found, case = row.differences, row.case
         cells = (
-            f"{_layout(case):<{self._width}}  {case.split:<7}  "
-            f"{'packed' if case.packed else 'padded'}  {found.gradient:8.1e} {found.loss:8.1e} "
-            f"{found.weights:8.1e} {row.seconds:8.1f}  "
+            f"{case.label:<{self._width}}  {case.split:<7}  {case.rows}  "
+            f"{found.gradient:8.1e} {found.loss:8.1e} {found.weights:8.1e} {row.seconds:8.1f}  "
         )
         verdict = Text("ok", "green") if row.ok else Text("FAIL", "bold red")
         self._console.print(Text(cells) + verdict + Text(_what(row), "red"))
@@ -133,10 +131,6 @@ class Report:
     def ok(self) -> bool:
         """Whether every row is ok, and there is one."""
         return bool(self.rows) and all(row.ok for row in self.rows)
-
-
-def _layout(case: Case) -> str:
-    return case.name.rsplit(", ", 2)[0]
 
 
 def _what(row: Row) -> str:

@@ -21,6 +21,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dapo_megatron.policy.collectives import all_reduce
+
 
 class Router(MegatronModule):
     """Softmax over all experts, the best k taken (Qwen3-MoE, Mixtral).
@@ -66,14 +68,14 @@ class Router(MegatronModule):
         """This rank's part of the sum over sequences of  sum_e f_e P_e,  where f_e = E / (k n) x
         (tokens that took e) and P_e = 1 / n x (probability of e over all n tokens)."""
         num_sequences = sequences_T.max() + 1
-        _all_reduce(num_sequences, dist.ReduceOp.MAX, self._group)
+        all_reduce(num_sequences, dist.ReduceOp.MAX, self._group)
         # Padding (-1) is counted as one more sequence, which is then left out.
         where_T = torch.where(sequences_T < 0, num_sequences, sequences_T)
         zeros_SE = probs_TE.new_zeros(int(num_sequences) + 1, probs_TE.shape[-1])
         taken_SE = zeros_SE.index_add(0, where_T, taken_TE.to(zeros_SE.dtype))[:-1]
         probs_SE = zeros_SE.index_add(0, where_T, probs_TE)[:-1]
         # The counts are everybody's; the probabilities this rank's, whose gradient is its own.
-        _all_reduce(taken_SE, dist.ReduceOp.SUM, self._group)
+        all_reduce(taken_SE, dist.ReduceOp.SUM, self._group)
         topk = self.config.moe_router_topk
         lengths_S = (taken_SE.sum(-1) / topk).clamp(min=1)
         scale_S = probs_TE.shape[-1] / (topk * lengths_S**2)
@@ -127,8 +129,3 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)
-
-
-def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    if group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)

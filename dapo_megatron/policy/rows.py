@@ -17,6 +17,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from dapo_megatron.layout import round_up
 from dapo_megatron.types import TokenBatch
 
 
@@ -89,16 +90,12 @@ def make_rows(
 def _segments(lengths: Tensor, shape: RowShape) -> Tensor:
     """Tokens of each segment, padding included."""
     if not shape.packed:
-        longest = _round_up(max(int(lengths.max()), 1), shape.row_multiple)
+        longest = round_up(max(int(lengths.max()), 1), shape.row_multiple)
         return torch.full_like(lengths, longest)
     segments = -(-lengths.clamp(min=1) // shape.sequence_multiple) * shape.sequence_multiple
     total = int(segments.sum())
-    segments[-1] += _round_up(total, shape.row_multiple) - total
+    segments[-1] += round_up(total, shape.row_multiple) - total
     return segments
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _on_this_rank(position: Tensor, segment: Tensor, shape: RowShape) -> Tensor:

@@ -34,8 +34,8 @@ from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.types import MicroTokens, TokenBatch
 
-Output = Callable[[Rows, Any, Tensor], tuple[Tensor, Tensor, Any]]
-"""(rows, model, hidden states) -> (loss, a number Megatron wants and nobody reads, results)."""
+Output = Callable[[Rows, Any, Tensor], tuple[Tensor, Any]]
+"""(rows, model, hidden states) -> (loss, results)."""
 
 
 def loss_inputs(batch: TokenBatch, scored_n: Tensor) -> MicroTokens:
@@ -70,11 +70,10 @@ class Runner:
         """(place in the batch, log-prob, entropy) of each micro-batch's tokens, each [n]; on the
         last pipeline stage, an empty list elsewhere."""
 
-        def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+        def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
             scored = rows.predicts >= 0
             logp, entropy = self._head(hidden, rows, scored, model)
-            zero = torch.zeros((), device=hidden.device)
-            return zero, zero.int(), (rows.predicts[scored], logp, entropy)
+            return torch.zeros((), device=hidden.device), (rows.predicts[scored], logp, entropy)
 
         with torch.no_grad():
             return self._run(micro, output, forward_only=True)
@@ -86,7 +85,7 @@ class Runner:
         statistics on the last pipeline stage."""
         in_loss = batch.loss_mask.to(micro[0].predicts.device)
 
-        def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+        def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
             # Prompts and padding need no log-prob: the head is the dearest layer of small models.
             scored = (rows.predicts >= 0) & in_loss[rows.predicts.clamp(min=0)]
             logp, entropy = self._head(hidden, rows, scored, model)
@@ -95,7 +94,7 @@ class Runner:
             sums["loss"] = result.total.detach()
             sums["entropy"] = entropy.sum()
             sums["mean_prob"] = logp.detach().exp().sum()
-            return result.total / num_tokens, scored.sum().int(), sums
+            return result.total / num_tokens, sums
 
         return self._run(micro, output, forward_only=False)
 
@@ -132,7 +131,12 @@ class Runner:
                 # What the mask is really used for: policy/moe.py.
                 padding_mask=one.sequences if self._has_experts else None,
             )
-            return hidden, partial(output, one, chunk.module)
+            return hidden, partial(finish, one, chunk.module)
+
+        def finish(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            value, results = output(rows, model, hidden)
+            # Megatron adds up tokens in between; `_finalize_without_division` does not look.
+            return value, torch.zeros((), dtype=torch.int, device=hidden.device), results
 
         schedule = get_forward_backward_func()
         iterators = [iter(micro) for _ in self._chunks]

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dapo_megatron.policy.collectives import all_reduce
+
 TILE_BYTES = 32 * 2**20
 """Of a tile's logits in float32: small enough for a CPU's last cache, large enough for a GPU."""
 MIN_TILE_ENTRIES = 256
@@ -80,9 +82,9 @@ class _LinearLogProbs(torch.autograd.Function):
             weighted_T += torch.linalg.vecdot(exp_TE, logits_TE)
 
         highest_T = top_T.clone()
-        _all_reduce(highest_T, dist.ReduceOp.MAX, group)
+        all_reduce(highest_T, dist.ReduceOp.MAX, group)
         _rescale(sums_3T, top_T, highest_T)
-        _all_reduce(sums_3T, dist.ReduceOp.SUM, group)
+        all_reduce(sums_3T, dist.ReduceOp.SUM, group)
 
         log_total_T = total_T.log()
         entropy_T = log_total_T - weighted_T / total_T
@@ -166,8 +168,3 @@ def _rescale(sums_3T: Tensor, top_T: Tensor, new_top_T: Tensor) -> Tensor:
     weighted_T += shift_T * total_T
     sums_3T[:2] *= shift_T.exp()
     return new_top_T
-
-
-def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)

@@ -37,6 +37,17 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 
+RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen2_bias": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "llama_mha": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+}
+"""Models for parity tests: arguments of `make_random_model`, its family and overrides."""
+
 
 def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """Write a random model of `family` with the quickstart's tokenizer; returns `folder`.

@@ -19,7 +19,7 @@ import pytest
 from dapo_megatron.config_file import load_config
 from dapo_megatron.doctor.matrix import matrix
 from dapo_megatron.doctor.shrink import shrink
-from tests.helpers.models import make_random_model
+from tests.helpers.models import RANDOM_MODELS, make_random_model
 from tests.unit.test_cli import outside_a_launcher
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -157,14 +157,8 @@ def test_a_fault_fails_the_rows_it_touches(
 
 # ------------------------------------------------------------------ the whole matrix
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {}),
-    "qwen2_bias": ("qwen2", {}),
-    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
-    "llama": ("llama", {}),
-    "llama_mha": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "qwen3_moe": ("qwen3_moe", {}),
+MODELS = {
+    **RANDOM_MODELS,
     "qwen3_moe_plain": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
 }
 IN_FLOAT32 = ("qwen3_tied", "qwen2_bias", "llama", "qwen3_moe")

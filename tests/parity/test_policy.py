@@ -20,24 +20,17 @@ from torch import Tensor
 from dapo_megatron.algo.loss import dapo_token_loss, make_loss
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.doctor.matrix import skewed_plan
+from dapo_megatron.doctor.measure import distances
 from dapo_megatron.types import TokenBatch
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
-from tests.helpers.models import make_random_model, per_expert
+from tests.helpers.models import RANDOM_MODELS, make_random_model, per_expert
 from tests.helpers.ranks import run_ranks
 
 LR = 1e-4
 LENGTHS = (5, 60, 17, 9, 33, 4, 40, 12, 3)
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-MODELS = {
-    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 99}),
-    "qwen3": ("qwen3", {}),
-    "qwen2_bias": ("qwen2", {}),
-    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
-    "llama": ("llama", {}),
-    "llama_mha": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "qwen3_moe": ("qwen3_moe", {}),
-}
+MODELS = {**RANDOM_MODELS, "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 99})}
 
 
 @dataclass
@@ -181,7 +174,7 @@ def largest_difference(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor])
 def distance(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """|seen - wanted| / |wanted| in the Euclidean norm, of the tensor where it is largest."""
     assert seen.keys() == wanted.keys()
-    return max(float((seen[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+    return max(distances(seen, wanted).values())
 
 
 def worst(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
