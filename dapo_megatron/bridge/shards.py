@@ -1,7 +1,7 @@
-"""A shard: the slice of one HF tensor that one rank holds, as a writeable view of its parameter.
+"""The words of the bridge: a region of a tensor, a piece (what a rank holds or wants), a shard (a
+piece with the memory it lives in).
 
-The same description serves both directions: reading an HF checkpoint writes through the views,
-writing one (or feeding an engine) reads through them.
+Tensors have their HF name and shape here, whoever holds them: policy, engine or checkpoint.
 """
 
 from __future__ import annotations
@@ -35,51 +35,55 @@ class Region:
         """Elements in the box."""
         return prod(self.shape)
 
+    def intersect(self, other: Region) -> Region | None:
+        """The box inside both, or None."""
+        start = tuple(map(max, self.start, other.start))
+        ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        stop = tuple(min(a + size_a, b + size_b) for a, size_a, b, size_b in ends)
+        shape = tuple(last - first for first, last in zip(start, stop, strict=True))
+        return Region(start, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: Region) -> Region:
+        """This box counted from the start of `outer`, which holds it."""
+        start = tuple(a - b for a, b in zip(self.start, outer.start, strict=True))
+        return Region(start, self.shape)
+
+
+def whole(shape: Iterable[int]) -> Region:
+    """The box that is all of a tensor of `shape`."""
+    shape = tuple(shape)
+    return Region((0,) * len(shape), shape)
+
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """One slice of the HF tensor `name`.
-
-    `view` aliases the local parameter; its elements, in order, are those of `region`. `is_owner`
-    is False for a copy that another rank also holds and answers for.
-    """
+class Piece:
+    """A box of the HF tensor `name`, held or wanted by some rank. Several ranks may hold the same
+    box: replicas, equal to the last bit."""
 
     name: str
     global_shape: tuple[int, ...]
+    dtype: torch.dtype
     region: Region
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box."""
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A piece in memory: `view` aliases the local parameter; its elements, in order, are those of
+    the piece's region (its shape may differ)."""
+
+    piece: Piece
     view: Tensor
-    is_owner: bool
 
     def read(self) -> Tensor:
-        """The slice, shaped as in the HF tensor."""
-        return self.view.detach().reshape(self.region.shape)
+        """The region, shaped as in the HF tensor."""
+        return self.view.detach().reshape(self.piece.region.shape)
 
     @torch.no_grad()
     def write(self, value: Tensor) -> None:
-        """Replace the slice by `value`, shaped as in the HF tensor."""
+        """Replace the region by `value`, shaped as in the HF tensor."""
         self.view.copy_(value.reshape(self.view.shape))
-
-
-def check_coverage(pieces: Iterable[tuple[str, tuple[int, ...], Region]]) -> None:
-    """Every element of every tensor held exactly once, or SyncError naming the tensor.
-
-    `pieces` are (HF name, global shape, region) of the owned shards of all ranks.
-    """
-    by_name: dict[str, list[Region]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, global_shape, region in pieces:
-        if shapes.setdefault(name, global_shape) != global_shape:
-            raise SyncError(f"{name}: ranks disagree on its shape: {shapes[name]}, {global_shape}")
-        by_name.setdefault(name, []).append(region)
-    for name, regions in by_name.items():
-        held = (
-            torch.zeros(shapes[name], dtype=torch.int8, device="cpu") if len(regions) > 1 else None
-        )
-        if held is None:
-            exact = regions[0].shape == shapes[name]
-        else:
-            for region in regions:
-                held[region.slices] += 1
-            exact = bool((held == 1).all())
-        if not exact:
-            raise SyncError(f"{name}: the ranks' slices do not cover {shapes[name]} exactly once")
