@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.bridge.hf import write_checkpoint
+from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
@@ -38,7 +37,7 @@ from dapo_megatron.tracking import (
     RunRecorder,
     SilentRecorder,
 )
-from dapo_megatron.types import Prompt, SyncReport
+from dapo_megatron.types import Prompt
 
 
 @dataclass
@@ -56,16 +55,9 @@ class Core:
 
     policy: Policy
     engine: RolloutEngine
+    sync: WeightSync
     grading: GradingPool | None
     driver: RolloutDriver
-
-    def sync(self, version: int) -> SyncReport:
-        """Policy weights into this rank's engine. Collective."""
-        started = time.perf_counter()
-        report = self.engine.receive(self.policy.weights(), version)
-        # The engine's own clock leaves out the policy's part of the iteration's set-up.
-        seconds = time.perf_counter() - started
-        return SyncReport(report.version, report.num_tensors, report.num_bytes, seconds)
 
     def close(self) -> None:
         """End the grading processes."""
@@ -123,6 +115,14 @@ def build_core(config: Config, ranks: Ranks) -> Core:
         config, rank=ranks.rank, world_size=ranks.world_size, local_rank=ranks.local_rank
     )
     policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
+    sync = WeightSync(
+        policy,
+        engine,
+        ranks,
+        config.sync,
+        vocab=policy.architecture.vocab,
+        max_tokens=config.rollout.max_prompt_tokens,
+    )
     grading = None
     if engine.is_leader:
         sources = (*config.data.train, *config.evaluation.sets)
@@ -131,7 +131,7 @@ def build_core(config: Config, ranks: Ranks) -> Core:
             config.rewards.workers,
             config.rewards.timeout_seconds,
         )
-    return Core(policy, engine, grading, RolloutDriver(engine, grading, ranks))
+    return Core(policy, engine, sync, grading, RolloutDriver(engine, grading, ranks))
 
 
 def build_evaluator(config: Config, prompts: Prompts, core: Core) -> Evaluator:

@@ -47,7 +47,10 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """Folder with an HF checkpoint: config.json, safetensors, tokenizer."""
+    """Folder with a checkpoint: config.json, safetensors, tokenizer; as HF saves it, or as
+    tools/convert_checkpoint.py does."""
+    ignore_fields: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Fields of config.json, unknown here, that you know to change nothing in the computation."""
 
 
 class PolicyConfig(Section):
@@ -213,8 +216,13 @@ class RewardsConfig(Section):
 
 class SyncConfig(Section):
     max_gap: Positive
-    """Largest |log-prob by engine - by policy| allowed on a step's fresh tokens; above, the run
-    stops. About 1e-5 in float32; bfloat16 needs more."""
+    """Largest |log-prob by engine - by policy| allowed on a step's fresh tokens, and on fixed
+    sequences after each sync; above, the run stops. About 1e-5 in float32; bfloat16 needs more."""
+    fingerprint_every: Count | None = None
+    """Syncs from one comparison of all weights in policy and engines to the next; null: 1 for
+    models of up to 200 million parameters, else 10. The first after a start or resume always."""
+    canary_tokens: Annotated[int, Field(ge=2)] = 32
+    """Length of each of the fixed sequences."""
 
 
 class CheckpointConfig(Section):

@@ -71,7 +71,7 @@ def train(config: Config, parts: Parts, progress: Progress, *, started: float) -
     last = config.train.rollout_steps
     parts.sync(progress.step)
     if progress.step == 0 and parts.evaluator.due(0, last):
-        progress.first_evaluation = evaluate(config, parts.policy, parts.evaluator, 0)
+        progress.first_evaluation = parts.evaluator.run()
         progress.last_evaluation = progress.first_evaluation
         parts.recorder.log(0, progress.first_evaluation)
     while progress.step < last:
@@ -82,7 +82,7 @@ def train(config: Config, parts: Parts, progress: Progress, *, started: float) -
         progress.max_gap = max(progress.max_gap, metrics.get("mismatch/gap_max", 0.0))
         if parts.evaluator.due(step, last):
             with clock("evaluate"):
-                progress.last_evaluation = evaluate(config, parts.policy, parts.evaluator, step)
+                progress.last_evaluation = parts.evaluator.run()
             metrics |= progress.last_evaluation
         publish = None
         if parts.checkpoints.due(step):
@@ -97,18 +97,6 @@ def train(config: Config, parts: Parts, progress: Progress, *, started: float) -
             publish()
     progress.seconds = time.time() - started
     return progress
-
-
-def evaluate(
-    config: Config, policy: Policy, evaluator: Evaluator, version: int
-) -> dict[str, float]:
-    """Evaluate the weights `version`, after the engine has shown that it has them."""
-    groups = evaluator.probe(config.rollout.temperature)
-    batch = make_batch(config, groups)
-    if batch.num_sequences:  # none if no probe could be graded
-        batch = dataclasses.replace(batch, old_logprobs=policy.logprobs(batch).logprobs)
-        check_gap(config, batch, groups, version)
-    return evaluator.run()
 
 
 def train_step(

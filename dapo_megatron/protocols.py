@@ -16,15 +16,21 @@ from dapo_megatron.types import (
     MicroTokens,
     SampleRequest,
     StepStats,
-    SyncReport,
     TokenBatch,
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from dapo_megatron.bridge.shards import Piece, Region, Shard
 
 LossFn = Callable[["Tensor", MicroTokens], LossOutput]
 """(log-probs of one micro-batch, its other inputs) -> sums. Called with grad enabled."""
+
+Shape = tuple[int, ...]
+Arrival = tuple[str, "Sequence[tuple[Region, Tensor]]"]
+"""(HF name, the slices of it that are wanted here): all that a rank gets of one tensor."""
 
 Planner = Callable[[Sequence[int], int], list[list[list[int]]]]
 """(tokens of each sequence, data-parallel ranks) -> [rank][micro-batch] -> sequence indices.
@@ -60,8 +66,9 @@ class Exchange(Protocol):
 class Policy(Protocol):
     """The model being trained, sharded over all ranks."""
 
-    def logprobs(self, batch: TokenBatch) -> LogProbs:
-        """Log-prob and entropy of each token of `batch`, whole on every rank; no grad."""
+    def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
+        """Log-prob and entropy of each token of `batch`, whole on every rank; no grad.
+        Temperature None: that of rollouts."""
         ...
 
     def update(self, mini: TokenBatch, loss: LossFn, lr: float) -> StepStats:
@@ -71,11 +78,9 @@ class Policy(Protocol):
         """
         ...
 
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Every weight, whole, under its HF name, in an order equal on all ranks.
-
-        A tensor may be reused by the iterator after the next one is asked for.
-        """
+    def shards(self) -> Sequence[Shard]:
+        """The slices of HF tensors that this rank holds, aliasing its parameters: read at any
+        time they are the current weights. Not collective."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -118,11 +123,27 @@ class RolloutEngine(Protocol):
         """Whether any request is queued or running."""
         ...
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def wanted(self, offered: Mapping[str, tuple[Shape, torch.dtype]]) -> list[Piece]:
+        """The slices that this rank needs of HF tensors, offered by name, shape and dtype.
+
+        Raises SyncError naming a tensor that is missing, unknown or misshapen.
+        """
+        ...
+
+    def receive(self, weights: Iterable[Arrival], version: int) -> None:
         """Replace all weights and drop cached prefixes; completions carry `version` from now.
 
-        Raises SyncError naming the tensor if names or shapes differ from the engine's own.
+        Memory of an arrival may be reused once the next one is asked for. Raises SyncError naming
+        a wanted slice that is missing, repeated or misshapen; the engine then takes no requests.
         """
+        ...
+
+    def held(self) -> Iterable[tuple[Piece, Tensor | None]]:
+        """Each wanted slice as the engine computes with it now; None where it cannot be read."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-prob, at temperature 1, of each token but the first of each sequence."""
         ...
 
     def sleep(self) -> None:

@@ -147,7 +147,7 @@ def _true_status(recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
 
 def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
     """Evaluate the model, or the weights of a checkpoint; the figures on rank 0."""
-    from dapo_megatron import build, loop
+    from dapo_megatron import build
 
     with open_session(config, with_folder=False) as session:
         ranks = session.ranks
@@ -158,8 +158,7 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
                 read_state(Path(checkpoint))
                 core.policy.load(Path(checkpoint))
             core.sync(0)
-            evaluator = build.build_evaluator(config, prompts, core)
-            figures = loop.evaluate(config, core.policy, evaluator, 0)
+            figures = build.build_evaluator(config, prompts, core).run()
         finally:
             core.close()
         return figures if ranks.rank == 0 else None

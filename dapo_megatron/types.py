@@ -186,12 +186,19 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One sync of policy weights into the engines."""
+    """One sync of policy weights into the engines, and how it was verified."""
 
     version: int
     num_tensors: int
     num_bytes: int
+    """Received by the rank that received most; what a rank already holds does not count."""
     seconds: float
+    """Of moving and loading."""
+    verify_seconds: float
+    fingerprinted: bool
+    unread_tensors: int
+    """Tensors whose values this rank's engine does not let be read (quantised or reordered)."""
+    canary_gap: float
 
 
 class DapoError(Exception):

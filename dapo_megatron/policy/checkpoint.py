@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dapo_megatron.bridge.families import Place
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError
 
 
-def save(folder: Path, exchange: Exchange, params: Mapping[str, Tensor], optimizer: Any) -> None:
-    """Write `rank_<N>.safetensors`."""
+def save(
+    folder: Path,
+    exchange: Exchange,
+    params: Mapping[str, Tensor],
+    places: Sequence[Place],
+    optimizer: Any,
+) -> None:
+    """Write `rank_<N>.safetensors`; `places` are those of the rank's model chunks, by which the
+    bridge's stores find HF tensors in it."""
     tensors = {f"model/{name}": value for name, value in params.items()}
     tensors.update(_optimizer_tensors(optimizer, params))
     tensors["rng/cpu"] = torch.get_rng_state()
@@ -33,7 +42,11 @@ def save(folder: Path, exchange: Exchange, params: Mapping[str, Tensor], optimiz
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     path = _path(folder, exchange)
-    save_file(contiguous, path, metadata={"layout": json.dumps(_layout())})
+    metadata = {
+        "layout": json.dumps(_layout()),
+        "places": json.dumps([asdict(place) for place in places]),
+    }
+    save_file(contiguous, path, metadata=metadata)
     with path.open("rb") as file:
         os.fsync(file.fileno())  # before it is published under its final name
 

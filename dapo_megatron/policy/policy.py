@@ -17,9 +17,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from dapo_megatron.bridge.families import Architecture, architecture, shards_of
-from dapo_megatron.bridge.gather import Gather
-from dapo_megatron.bridge.hf import read_into
 from dapo_megatron.bridge.shards import Shard
+from dapo_megatron.bridge.stores import open_store, read_into
+from dapo_megatron.bridge.transfer import gather_whole
 from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.layout import row_multiple, sequence_multiple
 from dapo_megatron.policy import checkpoint
@@ -40,11 +40,14 @@ class MegatronPolicy:
         self._exchange = exchange
         self._plan = plan
         self._device = device()
-        self.architecture: Architecture = architecture(read_model_config(config))
+        self.architecture: Architecture = architecture(
+            read_model_config(config), config.model.ignore_fields
+        )
         with megatron_device():
             initialize_parallel(config.policy, config.seed)
             chunks = build_model(self.architecture, config.policy)
-            read_into(Path(config.model.path), self._shards_of(chunks))
+            with open_store(Path(config.model.path), config.model.ignore_fields) as store:
+                read_into(store, self._shards_of(chunks))
             self._chunks = [_distribute(chunk, first=chunk is chunks[0]) for chunk in chunks]
             self._optimizer = _optimizer(config, self._chunks)
         self._runner = Runner(
@@ -57,18 +60,17 @@ class MegatronPolicy:
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=config.policy.context_parallel,
         )
-        self._gather: Gather | None = None
 
     # ------------------------------------------------------------------ the seam
 
-    def logprobs(self, batch: TokenBatch) -> LogProbs:
+    def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
         """See protocols.Policy."""
         micro = self._microbatches(batch)
         exact = torch.promote_types(getattr(torch, self._config.policy.precision), torch.float32)
         whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
         with megatron_device():
             self._train(False)
-            results = self._runner.logprobs(micro)
+            results = self._runner.logprobs(micro, temperature)
             self._train(True)
         if self._speaks():
             for where, logp, entropy in results:
@@ -93,11 +95,13 @@ class MegatronPolicy:
             loss=means.pop("loss"), grad_norm=grad_norm, lr=lr, num_tokens=num_tokens, means=means
         )
 
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
+    def shards(self) -> list[Shard]:
         """See protocols.Policy."""
-        if self._gather is None:
-            self._gather = Gather(self._shards_of(self._models()), self._exchange)
-        return iter(self._gather)
+        return self._shards_of(self._models())
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Every weight by HF name, whole, on every rank. For parity checks; collective."""
+        return gather_whole(self.shards(), self._exchange)
 
     def gradients(self, mini: TokenBatch, loss: LossFn) -> tuple[float, dict[str, Tensor]]:
         """The mean loss of a mini-batch and its whole gradient by HF name, on every rank: reduced
@@ -108,11 +112,12 @@ class MegatronPolicy:
             value = self._means(sums, num_tokens)["loss"]
         self._unshard_gradients()
         shards = self._shards_of(self._models(), lambda parameter: parameter.main_grad)
-        return value, {name: whole.clone() for name, whole in Gather(shards, self._exchange)}
+        return value, {name: whole.clone() for name, whole in gather_whole(shards, self._exchange)}
 
     def save(self, folder: Path) -> None:
         """See protocols.Policy."""
-        checkpoint.save(folder, self._exchange, self._named_parameters(), self._optimizer)
+        places = [place(model) for model in self._models()]
+        checkpoint.save(folder, self._exchange, self._named_parameters(), places, self._optimizer)
 
     def load(self, folder: Path) -> None:
         """See protocols.Policy."""

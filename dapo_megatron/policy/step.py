@@ -66,13 +66,16 @@ class Runner:
         self._has_experts = self._chunks[0].config.num_moe_experts is not None
         self._chunks[0].config.finalize_model_grads_func = _finalize_without_division
 
-    def logprobs(self, micro: Sequence[Rows]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def logprobs(
+        self, micro: Sequence[Rows], temperature: float | None = None
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """(place in the batch, log-prob, entropy) of each micro-batch's tokens, each [n]; on the
-        last pipeline stage, an empty list elsewhere."""
+        last pipeline stage, an empty list elsewhere. Temperature None: that of training."""
+        temperature = temperature or self._temperature
 
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
             scored = rows.predicts >= 0
-            logp, entropy = self._head(hidden, rows, scored, model)
+            logp, entropy = self._head(hidden, rows, scored, model, temperature)
             return torch.zeros((), device=hidden.device), (rows.predicts[scored], logp, entropy)
 
         with torch.no_grad():
@@ -88,7 +91,7 @@ class Runner:
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
             # Prompts and padding need no log-prob: the head is the dearest layer of small models.
             scored = (rows.predicts >= 0) & in_loss[rows.predicts.clamp(min=0)]
-            logp, entropy = self._head(hidden, rows, scored, model)
+            logp, entropy = self._head(hidden, rows, scored, model, self._temperature)
             result = loss(logp, loss_inputs(batch, rows.predicts[scored]))
             sums = {name: value.detach() for name, value in result.sums.items()}
             sums["loss"] = result.total.detach()
@@ -99,7 +102,7 @@ class Runner:
         return self._run(micro, output, forward_only=False)
 
     def _head(
-        self, hidden: Tensor, rows: Rows, scored: Tensor, model: Any
+        self, hidden: Tensor, rows: Rows, scored: Tensor, model: Any, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy [n] of the tokens that the `scored` positions predict."""
         if model.config.sequence_parallel:
@@ -114,7 +117,7 @@ class Runner:
             hidden[scored],
             weight,
             rows.targets[scored],
-            temperature=self._temperature,
+            temperature=temperature,
             first_entry=first,
             num_entries=min(weight.shape[0], self._vocab - first),
             group=parallel_state.get_tensor_model_parallel_group(),

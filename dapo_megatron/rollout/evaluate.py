@@ -10,9 +10,6 @@ from dapo_megatron.config import EvaluationConfig
 from dapo_megatron.rollout.driver import RolloutDriver, Sampling
 from dapo_megatron.types import Group, Prompt
 
-PROBE_PROMPTS = 4
-PROBE_TOKENS = 32
-
 
 @dataclass(frozen=True)
 class Evaluator:
@@ -38,19 +35,6 @@ class Evaluator:
             )
             metrics |= _figures(name, self.driver.run(list(enumerate(prompts)), sampling))
         return metrics
-
-    def probe(self, temperature: float) -> list[Group]:
-        """A few short completions of held-out problems, sampled as rollouts are, to compare the
-        engine with the policy on."""
-        sampling = Sampling(
-            num_samples=2,
-            max_tokens=min(self.max_tokens, PROBE_TOKENS),
-            temperature=temperature,
-            top_p=1.0,
-            seed_name=f"{self.seed}/probe",
-        )
-        prompts = [prompt for prompts in self.sets.values() for prompt in prompts[:PROBE_PROMPTS]]
-        return self.driver.run(list(enumerate(prompts)), sampling)
 
     def due(self, step: int, last: int) -> bool:
         """Whether to evaluate after rollout step `step`."""

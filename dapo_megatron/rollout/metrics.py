@@ -77,4 +77,10 @@ def mismatch_metrics(gap: GapStatistics) -> dict[str, float]:
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
     """sync/*."""
-    return {"sync/bytes": float(report.num_bytes), "sync/tensors": float(report.num_tensors)}
+    return {
+        "sync/bytes": float(report.num_bytes),
+        "sync/tensors": float(report.num_tensors),
+        "sync/fingerprinted": float(report.fingerprinted),
+        "sync/canary_gap": report.canary_gap,
+        "sync/verify_seconds": report.verify_seconds,
+    }

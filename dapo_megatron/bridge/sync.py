@@ -1,0 +1,161 @@
+"""One sync: the policy's weights into the engines, and the proof that they arrived.
+
+Planned once, reused at every call, verified at every call: each engine tensor is written in full
+and once; at a period, fingerprints of both sides agree over all ranks; and policy and engine give
+the same log-probs for fixed sequences. Whatever fails ends the run and names tensor and ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, cast
+
+import torch
+
+from dapo_megatron.bridge import canary
+from dapo_megatron.bridge.fingerprint import fingerprint
+from dapo_megatron.bridge.plan import Plan, make_plan
+from dapo_megatron.bridge.shards import Piece, Shard
+from dapo_megatron.bridge.transfer import Transfer
+from dapo_megatron.bridge.verify import disagreements
+from dapo_megatron.config import SyncConfig
+from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
+from dapo_megatron.types import SyncError, SyncReport
+
+SMALL_MODEL = 200_000_000
+"""Up to so many elements, every sync is fingerprinted: 10 ms per million on one CPU core."""
+BIG_MODEL_PERIOD = 10
+NAMED = 5
+"""Faults that an error lists."""
+T = TypeVar("T")
+
+
+class WeightSync:
+    """Policy weights into this rank's engine; calling it is one sync. Collective.
+
+    Raises SyncError if the engines do not want exactly what the policy has.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        engine: RolloutEngine,
+        exchange: Exchange,
+        config: SyncConfig,
+        *,
+        vocab: int,
+        max_tokens: int,
+    ) -> None:
+        self._policy = policy
+        self._engine = engine
+        self._exchange = exchange
+        self._max_gap = config.max_gap
+        self._ranks_per_engine = exchange.world_size // engine.num_replicas
+        self._shards: Sequence[Shard] = policy.shards()
+        self._held = exchange.all_gather([shard.piece for shard in self._shards])
+        shapes = {p.name: (p.global_shape, p.dtype) for pieces in self._held for p in pieces}
+        wanted = self._together(lambda: engine.wanted(shapes))
+        self._wanted: list[list[Piece]] = exchange.all_gather(wanted)
+        self.plan: Plan = make_plan(self._held, self._wanted)
+        self._transfer = Transfer(
+            self.plan, self._shards, wanted, exchange.rank, self._shards[0].view.device
+        )
+        size = sum(torch.Size(shape).numel() for shape, _ in shapes.values())
+        self._period = config.fingerprint_every or (1 if size <= SMALL_MODEL else BIG_MODEL_PERIOD)
+        self._num_done = 0
+        self._canary = canary.sequences(vocab, min(config.canary_tokens, max_tokens))
+
+    def __call__(self, version: int) -> SyncReport:
+        """Raises SyncError naming tensor and ranks; the engines must then not be used."""
+        started = time.perf_counter()
+        self._move(version)
+        moved = time.perf_counter()
+        is_due = self._num_done % self._period == 0  # the first after a start or resume always is
+        unread = self._check_fingerprints(version) if is_due else []
+        gap = self._check_canary(version, fingerprinted=is_due)
+        self._num_done += 1
+        return SyncReport(
+            version=version,
+            num_tensors=len({piece.name for piece in self._wanted[self._exchange.rank]}),
+            num_bytes=max(map(self.plan.bytes_received, range(self._exchange.world_size))),
+            seconds=moved - started,
+            verify_seconds=time.perf_counter() - moved,
+            fingerprinted=is_due,
+            unread_tensors=len(unread),
+            canary_gap=gap,
+        )
+
+    def _move(self, version: int) -> None:
+        """The weights, and agreement on which they are."""
+        stream = iter(self._transfer)
+        try:
+            self._together(lambda: self._engine.receive(stream, version), drain=stream)
+        finally:
+            versions = self._exchange.all_gather(version)
+        newest = max(versions)
+        if late := [rank for rank, one in enumerate(versions) if one != newest]:
+            raise SyncError(
+                f"weights {newest}: ranks {', '.join(map(str, late))} gave version "
+                f"{min(versions)} to their engines; the ranks are not at the same step"
+            )
+
+    def _together(self, action: Callable[[], T], drain: Iterator[object] = iter(())) -> T:
+        """Do something that may fail on some ranks: then all of them raise, with the reasons.
+
+        `drain` is finished even so: other ranks are waiting in it.
+        """
+        result, problem = None, ""
+        try:
+            result = action()
+        except SyncError as error:
+            problem = str(error)
+        for _ in drain:
+            pass
+        problems = self._exchange.all_gather(problem)
+        if any(problems):
+            found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+            raise SyncError("\n".join(found[:NAMED]))
+        return cast(T, result)
+
+    def _check_fingerprints(self, version: int) -> list[str]:
+        """Compare both sides; the names of tensors that an engine does not let be read."""
+        ours = [fingerprint(shard.read(), shard.piece.region) for shard in self._shards]
+        pieces, theirs, unread = [], [], []
+        for piece, value in self._engine.held():
+            if value is None:
+                unread.append(piece.name)
+            else:
+                pieces.append(piece)
+                theirs.append(fingerprint(value, piece.region))
+        everyone = self._exchange.all_gather((ours, pieces, theirs))
+        policy = [
+            list(zip(held, prints, strict=True))
+            for held, (prints, _, _) in zip(self._held, everyone, strict=True)
+        ]
+        engines = [list(zip(pieces, prints, strict=True)) for _, pieces, prints in everyone]
+        if found := disagreements(policy, engines, self._ranks_per_engine):
+            more = f"\n... and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            raise SyncError(
+                f"weights {version}: fingerprints differ after the sync\n"
+                + "\n".join(found[:NAMED])
+                + more
+            )
+        return unread
+
+    def _check_canary(self, version: int, *, fingerprinted: bool) -> float:
+        """The largest gap on the fixed sequences, of any engine."""
+        ours = self._policy.logprobs(canary.as_batch(self._canary), temperature=1.0).logprobs
+        gaps = self._exchange.all_gather(canary.worst(ours, self._engine.score(self._canary)))
+        gap, sequence, token = max(gaps)
+        if gap <= self._max_gap:
+            return gap
+        if not fingerprinted:
+            self._check_fingerprints(version)  # names the tensor, if it is one
+        ranks = ", ".join(str(rank) for rank, one in enumerate(gaps) if one[0] > self._max_gap)
+        raise SyncError(
+            f"weights {version}: on fixed sequences policy and engine disagree by {gap:.3g} "
+            f"(sequence {sequence}, token {token}), engine ranks {ranks}; sync.max_gap is "
+            f"{self._max_gap:g}. The weights' fingerprints agree: what the engine makes of them "
+            "(packing, kernels) or how the two compute differs"
+        )

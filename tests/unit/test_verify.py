@@ -1,0 +1,173 @@
+"""Fingerprints add up whatever the cuts, and change with every fault; disagreements name the tensor
+and the ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dapo_megatron.bridge.fingerprint import add, fingerprint
+from dapo_megatron.bridge.shards import Piece, Region, whole
+from dapo_megatron.bridge.verify import disagreements
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
+shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
+    """A tensor cut into a grid of boxes."""
+    axes = []
+    for size in shape:
+        ends = sorted(draw(st.sets(st.integers(1, size), max_size=3)) | {0, size})
+        axes.append([(a, b - a) for a, b in zip(ends, ends[1:], strict=False)])
+    grid = product(*axes)
+    return [Region(tuple(a for a, _ in box), tuple(n for _, n in box)) for box in grid]
+
+
+@given(st.data(), shapes, st.sampled_from(DTYPES))
+def test_parts_add_up_to_the_whole_in_any_order(
+    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensor = drawn(shape, dtype)
+    boxes = data.draw(cuts(shape).flatmap(st.permutations))
+    parts = [fingerprint(tensor[box.slices], box) for box in boxes]
+    assert add(*parts) == fingerprint(tensor, whole(shape))
+
+
+@given(st.data(), shapes.filter(lambda shape: len(shape) > 0))
+def test_any_flipped_bit_shows(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    tensor = drawn(shape, torch.float32)
+    flipped = tensor.clone()
+    bits = flipped.view(torch.int32).view(-1)
+    where = data.draw(st.integers(0, tensor.numel() - 1))
+    bits[where] ^= data.draw(st.sampled_from([1 << bit for bit in range(31)] + [-(2**31)]))
+    changed = not torch.equal(tensor + 0, flipped + 0)  # the sign of a zero alone does not count
+    same = fingerprint(tensor, whole(shape)) == fingerprint(flipped, whole(shape))
+    assert same != changed
+
+
+def test_swapped_and_shifted_contents_show() -> None:
+    tensor = drawn((8, 6), torch.bfloat16)
+    right = fingerprint(tensor, whole((8, 6)))
+    for wrong in (tensor[[1, 0, 2, 3, 4, 5, 6, 7]], tensor.roll(1, 1), tensor.flip(0)):
+        assert fingerprint(wrong, whole((8, 6))) != right
+    assert fingerprint(tensor[:4], Region((4, 0), (4, 6))) != fingerprint(
+        tensor[:4], Region((0, 0), (4, 6))
+    )
+
+
+def test_zeros_of_both_signs_are_one() -> None:
+    zeros = torch.zeros(4)
+    assert fingerprint(zeros, whole((4,))) == fingerprint(-zeros, whole((4,)))
+
+
+def test_big_tensors_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = drawn((100, 7), torch.float32)
+    right = fingerprint(tensor, whole((100, 7)))
+    monkeypatch.setattr("dapo_megatron.bridge.fingerprint._CHUNK", 50)
+    assert fingerprint(tensor, whole((100, 7))) == right
+
+
+# ------------------------------------------------------------------ both sides
+
+SHAPE = (12, 8)
+NAME = "model.layers.3.mlp.down_proj.weight"
+
+
+def box(rows: tuple[int, int] = (0, 12), columns: tuple[int, int] = (0, 8)) -> Region:
+    return Region((rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
+
+
+HALVES = [box((0, 6)), box((6, 12))]
+QUARTERS = [box((first, first + 3)) for first in range(0, 12, 3)]
+COLUMNS = [box(columns=(0, 4)), box(columns=(4, 8))]
+
+
+def prints(
+    regions: list[Region], tensors: list[Tensor], name: str = NAME
+) -> list[list[tuple[Piece, int]]]:
+    """Rank r has region r of tensor r."""
+    return [
+        [
+            (
+                Piece(name, SHAPE, torch.float32, region),
+                fingerprint(tensor[region.slices], region),
+            )
+        ]
+        for region, tensor in zip(regions, tensors, strict=True)
+    ]
+
+
+LAYOUTS = {
+    "equal": (HALVES * 2, HALVES * 2, 2),
+    "policy finer": (QUARTERS, HALVES * 2, 2),
+    "engine finer": (HALVES * 2, QUARTERS, 4),
+    "across": (HALVES * 2, COLUMNS * 2, 2),
+    "whole to halves": ([box()] * 4, HALVES * 2, 2),
+    "one holder": ([box()], [box()] * 4, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_weights_agree_in_all_layouts(layout: str) -> None:
+    held, wanted, ranks = LAYOUTS[layout]
+    tensor = drawn(SHAPE, torch.float32)
+    policy = prints(held, [tensor] * len(held))
+    assert disagreements(policy, prints(wanted, [tensor] * len(wanted)), ranks) == []
+
+
+@pytest.mark.parametrize(
+    "layout,stale,named",
+    [
+        ("equal", 3, "[6:12, 0:8]: engine ranks 3 hold"),
+        ("policy finer", 1, "[6:12, 0:8]: engine ranks 1 hold"),
+        ("engine finer", 2, "weight: engine ranks 2, 3 hold"),
+        ("across", 2, "weight: engine ranks 2, 3 hold"),
+        ("whole to halves", 0, "weight: engine ranks 0, 1 hold"),
+        ("one holder", 2, "engine ranks 2 hold"),
+    ],
+)
+def test_a_stale_engine_rank_is_named(layout: str, stale: int, named: str) -> None:
+    held, wanted, ranks = LAYOUTS[layout]
+    new, old = drawn(SHAPE, torch.float32, 1), drawn(SHAPE, torch.float32, 2)
+    sampled = [old if rank == stale else new for rank in range(len(wanted))]
+    [line] = disagreements(prints(held, [new] * len(held)), prints(wanted, sampled), ranks)
+    assert line.startswith(NAME) and named in line
+
+
+def test_a_policy_rank_that_drifted_is_named_even_if_its_engine_follows_it() -> None:
+    new, old = drawn(SHAPE, torch.float32, 1), drawn(SHAPE, torch.float32, 2)
+    state = [new, new, old, new]
+    found = disagreements(prints([box()] * 4, state), prints([box()] * 4, state), 1)
+    assert found == [f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"]
+
+
+def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
+    """Key-value heads on more tensor-parallel ranks than there are."""
+    new, old = drawn(SHAPE, torch.float32, 1), drawn(SHAPE, torch.float32, 2)
+    wanted = [HALVES[0], HALVES[0], HALVES[1], HALVES[1]]
+    found = disagreements(prints([box()], [new]), prints(wanted, [new, old, new, new]), 4)
+    [line] = found
+    assert "engine ranks" in line and "1" in line
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_any_cuts_agree_and_any_fault_shows(data: st.DataObject) -> None:
+    tensor = drawn(SHAPE, torch.float32)
+    held, wanted = data.draw(cuts(SHAPE)), data.draw(cuts(SHAPE))
+    policy = prints(held, [tensor] * len(held))
+    assert disagreements(policy, prints(wanted, [tensor] * len(wanted)), len(wanted)) == []
+    wrong = tensor.clone()
+    wrong[data.draw(st.integers(0, 11)), data.draw(st.integers(0, 7))] += 1.0
+    assert disagreements(policy, prints(wanted, [wrong] * len(wanted)), len(wanted))
