@@ -8,7 +8,7 @@ the same log-probs for fixed sequences. Whatever fails ends the run and names te
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -100,7 +100,7 @@ class WeightSync:
                 f"{min(versions)} to their engines; the ranks are not at the same step"
             )
 
-    def _together(self, action: Callable[[], T], drain: Iterator[object] = iter(())) -> T:
+    def _together(self, action: Callable[[], T], drain: Iterable[object] = ()) -> T:
         """Do something that may fail on some ranks: then all of them raise, with the reasons.
 
         `drain` is finished even so: other ranks are waiting in it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from dapo_megatron.bridge.fingerprint import add
 from dapo_megatron.bridge.shards import Piece, Region
@@ -64,7 +65,7 @@ def _apart(name: str, side: str, boxes: _Boxes) -> Iterator[str]:
             fewest, *rest = sorted(values.values(), key=len)
             yield (
                 f"{name}{_where(region)}: {side} ranks {_list(fewest)} hold other values than "
-                f"ranks {_list(sum(rest, []))}"
+                f"ranks {_list(chain(*rest))}"
             )
 
 
@@ -85,7 +86,9 @@ def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[str]:
             continue
         else:
             found = add(*(next(iter(sampled[region])) for region in theirs))
-            everyone = {rank for region in theirs for rank in sum(sampled[region].values(), [])}
+            everyone = {
+                rank for region in theirs for ranks in sampled[region].values() for rank in ranks
+            }
             wrong = sorted(everyone) if found != expected else []
         if wrong:
             where = _where(theirs[0]) if len(theirs) == 1 else ""

@@ -3,7 +3,7 @@ and the ranks."""
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
     axes = []
     for size in shape:
         ends = sorted(draw(st.sets(st.integers(1, size), max_size=3)) | {0, size})
-        axes.append([(a, b - a) for a, b in zip(ends, ends[1:], strict=False)])
+        axes.append([(a, b - a) for a, b in pairwise(ends)])
     grid = product(*axes)
     return [Region(tuple(a for a, _ in box), tuple(n for _, n in box)) for box in grid]
 
