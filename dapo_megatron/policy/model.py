@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
 from importlib.util import find_spec
@@ -222,14 +223,31 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-        rope_scaling=arch.rope_scaling_factor is not None,
-        rope_scaling_factor=arch.rope_scaling_factor or 1.0,
         vp_stage=vp_stage,
     )
+    # Megatron's own scaling knows Llama 3.1's lengths alone.
+    model.rotary_pos_emb.inv_freq = rope_frequencies(arch).to(device())
     # One precision for all: torch's norms start in float32, and the distributed optimizer mixes up
     # its shards when a parameter group holds two.
     return model.to(device(), getattr(torch, config.precision))
+
+
+def rope_frequencies(arch: Architecture) -> Tensor:
+    """Radians per position, [head_dim / 2] in float32, as transformers computes them.
+
+    `llama3` divides those of wavelengths beyond original / low_freq_factor, keeps those below
+    original / high_freq_factor, and goes from one to the other in between (Llama 3.1)."""
+    rope = arch.rope
+    steps = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+    plain = 1.0 / rope.theta**steps
+    scaled = plain / rope.factor
+    if rope.kind != "llama3":
+        return scaled
+    # Turns within the original length: below `low` it is divided, above `high` kept.
+    turns = rope.original_max_positions * plain / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - kept) * scaled + kept * plain
 
 
 def place(chunk: Decoder) -> Place:
@@ -238,9 +256,9 @@ def place(chunk: Decoder) -> Place:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         first_layer=get_transformer_layer_offset(chunk.config, chunk.vp_stage),
-        is_data_parallel_first=parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        == 0,
+        num_layers=len(chunk.decoder.layers),
+        has_embedding=chunk.pre_process,
+        has_head=chunk.post_process,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=parallel_state.get_expert_model_parallel_world_size(),
-        is_expert_data_parallel_first=parallel_state.get_expert_data_parallel_rank() == 0,
     )

@@ -1,0 +1,48 @@
+"""What a model family's file declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dapo_megatron.bridge.families.cuts import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter by its name in Megatron's own layers, and in Transformer Engine's if `fused`
+    gives another. `{expert}` is numbered from 0 on each rank in these names, over the whole layer
+    in HF's."""
+
+    name: str
+    cut: Cut
+    fused: str | None = None
+
+    def local_name(self, fused: bool) -> str:
+        """Its name without the prefix of its layer."""
+        return self.fused if fused and self.fused else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of decoders: the parameters of each layer and of each expert in it, and the fields
+    of its config.json.
+
+    What all families share (decoder.py, fields.py) is not repeated. `required`: fields that must
+    have this value, or be absent; `harmless`: fields that do not change what the model computes;
+    `defaults`: what HF takes for an absent field, where the families differ. `has_window`: all
+    layers see the last `sliding_window` tokens alone, unless that is null.
+    """
+
+    model_type: str
+    layer: tuple[Parameter, ...]
+    expert: tuple[Parameter, ...] = ()
+    required: Mapping[str, Any] = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_window: bool = False
+
+    def has(self, name: str) -> bool:
+        """Whether its layers have this parameter."""
+        return any(parameter.name == name for parameter in self.layer)

@@ -1,0 +1,11 @@
+"""Mistral, from 7B v0.2 on: without a sliding window shorter than the model's positions."""
+
+from dapo_megatron.bridge.families.decoder import ATTENTION, DENSE_MLP
+from dapo_megatron.bridge.families.family import Family
+
+MISTRAL = Family(
+    model_type="mistral",
+    layer=(*ATTENTION, *DENSE_MLP),
+    defaults={"sliding_window": 4096},
+    has_window=True,
+)

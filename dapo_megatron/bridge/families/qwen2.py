@@ -1,0 +1,12 @@
+"""Qwen2 and Qwen2.5: bias on query, key and value."""
+
+from dapo_megatron.bridge.families.decoder import ATTENTION, DENSE_MLP, QKV_BIAS
+from dapo_megatron.bridge.families.family import Family
+
+QWEN2 = Family(
+    model_type="qwen2",
+    layer=(*ATTENTION, *QKV_BIAS, *DENSE_MLP),
+    required={"use_sliding_window": False},
+    # The second is of no effect without use_sliding_window. The biases are always there.
+    harmless=frozenset({"attention_bias", "max_window_layers"}),
+)

@@ -1,0 +1,25 @@
+"""Qwen3-MoE: Qwen3 with experts in every layer."""
+
+from dapo_megatron.bridge.families.decoder import ATTENTION, EXPERT, QK_NORM, ROUTER
+from dapo_megatron.bridge.families.family import Family
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    layer=(*ATTENTION, *QK_NORM, *ROUTER),
+    expert=EXPERT,
+    required={
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    harmless=frozenset(
+        {
+            # Of no effect without use_sliding_window.
+            "max_window_layers",
+            # Of HF's training alone: what balances experts here is policy.moe_aux_loss.
+            "router_aux_loss_coef",
+            "output_router_logits",
+        }
+    ),
+)
