@@ -101,7 +101,7 @@ class MegatronPolicy:
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight by HF name, whole, on every rank. For parity checks; collective."""
-        return gather_whole(self.shards(), self._exchange)
+        return gather_whole(self.shards(), self._exchange, self._device)
 
     def gradients(self, mini: TokenBatch, loss: LossFn) -> tuple[float, dict[str, Tensor]]:
         """The mean loss of a mini-batch and its whole gradient by HF name, on every rank: reduced
@@ -112,7 +112,7 @@ class MegatronPolicy:
             value = self._means(sums, num_tokens)["loss"]
         self._unshard_gradients()
         shards = self._shards_of(self._models(), lambda parameter: parameter.main_grad)
-        return value, {name: whole.clone() for name, whole in gather_whole(shards, self._exchange)}
+        return value, dict(gather_whole(shards, self._exchange, self._device))
 
     def save(self, folder: Path) -> None:
         """See protocols.Policy."""

@@ -1,69 +1,137 @@
-"""The last link of the chain: Megatron = vLLM, after 0, 1 and 3 updates, in equal and in different
-layouts; and an engine that missed a sync is caught, by token."""
+"""The last links of the chain: HF = Megatron = vLLM, after conversion and after updates and syncs,
+between layouts of policy and engine that differ; and every fault of a sync is caught in that sync,
+by name.
+
+A vLLM start on four ranks takes a minute, so each engine layout is started once per family and
+every policy layout is built beside it in turn.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
+from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 
-LAYOUTS = {
-    "tp2_to_tp2": {"policy__tensor_parallel": 2},
-    "pp2_to_two_replicas": {"policy__tensor_parallel": 1, "policy__pipeline_parallel": 2},
-    "dp2_to_tp2": {"policy__tensor_parallel": 1, "engine__tensor_parallel": 2},
+NUM_RANKS = 4
+GAP = 1e-5  # nats, float32
+POLICIES: dict[str, dict[str, int]] = {
+    "tp1": {},  # four data-parallel copies
+    "tp2": {"tensor_parallel": 2},  # and two copies
+    "tp4": {"tensor_parallel": 4},  # more ranks than key-value heads
+    "tp2_pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "pp4": {"pipeline_parallel": 4},
 }
+EXPERTS = {
+    "ep2": {"expert_parallel": 2},
+    "tp2_ep4": {"tensor_parallel": 2, "expert_parallel": 4},
+    "pp2_ep2": {"pipeline_parallel": 2, "expert_parallel": 2},
+}
+ENGINES = {"tp1x4": 1, "tp2x2": 2, "tp4": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+}
+EVERY_DAY = {("qwen3_tied", "tp2x2"), ("qwen3_moe", "tp4")}
+"""The others are marked `long` (make test-long)."""
 
 
-def gaps(rank: int, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Largest gap on fresh samples after 0, 1 and 3 updates; then what a stale engine raises."""
-    from dapo_megatron import build, loop
-    from dapo_megatron.algo.loss import make_loss
+def policies(model: str) -> dict[str, dict[str, int]]:
+    return POLICIES | (EXPERTS if model.endswith("moe") else {})
+
+
+def rank_main(rank: int, folder: Path, engine: int, model: str) -> dict[str, Any]:
+    """Each policy layout's gaps: HF to engine and HF to policy at the start, policy to engine after
+    each of two updates; and bytes received over the lower bound."""
+    from dapo_megatron import build
+    from dapo_megatron.bridge.canary import as_batch, sequences
+    from dapo_megatron.bridge.sync import WeightSync
     from dapo_megatron.cluster.ranks import Ranks
-    from dapo_megatron.rollout.driver import Sampling
-    from dapo_megatron.types import SyncError
+    from dapo_megatron.engine.engine import VllmEngine
+    from dapo_megatron.policy.policy import MegatronPolicy
 
-    config = tiny_config(data__train__0__size=64, evaluation__sets="[]", **overrides)
-    core = build.build_core(config, Ranks(rank, 2, rank))
-    prompts = list(enumerate(build.load_prompts(config).train[:6]))
-    numbers = config.loss
-    loss = make_loss(
-        clip_low=numbers.clip_low, clip_high=numbers.clip_high, dual_clip=None, tis_cap=None
-    )
-    training = random_batch((30, 7, 18), vocab=100)
-    sampling = Sampling(4, 16, 1.0, 1.0, "sync")
-
-    def measure(version: int) -> float:
-        groups = core.driver.run(prompts, sampling)
-        batch = loop.make_batch(config, groups)
-        batch = replace(batch, old_logprobs=core.policy.logprobs(batch).logprobs)
-        return loop.check_gap(config, batch, groups, version).max
-
+    exchange = Ranks(rank, NUM_RANKS, rank)
+    config = tiny_config(model__path=folder, engine__tensor_parallel=engine)
+    running = VllmEngine(config, rank=rank, world_size=NUM_RANKS, local_rank=rank)
     seen: dict[str, Any] = {}
-    for version, num_updates in enumerate((0, 1, 2)):
-        for _ in range(num_updates):
-            core.policy.update(training, loss, 1e-3)
-        seen[f"tensors_{version}"] = core.sync(version).num_tensors
-        seen[f"gap_{version}"] = measure(version)
-    core.policy.update(training, loss, 1e-2)  # and no sync
-    try:
-        measure(2)
-    except SyncError as error:
-        seen["stale"] = str(error)
-    core.close()
+    for name, layout in policies(model).items():
+        keys = {f"policy__{key}": value for key, value in {"tensor_parallel": 1, **layout}.items()}
+        config = tiny_config(model__path=folder, engine__tensor_parallel=engine, **keys)
+        policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
+        vocab = policy.architecture.vocab
+        sync = WeightSync(policy, running, exchange, config.sync, vocab=vocab, max_tokens=32)
+        reports = [sync(0)]
+        fixed = sequences(vocab, 32)
+        hf = logprobs_of_hf(folder, fixed)
+        ours = policy.logprobs(as_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
+        seen[name] = {
+            "hf_policy": float((ours[:, 1:] - hf).abs().max()),
+            "hf_engine": float((torch.tensor(running.score(fixed)) - hf).abs().max()),
+        }
+        for version in (1, 2):
+            policy.update(random_batch((30, 7, 18, 9), vocab=vocab), loss(), 1e-3)
+            reports.append(sync(version))
+        after = policy.logprobs(as_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
+        seen[name] |= {
+            "gap": max(report.canary_gap for report in reports),
+            "fingerprinted": all(report.fingerprinted for report in reports),
+            "unread": max(report.unread_tensors for report in reports),
+            "moved": float((after - ours).abs().max()),
+            "bytes": [sync.plan.bytes_received(r) for r in range(NUM_RANKS)],
+            "bound": [sync.plan.lower_bound(r) for r in range(NUM_RANKS)],
+        }
+        policy.close()
     return seen
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_engine_equals_policy_after_updates(layout: str) -> None:
-    first, second = run_ranks(gaps, 2, LAYOUTS[layout])
-    assert first == second
-    assert [first[f"tensors_{version}"] for version in range(3)] == [46, 46, 46]
-    assert max(first[f"gap_{version}"] for version in range(3)) < 1e-4
-    assert "engine and policy disagree by" in first["stale"]
-    assert "ticket" in first["stale"]
-    assert "token" in first["stale"]
+@torch.no_grad()
+def logprobs_of_hf(folder: Path, fixed: list[list[int]]) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.tensor(fixed)
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+    return logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+
+
+def loss() -> Any:
+    from dapo_megatron.algo.loss import make_loss
+
+    return make_loss(clip_low=0.2, clip_high=0.28, dual_clip=None, tis_cap=None)
+
+
+def cases() -> list[Any]:
+    marks = {True: (), False: (pytest.mark.long,)}
+    return [
+        pytest.param(model, engine, marks=marks[(model, engine) in EVERY_DAY])
+        for model in MODELS
+        for engine in ENGINES
+    ]
+
+
+@pytest.mark.parametrize(("model", "engine"), cases())
+def test_engine_equals_policy_equals_hf(model: str, engine: str, tmp_path: Path) -> None:
+    family, overrides = MODELS[model]
+    folder = make_random_model(family, tmp_path, num_hidden_layers=4, **overrides)
+    seen, *others = run_ranks(rank_main, NUM_RANKS, folder, ENGINES[engine], model)
+    assert all(other.keys() == seen.keys() for other in others)
+    for layout, figures in seen.items():
+        where = f"{layout} -> {engine}"
+        print(where, {name: value for name, value in figures.items()})
+        assert figures["hf_policy"] < GAP, where
+        assert figures["hf_engine"] < GAP, where
+        assert figures["gap"] < GAP, where
+        assert figures["moved"] > 1e-3, where  # the updates were worth a sync
+        assert figures["fingerprinted"] and not figures["unread"], where
+        for received, bound in zip(figures["bytes"], figures["bound"], strict=True):
+            assert received <= 1.05 * bound, where
