@@ -1,0 +1,132 @@
+"""Folders of weights: what goes along with the weights, and folders that appear whole or not at
+all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo_megatron.types import CheckpointError
+
+MEGATRON_JSON = "megatron.json"
+HF_INDEX = "model.safetensors.index.json"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
+_FOLDERS = ("additional_chat_templates",)  # transformers keeps templates beside the first there
+_DTYPE_FIELDS = ("dtype", "torch_dtype")  # transformers 5, and before
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value
+
+
+def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Copy all that is no weights: config.json, tokenizer, chat template, generation config, ...
+
+    config.json is copied byte for byte, or with its dtype alone replaced by `dtype`.
+    """
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not _is_weights(path):
+            shutil.copyfile(path, target / path.name)
+        elif path.is_dir() and path.name in _FOLDERS:
+            shutil.copytree(path, target / path.name)
+    if dtype is not None:
+        config = read_json(source / "config.json")
+        for field in [name for name in _DTYPE_FIELDS if name in config] or [_DTYPE_FIELDS[0]]:
+            config[field] = str(dtype).removeprefix("torch.")
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (target / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _is_weights(path: Path) -> bool:
+    name = path.name
+    return (
+        path.suffix in _WEIGHTS
+        or name.endswith((".index.json", ".partial"))
+        or name == MEGATRON_JSON
+    )
+
+
+@contextmanager
+def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A new folder to fill. It becomes `target` when the block ends, and is removed when the block
+    raises (an interrupt included).
+
+    Until then it is `<target>.partial`; one that a killed process left behind is removed first.
+    Raises CheckpointError if `target` exists (with `overwrite`: if it holds anything but a model),
+    or if another process is filling the same folder.
+    """
+    if target.exists():
+        _check_replaceable(target, overwrite)
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_name(f".{target.name}.lock")):
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir()
+            try:
+                yield partial
+                _sync([*(path for path in partial.iterdir() if path.is_file()), partial])
+                _put(partial, target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or target}: {error.strerror}") from error
+
+
+def _check_replaceable(target: Path, overwrite: bool) -> None:
+    if not overwrite:
+        raise CheckpointError(f"{target}: exists; choose another name, or --overwrite")
+    is_model = target.is_dir() and (target / "config.json").exists()
+    if not is_model and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(
+            f"{target}: holds no model; --overwrite replaces only a model's folder"
+        )
+
+
+def _put(partial: Path, target: Path) -> None:
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    partial.rename(target)
+    _sync([target.parent])
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{path}: another process is writing there") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _sync(paths: Iterable[Path]) -> None:
+    """Make files, and what was created or renamed in folders, survive a power cut."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

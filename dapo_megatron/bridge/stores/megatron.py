@@ -1,0 +1,215 @@
+"""Megatron folders: a file per pipeline stage and tensor-parallel rank, and one per stage and
+expert-parallel rank; and training checkpoints, a file per rank of a run.
+
+Either way a file holds parameters under `model/` and Megatron's names, and says in its metadata
+(`places`, one per model chunk) where it stands; what it holds of which HF tensor follows from the
+table of the model's family. With several chunks the names begin with `chunk_<k>.`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo_megatron.bridge.families import Architecture, Part, Place, architecture, layout_of
+from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo
+from dapo_megatron.bridge.stores.folder import MEGATRON_JSON, read_json
+from dapo_megatron.bridge.stores.store import Extent, Store, check_tensors, disjoint
+from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter
+from dapo_megatron.types import CheckpointError, ConfigError
+
+VERSION = 1
+_PREFIX = "model/"
+_KEY = re.compile(r"^model/(?:chunk_(\d+)\.)?(.+)$")
+_EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronLayout:
+    """How a model is cut; `stages` counts the layers of each pipeline stage."""
+
+    tensor: int
+    stages: tuple[int, ...]
+    expert: int = 1
+
+    def places(self) -> Iterator[tuple[str, Place, bool]]:
+        """(file name, place, whether it is a file of experts)."""
+        for stage, first in enumerate(accumulate(self.stages[:-1], initial=0)):
+            where: dict[str, Any] = {
+                "first_layer": first,
+                "num_layers": self.stages[stage],
+                "has_embedding": stage == 0,
+                "has_head": stage == len(self.stages) - 1,
+            }
+            for rank in range(self.tensor):
+                name = f"stage_{stage:02d}_tensor_{rank:02d}.safetensors"
+                yield name, Place(rank, self.tensor, **where), False
+            for rank in range(self.expert):
+                name = f"stage_{stage:02d}_experts_{rank:02d}.safetensors"
+                yield name, Place(0, 1, ep_rank=rank, ep_size=self.expert, **where), True
+
+
+# ------------------------------------------------------------------------------- reading
+
+
+def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
+    """Open a Megatron folder. Raises as `open_store`."""
+    about = read_json(folder / MEGATRON_JSON)
+    if about.get("version") != VERSION:
+        raise CheckpointError(
+            f"{folder / MEGATRON_JSON}: version {about.get('version')!r}; "
+            f"this program reads version {VERSION}"
+        )
+    names = about.pop("files", [])
+    for name in names:
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder / name}: missing, though {MEGATRON_JSON} names it")
+    return _open(folder, names, folder, "megatron", about, ignore)
+
+
+def open_training(folder: Path, ignore: Collection[str] = ()) -> Store:
+    """Open a run's training checkpoint, by the copy of the model's config.json in its folder
+    `model`. Raises as `open_store`."""
+    companions = folder / "model"
+    if not (companions / "config.json").exists():
+        raise CheckpointError(
+            f"{companions / 'config.json'}: missing; checkpoints of older versions have none: copy "
+            "the files of model.path other than weights there"
+        )
+    names = sorted(path.name for path in folder.glob("rank_*.safetensors"))
+    return _open(folder, names, companions, "training", {"ranks": len(names)}, ignore)
+
+
+def _open(
+    folder: Path,
+    names: Sequence[str],
+    companions: Path,
+    format: str,
+    layout: Mapping[str, Any],
+    ignore: Collection[str],
+) -> Store:
+    config = read_json(companions / "config.json")
+    arch = architecture(config, ignore)
+    files = {name: TensorFile(folder / name) for name in names}
+    tensors: dict[str, TensorInfo] = {}
+    extents: list[Extent] = []
+    for file in files.values():
+        for key, part in _parts(file, arch):
+            info = TensorInfo(part.global_shape, file.tensors[key].dtype)
+            if tensors.setdefault(part.name, info) != info:
+                raise CheckpointError(
+                    f"{file.path}: {key}: {part.name} is {info.dtype} here and "
+                    f"{tensors[part.name].dtype} in another file"
+                )
+            extents.append(_extent(part, file.path.name, key))
+    check_tensors(folder, tensors, arch)
+    by_name, replicas = disjoint(folder, extents, tensors)
+    return Store(
+        folder, format, layout, companions, config, arch, tensors, by_name, files, replicas
+    )
+
+
+def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
+    """(key, what it holds) for all parameters of a file."""
+    slots = []
+    for place in _places(file):
+        slots.append(layout_of(arch, place) | layout_of(arch, place, fused=True))
+    for key, info in file.tensors.items():
+        match = _KEY.match(key)
+        if not match:
+            continue  # optimizer and RNG states
+        chunk, name = int(match[1] or 0), match[2]
+        if chunk >= len(slots) or name not in slots[chunk]:
+            raise CheckpointError(f"{file.path}: {key} is no parameter of {arch.family}")
+        slot = slots[chunk][name]
+        if info.shape != slot.shape:
+            raise CheckpointError(
+                f"{file.path}: {key} has shape {info.shape}, {arch.family} has {slot.shape} there"
+            )
+        yield from ((key, part) for part in slot.parts)
+
+
+def _places(file: TensorFile) -> list[Place]:
+    text = file.metadata.get("places")
+    if text is None:
+        raise CheckpointError(
+            f"{file.path}: does not say which part of the model it holds (no `places` in its "
+            "metadata); it was written by an older version"
+        )
+    try:
+        return [Place(**fields) for fields in json.loads(text)]
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{file.path}: cannot read its `places` ({error})") from None
+
+
+def _extent(part: Part, file: str, key: str) -> Extent:
+    start = (part.first_row, *(0 for _ in part.region.shape[1:]))
+    return Extent(part.name, part.region, file, key, start)
+
+
+# ------------------------------------------------------------------------------- writing
+
+
+class MegatronWriter(StoreWriter):
+    """Writes a Megatron folder of the given layout.
+
+    Raises ConfigError if the model cannot be cut so, CheckpointError if tensors kept in one
+    parameter have different dtypes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arch: Architecture,
+        layout: MegatronLayout,
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        plans = [plan for plan in _plan_files(arch, layout, tensors) if plan.tensors]
+        super().__init__(folder, plans)
+        dtypes = {str(info.dtype).removeprefix("torch.") for info in tensors.values()}
+        self._about = {
+            "version": VERSION,
+            "tensor_parallel": layout.tensor,
+            "pipeline_parallel": len(layout.stages),
+            "expert_parallel": layout.expert,
+            "layers_per_stage": list(layout.stages),
+            "dtype": ", ".join(sorted(dtypes)),
+            "files": [plan.name for plan in plans],
+        }
+
+    def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
+        super().finish(source, dtype)
+        text = json.dumps(self._about, indent=2)
+        (self.folder / MEGATRON_JSON).write_text(text + "\n", encoding="utf-8")
+
+
+def _plan_files(
+    arch: Architecture, layout: MegatronLayout, tensors: Mapping[str, TensorInfo]
+) -> Iterator[FilePlan]:
+    if sum(layout.stages) != arch.num_layers:
+        raise ConfigError(f"stages of {layout.stages} layers do not make {arch.num_layers} layers")
+    for file, place, of_experts in layout.places():
+        plan = FilePlan(file, metadata={"format": "pt", "places": json.dumps([asdict(place)])})
+        for name, slot in layout_of(arch, place).items():
+            if (_EXPERTS in name) != of_experts:
+                continue
+            key = _PREFIX + name
+            plan.tensors[key] = TensorInfo(slot.shape, _dtype(key, slot.parts, tensors))
+            plan.extents += [_extent(part, file, key) for part in slot.parts]
+        yield plan
+
+
+def _dtype(key: str, parts: Sequence[Part], tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    # A rank whose rows are all padding has no parts.
+    dtypes = {tensors[part.name].dtype for part in parts} or {next(iter(tensors.values())).dtype}
+    if len(dtypes) > 1:
+        names = ", ".join(f"{part.name} {tensors[part.name].dtype}" for part in parts)
+        raise CheckpointError(f"{key} holds tensors of different dtypes ({names}); give --dtype")
+    return dtypes.pop()

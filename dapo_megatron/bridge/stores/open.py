@@ -1,0 +1,35 @@
+"""Which format a folder has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from dapo_megatron.bridge.stores.folder import MEGATRON_JSON
+from dapo_megatron.bridge.stores.hf import open_hf
+from dapo_megatron.bridge.stores.megatron import open_megatron, open_training
+from dapo_megatron.bridge.stores.store import Store
+from dapo_megatron.types import CheckpointError
+
+
+def open_store(folder: Path, ignore: Collection[str] = ()) -> Store:
+    """Open an HF folder, a Megatron folder or a run's training checkpoint.
+
+    `ignore` names fields of config.json that do not matter (model.ignore_fields). Raises
+    CheckpointError naming the file at fault, ConfigError for a model that is not understood.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    if folder.name.endswith(".partial"):
+        raise CheckpointError(f"{folder}: half written: whatever wrote it did not finish")
+    if (folder / MEGATRON_JSON).exists():
+        return open_megatron(folder, ignore)
+    if any(folder.glob("rank_*.safetensors")):
+        return open_training(folder, ignore)
+    if any(folder.glob("stage_*.safetensors")):
+        raise CheckpointError(f"{folder}: {MEGATRON_JSON} is missing beside the stages' files")
+    if not (folder / "config.json").exists():
+        steps = sorted([*folder.glob("step_*"), *folder.glob("checkpoints/step_*")])
+        hint = f"; did you mean {steps[-1]}?" if steps else ""
+        raise CheckpointError(f"{folder}: no model in it (no config.json){hint}")
+    return open_hf(folder, ignore)
