@@ -110,6 +110,8 @@ class RolloutEngine(Protocol):
     num_replicas: int
     is_leader: bool
     """Whether this rank speaks for its replica: it alone hands completions on."""
+    version: int
+    """Of the weights it samples with: completions carry it."""
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests."""

@@ -89,16 +89,15 @@ class WeightSync:
     def _move(self, version: int) -> None:
         """The weights, and agreement on which they are."""
         stream = iter(self._transfer)
-        try:
-            self._together(lambda: self._engine.receive(stream, version), drain=stream)
-        finally:
-            versions = self._exchange.all_gather(version)
-        newest = max(versions)
-        if late := [rank for rank, one in enumerate(versions) if one != newest]:
-            raise SyncError(
-                f"weights {newest}: ranks {', '.join(map(str, late))} gave version "
-                f"{min(versions)} to their engines; the ranks are not at the same step"
-            )
+        self._together(lambda: self._engine.receive(stream, version), drain=stream)
+        versions = self._exchange.all_gather((version, self._engine.version))
+        newest = max(asked for asked, _ in versions)
+        for rank, (asked, running) in enumerate(versions):
+            if (asked, running) != (newest, newest):
+                raise SyncError(
+                    f"weights {newest}: rank {rank} syncs weights {asked}, and its engine has "
+                    f"weights {running}; the ranks are not at the same step"
+                )
 
     def _together(self, action: Callable[[], T], drain: Iterable[object] = ()) -> T:
         """Do something that may fail on some ranks: then all of them raise, with the reasons.

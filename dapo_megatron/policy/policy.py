@@ -112,7 +112,8 @@ class MegatronPolicy:
             value = self._means(sums, num_tokens)["loss"]
         self._unshard_gradients()
         shards = self._shards_of(self._models(), lambda parameter: parameter.main_grad)
-        return value, dict(gather_whole(shards, self._exchange, self._device))
+        whole = gather_whole(shards, self._exchange, self._device)
+        return value, {name: gradient.clone() for name, gradient in whole}
 
     def save(self, folder: Path) -> None:
         """See protocols.Policy."""
