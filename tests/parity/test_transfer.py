@@ -1,0 +1,184 @@
+"""Weights carried between four real gloo ranks, cut at random on both sides: exact to the bit."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dapo_megatron.bridge.plan import make_plan
+from dapo_megatron.bridge.shards import Piece, Region, Shard, whole
+from dapo_megatron.bridge.transfer import Transfer, gather_whole
+from dapo_megatron.cluster.ranks import Ranks
+from tests.helpers.ranks import run_ranks
+
+NUM_RANKS = 4
+CPU = torch.device("cpu")
+BUCKET_BYTES = 4096  # several rounds, and some tensors larger than a bucket
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What every rank holds and wants of every tensor."""
+
+    held: list[list[Piece]]
+    wanted: list[list[Piece]]
+
+
+def cut(shape: tuple[int, ...], num: int, dim: int, rng: random.Random) -> list[Region]:
+    """The tensor in `num` slabs along `dim`, of any sizes, some perhaps empty."""
+    ends = [0, *sorted(rng.randint(0, shape[dim]) for _ in range(num - 1)), shape[dim]]
+    slabs = []
+    for first, last in pairwise(ends):
+        start, size = [0] * len(shape), list(shape)
+        start[dim], size[dim] = first, last - first
+        slabs.append(Region(tuple(start), tuple(size)))
+    return slabs
+
+
+def random_layout(num_tensors: int = 40, seed: int = 0) -> Layout:
+    """Rows, columns, whole, replicas; float32 and bfloat16; scalars and vectors; rank 3 holds
+    nothing and rank 0 wants nothing."""
+    rng = random.Random(seed)
+    layout = Layout([[] for _ in range(NUM_RANKS)], [[] for _ in range(NUM_RANKS)])
+    for number in range(num_tensors):
+        shape = tuple(rng.randint(1, 40) for _ in range(rng.choice([0, 1, 2, 2, 2, 3])))
+        dtype = rng.choice([torch.float32, torch.bfloat16])
+        name = f"model.layers.{number // 4}.part_{number}.weight"
+
+        def deal(pieces: list[list[Piece]], ranks: list[int], num: int) -> None:
+            """Slabs dealt to `num` of `ranks` and repeated by the others."""
+            rng.shuffle(ranks)
+            dim = rng.randrange(len(shape)) if shape else 0  # noqa: B023
+            regions = cut(shape, num, dim, rng) if shape else [whole(())]  # noqa: B023
+            for position, rank in enumerate(ranks):
+                region = regions[position % len(regions)]
+                pieces[rank].append(Piece(name, shape, dtype, region))  # noqa: B023
+
+        deal(layout.held, [0, 1, 2], rng.randint(1, 3))
+        deal(layout.wanted, [1, 2, 3], rng.randint(1, 3))
+    return layout
+
+
+def contents(piece: Piece, version: int) -> Tensor:
+    """The elements of the whole tensor at this version, in any process."""
+    generator = torch.Generator().manual_seed(sum(map(ord, piece.name)) + 1000 * version)
+    return torch.randn(piece.global_shape, generator=generator).to(piece.dtype)
+
+
+def make_shards(pieces: list[Piece]) -> list[Shard]:
+    """Shards in memory that is NaN all around them; every other one stored with gaps."""
+    shards = []
+    for number, piece in enumerate(pieces):
+        numel, gap = piece.region.numel, 1 + number % 2
+        memory = torch.full((16 + gap * numel + 16,), torch.nan, dtype=piece.dtype)
+        shards.append(Shard(piece, memory[16 : 16 + gap * numel : gap]))
+    return shards
+
+
+def fill(shards: list[Shard], version: int) -> None:
+    """Write the elements of this version; nobody else's memory changes."""
+    for shard in shards:
+        shard.write(contents(shard.piece, version)[shard.piece.region.slices])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return (
+        a.contiguous().flatten().view(torch.uint8).equal(b.contiguous().flatten().view(torch.uint8))
+    )
+
+
+def carry(rank: int) -> dict[str, object]:
+    """Two syncs over one Transfer, with other weights in between."""
+    layout = random_layout()
+    plan = make_plan(layout.held, layout.wanted, bucket_bytes=BUCKET_BYTES, ranks_per_node=2)
+    shards = make_shards(layout.held[rank])
+    transfer = Transfer(plan, shards, layout.wanted[rank], rank, CPU)
+    wrong: list[str] = []
+    for version in (1, 2):
+        fill(shards, version)
+        left = {(piece.name, piece.region): piece for piece in layout.wanted[rank]}
+        kept = [(name, found) for name, regions in transfer for found in [(name, *regions[0])]]
+        for name, (_, region, tensor) in kept:  # after the last round: buffers are not reused
+            piece = left.pop((name, region))
+            if not same_bits(tensor, contents(piece, version)[region.slices]):
+                wrong.append(f"{name} {region} at version {version}")
+        wrong += [f"{name} {region} not brought" for name, region in left]
+    return {
+        "wrong": wrong,
+        "nbytes": transfer.nbytes_received,
+        "planned": plan.bytes_received(rank),
+        "rounds": plan.num_rounds,
+        "moves": sum(1 for one in plan.rounds for route in one for _ in route.moves(rank)),
+    }
+
+
+def test_random_cuttings_arrive_to_the_bit() -> None:
+    found = run_ranks(carry, NUM_RANKS)
+    assert [one["wrong"] for one in found] == [[]] * NUM_RANKS
+    assert found[0]["rounds"] > 3
+    assert found[0]["nbytes"] == 0  # it wants nothing, and sends
+    assert found[0]["moves"] > 0
+    for one in found[1:]:
+        assert one["planned"] > 0
+        assert one["planned"] <= one["nbytes"] <= one["planned"] + 15 * one["moves"]
+
+
+def gather(rank: int) -> dict[str, list[str]]:
+    """Whole tensors on all ranks, on two, dealt to two; names of those right on this rank."""
+    layout = random_layout(seed=1)
+    shards = make_shards(layout.held[rank])
+    fill(shards, 1)
+    pieces = {piece.name: piece for pieces in layout.held for piece in pieces}
+    found = {}
+    for case, options in {
+        "all": {},
+        "two": {"on": [0, 3]},
+        "dealt": {"on": [1, 3], "deal": True},
+    }.items():
+        tensors = gather_whole(shards, Ranks(rank, NUM_RANKS, rank), CPU, **options)  # type: ignore[arg-type]
+        found[case] = [
+            name for name, tensor in tensors if same_bits(tensor, contents(pieces[name], 1))
+        ]
+    return found
+
+
+def test_gather_whole() -> None:
+    found = run_ranks(gather, NUM_RANKS)
+    nbytes = {
+        piece.name: math.prod(piece.global_shape) * piece.dtype.itemsize
+        for piece in random_layout(seed=1).held[0]
+    }
+    names = sorted(nbytes)
+    assert len(names) == 40
+    assert [sorted(one["all"]) for one in found] == [names] * 4
+    assert [sorted(one["two"]) for one in found] == [names, [], [], names]
+    dealt = [one["dealt"] for one in found]
+    assert dealt[0] == dealt[2] == []
+    assert sorted(dealt[1] + dealt[3]) == names
+    shares = [sum(map(nbytes.__getitem__, dealt[rank])) for rank in (1, 3)]
+    assert abs(shares[0] - shares[1]) <= max(nbytes.values())
+
+
+def test_one_process_needs_no_process_group() -> None:
+    piece = Piece("head", (4, 6), torch.float32, whole((4, 6)))
+    rows = [Piece("head", (4, 6), torch.float32, Region((start, 0), (2, 6))) for start in (0, 2)]
+    shards = make_shards([piece])
+    fill(shards, 1)
+    plan = make_plan([[piece]], [rows])
+    [(name, regions)] = Transfer(plan, shards, rows, 0, CPU)
+    assert name == "head"
+    for row, (region, tensor) in zip(rows, regions, strict=True):
+        assert region == row.region
+        assert same_bits(tensor, contents(piece, 1)[region.slices])
+        memory = shards[0].view.untyped_storage()
+        assert tensor.untyped_storage().data_ptr() == memory.data_ptr()  # no copy
+    [(name, tensor)] = gather_whole(shards, Ranks(0, 1, 0), CPU)
+    assert same_bits(tensor, contents(piece, 1))
