@@ -1,0 +1,240 @@
+"""The plan: everything wanted once, nothing more, in bounded rounds; failures by name."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.bridge.plan import SENT_BUCKETS, Plan, make_plan
+from dapo_megatron.bridge.shards import Piece, Region, whole
+from dapo_megatron.types import SyncError
+
+Pieces = list[list[Piece]]
+
+
+@st.composite
+def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    """A box of the tensor, perhaps empty."""
+    ends = [sorted(draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
+    return Region(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+
+
+@st.composite
+def slabs(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
+    """The tensor cut along one dimension; disjoint."""
+    if not shape:
+        return [whole(shape)]
+    dim = draw(st.integers(0, len(shape) - 1))
+    inner = draw(st.lists(st.integers(0, shape[dim]), max_size=3))
+    found = []
+    for first, last in pairwise([0, *sorted(inner), shape[dim]]):
+        start = [0] * len(shape)
+        start[dim] = first
+        found.append(Region(tuple(start), (*shape[:dim], last - first, *shape[dim + 1 :])))
+    return found
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Pieces, Pieces]:
+    """What up to six ranks hold (boxes that may overlap, and slabs that cover the tensor) and want
+    (disjoint slabs) of a few tensors."""
+    num_ranks = draw(st.integers(1, 6))
+    held: Pieces = [[] for _ in range(num_ranks)]
+    wanted: Pieces = [[] for _ in range(num_ranks)]
+    ranks = st.integers(0, num_ranks - 1)
+    for number in range(draw(st.integers(1, 6))):
+        shape = draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+        name = f"model.layers.{number // 2}.part_{number}"
+        for region in draw(slabs(shape)):
+            held[draw(ranks)].append(Piece(name, shape, dtype, region))
+        for rank in draw(st.lists(ranks, max_size=6)):
+            held[rank].append(Piece(name, shape, dtype, draw(regions(shape))))
+        for rank in draw(st.sets(ranks)):
+            cuts = draw(slabs(shape))
+            for region in draw(st.lists(st.sampled_from(cuts), unique=True)):
+                wanted[rank].append(Piece(name, shape, dtype, region))
+    return held, wanted
+
+
+def mask(shape: Sequence[int], found: Sequence[Region]) -> numpy.ndarray:
+    """How many of the boxes each element lies in."""
+    count = numpy.zeros(shape, dtype=int)
+    for region in found:
+        count[region.slices] += 1
+    return count
+
+
+@given(situations())
+def test_every_wanted_element_arrives_once_from_a_holder(situation: tuple[Pieces, Pieces]) -> None:
+    held, wanted = situation
+    plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
+    arriving: dict[tuple[int, str, Region], list[Region]] = defaultdict(list)
+    for route in (route for one in plan.rounds for route in one):
+        for move in route.moves():
+            arriving[move.target, move.name, move.region].append(move.box)
+            assert any(
+                piece.name == move.name and piece.region.intersect(move.box) == move.box
+                for piece in held[move.source]
+            )
+    for rank, pieces in enumerate(wanted):
+        for piece in pieces:
+            boxes = arriving.pop((rank, piece.name, piece.region), [])
+            assert (
+                mask(piece.global_shape, boxes) == mask(piece.global_shape, [piece.region])
+            ).all()
+    assert not arriving
+
+
+@given(situations())
+def test_only_what_is_missing_moves(situation: tuple[Pieces, Pieces]) -> None:
+    held, wanted = situation
+    plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
+    received, sent = Counter[int](), Counter[int]()
+    for route in (route for one in plan.rounds for route in one):
+        for move in route.moves():
+            if move.source != move.target:
+                received[move.target] += move.nbytes
+                sent[move.source] += move.nbytes
+    for rank, pieces in enumerate(wanted):
+        missing = 0
+        for piece in pieces:
+            own = [one.region for one in held[rank] if one.name == piece.name]
+            wants = mask(piece.global_shape, [piece.region]) > 0
+            missing += int((wants & (mask(piece.global_shape, own) == 0)).sum()) * (
+                piece.dtype.itemsize
+            )
+        assert plan.lower_bound(rank) == plan.bytes_received(rank) == received[rank] == missing
+        assert plan.bytes_sent(rank) == sent[rank]
+
+
+@given(situations(), st.integers(1, 200))
+def test_rounds_are_bounded(situation: tuple[Pieces, Pieces], bucket_bytes: int) -> None:
+    held, wanted = situation
+    plan = make_plan(held, wanted, bucket_bytes=bucket_bytes)
+    for one in plan.rounds:
+        for end, limit in (("target", bucket_bytes), ("source", SENT_BUCKETS * bucket_bytes)):
+            nbytes: dict[int, Counter[str]] = defaultdict(Counter)
+            for move in (move for route in one for move in route.moves()):
+                if move.source != move.target:
+                    nbytes[getattr(move, end)][move.name] += move.nbytes
+            for tensors in nbytes.values():
+                assert tensors.total() <= limit or len(tensors) == 1
+    names = [route.name for one in plan.rounds for route in one]
+    assert len(names) == len(set(names)) == plan.num_tensors
+
+
+@given(situations())
+def test_equal_lists_give_equal_plans(situation: tuple[Pieces, Pieces]) -> None:
+    held, wanted = situation
+    again = [[[*pieces] for pieces in ranks] for ranks in (held, wanted)]
+    assert make_plan(held, wanted) == make_plan(*again)
+
+
+def piece(name: str, first: int = 0, num: int = 8, **other: object) -> Piece:
+    """Rows of a tensor of eight rows and four columns."""
+    values: dict = {"global_shape": (8, 4), "dtype": torch.float32, **other}
+    return Piece(name, region=Region((first, 0), (num, 4)), **values)
+
+
+def sources(plan: Plan) -> list[list[int]]:
+    """Of each tensor in order, the sources of its moves."""
+    return [[m.source for m in route.moves()] for one in plan.rounds for route in one]
+
+
+def test_sources_are_near_and_take_turns() -> None:
+    names = [f"t{number}" for number in range(4)]
+    every = [piece(name) for name in names]
+    plan = make_plan([every, every, [], every], [[], [], every, []], ranks_per_node=2)
+    assert sources(plan) == [[3], [3], [3], [3]]  # rank 3 is on the node of rank 2
+    plan = make_plan([every, every, [], every], [[], [], every, []], ranks_per_node=1)
+    assert sources(plan) == [[0], [1], [3], [0]]
+    plan = make_plan([every, every, []], [every, [], []], ranks_per_node=1)
+    assert sources(plan) == [[0]] * 4
+    assert plan.bytes_sent(0) == plan.bytes_received(0) == 0
+
+
+def test_what_the_rank_has_of_a_piece_stays() -> None:
+    plan = make_plan([[piece("t", 0, 5)], [piece("t", 2, 6)]], [[], [piece("t")]])
+    moves = [move for one in plan.rounds for route in one for move in route.moves()]
+    assert {(m.source, m.box.start[0], m.box.shape[0]) for m in moves} == {(1, 2, 6), (0, 0, 2)}
+
+
+def stage(layers: range, experts: int = 0) -> list[Piece]:
+    """The tensors of some layers."""
+    parts = ["a", "b", *(f"experts.{number}" for number in range(experts))]
+    return [piece(f"model.layers.{layer}.{part}") for layer in layers for part in parts]
+
+
+def test_stages_send_side_by_side_and_layers_stay_together() -> None:
+    first = [piece("model.embed_tokens.weight"), *stage(range(3))]
+    second = [*stage(range(3, 6)), piece("lm_head.weight")]
+    held = [first, second]
+    every = [*first, *second]
+    plan = make_plan(held, [every, every], bucket_bytes=4 * 128)
+    for one in plan.rounds:
+        senders = Counter(m.source for r in one for m in r.moves() if m.source != m.target)
+        assert senders == {0: 4, 1: 4} or one is plan.rounds[-1]
+        layers = [route.name.split(".")[2] for route in one if "layers" in route.name]
+        runs = [layers[0], *(b for a, b in pairwise(layers) if a != b)]
+        assert len(runs) == len(set(runs))
+    order = [int(r.name.split(".")[2]) for one in plan.rounds for r in one if "layers" in r.name]
+    assert [layer for layer in order if layer < 3] == sorted([0, 1, 2] * 2)
+    assert [layer for layer in order if layer >= 3] == sorted([3, 4, 5] * 2)
+
+
+def test_expert_ranks_send_side_by_side() -> None:
+    experts = stage(range(1), experts=8)[2:]
+    plan = make_plan([experts[:4], experts[4:], []], [[], [], experts], bucket_bytes=4 * 128)
+    for one in plan.rounds:
+        assert Counter(move.source for route in one for move in route.moves()) == {0: 2, 1: 2}
+
+
+def test_tensors_alike_share_their_tiles() -> None:
+    every = stage(range(50))
+    plan = make_plan([every, []], [[], every])
+    assert len({id(route.tiles) for one in plan.rounds for route in one}) == 1
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "message"),
+    [
+        ([[piece("t")], []], [[], [piece("t"), piece("u")]], "rank 1 wants u, which no rank holds"),
+        (
+            [[piece("t", 0, 3)], [piece("t", 4, 4)]],
+            [[], [piece("t", 2, 4)]],
+            r"rank 1 wants \[3:4, 0:4\] of t, which no rank holds",
+        ),
+        (
+            [[piece("t")], [piece("t", global_shape=(9, 4))]],
+            [[], [piece("t")]],
+            r"t is \[8, 4\] torch.float32 on rank 0, but \[9, 4\] torch.float32 on rank 1",
+        ),
+        (
+            [[piece("t")], []],
+            [[], [piece("t", dtype=torch.bfloat16)]],
+            r"t is \[8, 4\] torch.float32 on rank 0, but \[8, 4\] torch.bfloat16 on rank 1",
+        ),
+        (
+            [[piece("t")], []],
+            [[], [piece("t", 0, 5), piece("t", 4, 4)]],
+            r"rank 1 wants \[4:5, 0:4\] of t twice",
+        ),
+    ],
+)
+def test_failures_name_tensor_and_rank(held: Pieces, wanted: Pieces, message: str) -> None:
+    with pytest.raises(SyncError, match=message):
+        make_plan(held, wanted)
+
+
+def test_what_nobody_wants_is_left_out() -> None:
+    plan = make_plan([[piece("t"), piece("u")]], [[piece("u", 0, 2)]])
+    assert [route.name for one in plan.rounds for route in one] == ["u"]
+    assert make_plan([[piece("t")]], [[]]).num_rounds == 0
