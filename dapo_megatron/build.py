@@ -9,9 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dapo_megatron.bridge.families import architecture, hf_tensors
+from dapo_megatron.bridge.stores import HfWriter, TensorInfo, copy_companions
 from dapo_megatron.bridge.sync import WeightSync
+from dapo_megatron.bridge.transfer import gather_whole
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.config import Config, PolicyConfig, TrainConfig
+from dapo_megatron.config import Config, PolicyConfig, TrainConfig, read_model_config
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
@@ -174,14 +179,27 @@ def build_parts(
             core.policy,
             partial(export_hf, config, core.policy, ranks) if config.checkpoint.export_hf else None,
             {"mlflow_run": recorder.run_id},
+            partial(copy_companions, Path(config.model.path)),
         ),
     )
 
 
 def export_hf(config: Config, policy: Policy, ranks: Ranks, folder: Path) -> None:
-    """The policy as an HF checkpoint in `folder`. Collective."""
-    source = Path(config.model.path)
-    write_checkpoint(folder, policy.weights(), source, is_writer=ranks.rank == 0)
+    """The policy as an HF checkpoint in `folder`; every rank writes its share of the tensors.
+    Collective."""
+    source, dtype = Path(config.model.path), getattr(torch, config.policy.precision)
+    arch = architecture(read_model_config(config), config.model.ignore_fields)
+    infos = {name: TensorInfo(shape, dtype) for name, shape in hf_tensors(arch).items()}
+    writer = HfWriter(folder, infos)
+    if ranks.rank == 0:
+        writer.create()
+    ranks.barrier()
+    shards = policy.shards()
+    for name, tensor in gather_whole(shards, ranks, shards[0].view.device, deal=True):
+        writer.write(name, tensor)
+    ranks.barrier()
+    if ranks.rank == 0:
+        writer.finish(source, dtype)
 
 
 def build_recorder(

@@ -135,6 +135,9 @@ class FolderCheckpoints:
     """Writes an HF checkpoint into a folder; collective."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Saved with every checkpoint (the MLflow run id)."""
+    describe: Callable[[Path], None] | None = None
+    """Puts into a folder what goes with weights, config.json and tokenizer, so that a checkpoint
+    can be read without the model it came from."""
 
     def due(self, step: int) -> bool:
         """Every `checkpoint.every` steps and after the last one."""
@@ -154,6 +157,8 @@ class FolderCheckpoints:
                 (partial / "hf").mkdir()
             self.export(partial / "hf")
         if self.exchange.rank == 0:
+            if self.describe is not None:
+                self.describe(partial)
             write_json(partial / "state.json", {**state, **self.extra})
         self.exchange.barrier()
 
