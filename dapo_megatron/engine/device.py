@@ -18,6 +18,7 @@ import torch
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
     from vllm import LLM
 
     from dapo_megatron.config import EngineConfig
@@ -155,6 +156,33 @@ def _unlink_shared_memory() -> None:
     """Take away the names of that memory once all ranks have it, or a kill would leave them."""
     for path in Path("/dev/shm").glob(f"dapo-{os.environ['MASTER_PORT']}-*"):
         path.unlink(missing_ok=True)
+
+
+def before_loading(model: nn.Module) -> None:
+    """Make vLLM on CPU pack the experts again: it does so where it sets up their kernel, which it
+    leaves out of a weight update if there is one, and unpacked weights would be taken for packed.
+    """
+    if has_cuda():
+        return
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+def after_loading(model: nn.Module) -> None:
+    """Make vLLM on CPU pack a tied output head again: it does so for the embedding alone."""
+    if has_cuda():
+        return
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, ParallelLMHead) and head.weight is model.model.embed_tokens.weight:
+        head.quant_method.process_weights_after_loading(head)
 
 
 def sleep(llm: LLM) -> bool:

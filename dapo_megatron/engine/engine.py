@@ -23,13 +23,16 @@ from dapo_megatron.types import (
     Finish,
     SampleRequest,
     SyncError,
-    SyncReport,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from vllm import LLM, RequestOutput, SamplingParams
 
+    from dapo_megatron.bridge.shards import Piece
+    from dapo_megatron.engine.loads import Offer
+    from dapo_megatron.engine.receiver import Arrival, WeightReceiver
+
+_TRANSFER = "dapo_megatron"  # our back end of vLLM's weight transfer
 _SYNC_FAILED = "a weight sync failed midway, it holds old weights and new ones"
 _WEIGHTS_DROPPED = "sleep() dropped its weights, receive() must come first"
 
@@ -52,9 +55,7 @@ class VllmEngine:
         self._tokenizer = self._llm.get_tokenizer()
         self._stop_ids = _stop_ids(self._llm)
 
-        from dapo_megatron.engine.receiver import WeightReceiver
-
-        self._receiver = WeightReceiver(self._llm)
+        self._receiver: WeightReceiver | None = None
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight."""
@@ -88,24 +89,33 @@ class VllmEngine:
         for name in names:
             self._requests.pop(name, None)
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def wanted(self, offered: Offer) -> list[Piece]:
+        """The slices that this rank needs of whole HF tensors, offered by name, shape and dtype.
+
+        Collective over the ranks of the engine, which does not change by it. Raises SyncError
+        naming a tensor that is unknown, misshapen or left over in part, or a parameter of the
+        engine that would not be written exactly once.
+        """
+        from dapo_megatron.engine.receiver import WeightReceiver
+
+        self._receiver = WeightReceiver(self._llm, offered)
+        return list(self._receiver.pieces)
+
+    def receive(self, weights: Iterable[Arrival], version: int) -> None:
         """Replace all weights and drop cached prefixes; completions carry `version` from now.
 
-        Raises SyncError naming the tensor; the engine then takes no more requests.
+        Memory of an arrival may be reused once the next one is asked for. Raises SyncError naming
+        a wanted slice that is missing, repeated or misshapen; the engine then takes no requests.
         """
         if self._unusable == _SYNC_FAILED:
             self._require_usable()
         if self.has_work():
             raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
+        receiver = self._asked()
         self._unusable = _SYNC_FAILED
-        report = self._receiver.receive(weights, version)
+        receiver.receive(weights)
         self._unusable = ""
         self._version = version
-        return report
-
-    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """HF name -> whole shape of what `receive` wants."""
-        return dict(self._receiver.expected)
 
     def sleep(self) -> None:
         """Leave the accelerator's memory to the policy. The weights are lost on CUDA."""
@@ -117,6 +127,11 @@ class VllmEngine:
     def wake(self) -> None:
         """Undo `sleep`; on CUDA `receive` must follow."""
         device.wake(self._llm)
+
+    def _asked(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise SyncError("the engine was not asked which slices it wants")
+        return self._receiver
 
     def _require_usable(self) -> None:
         if self._unusable:
@@ -158,7 +173,13 @@ class VllmEngine:
 def _start(config: Config) -> LLM:
     with device.construction():
         from vllm import LLM
+        from vllm.config import WeightTransferConfig
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
+        if _TRANSFER not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(
+                _TRANSFER, "dapo_megatron.engine.receiver", "StreamTransferEngine"
+            )
         device.check_model(read_model_config(config))
         return LLM(
             model=config.model.path,
@@ -168,6 +189,8 @@ def _start(config: Config) -> LLM:
             max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
             max_num_seqs=config.engine.max_sequences,
             enforce_eager=config.engine.enforce_eager,
+            enable_expert_parallel=config.engine.expert_parallel,
+            weight_transfer_config=WeightTransferConfig(backend=_TRANSFER),
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             seed=config.seed,

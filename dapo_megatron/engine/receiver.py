@@ -1,178 +1,171 @@
-"""New weights for a running engine: what it holds, by HF name, and how they are replaced.
+"""New weights for a running engine, slice by slice, through vLLM's own weight-update phases.
 
-vLLM fuses projections, pads the vocabulary, slices for its tensor parallelism, and on CPU packs
-linear layers until the parameters are empty. So the names and shapes here come from what its
-modules say of themselves, and the weights go in through vLLM's own layerwise reload.
+`StreamTransferEngine` is a back end of vLLM's weight transfer (`vllm.distributed.weight_transfer`)
+for a giver in the same process: what other back ends take from a wire, it takes from an iterator.
+vLLM packs and quantises as it does when it loads a checkpoint.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
 )
 
-from dapo_megatron.types import SyncError, SyncReport
+from dapo_megatron.bridge.shards import Piece, Region
+from dapo_megatron.engine import device
+from dapo_megatron.engine.loads import Load, Offer, check_used, trace
+from dapo_megatron.engine.slices import Sink, StandIn
+from dapo_megatron.types import SyncError
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-Shape = tuple[int, ...]
-Shapes = dict[str, Shape]
+Arrival = tuple[str, Sequence[tuple[Region, Tensor]]]
+"""(HF name, the slices of it that are wanted here): all that a rank gets of one tensor."""
 
 
-def expected_tensors(model: nn.Module) -> Shapes:
-    """HF name -> whole shape of every tensor of a loaded vLLM model; a tied head is not named.
-
-    To be asked before the first reload. Raises SyncError naming the parameter of a module whose
-    layout is not known here.
-    """
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    embeddings: set[int] = set()
-    shapes: Shapes = {}
-    for path, module in model.named_modules():
-        held = {name for name, _ in module.named_parameters(recurse=False)}
-        if not held:
-            continue
-        describe = _DESCRIPTIONS.get(type(module))
-        if describe is None or not held <= {"weight", "bias"}:
-            raise SyncError(
-                f"{path}.{min(held)}: no rule for replacing the weights of a "
-                f"{type(module).__name__} in a running engine"
-            )
-        if isinstance(module, VocabParallelEmbedding):
-            tied = id(module.weight) in embeddings
-            embeddings.add(id(module.weight))
-            if tied:
-                continue
-        shapes |= describe(path, module, packed, "bias" in held)
-    return shapes
+@dataclass
+class StreamInitInfo(WeightTransferInitInfo):
+    """Nothing has to be set up."""
 
 
-def _linear(path: str, module: LinearBase, _: Mapping[str, list[str]], bias: bool) -> Shapes:
-    return _matrix(path, module.output_size, module.input_size, bias)
+@dataclass
+class StreamUpdateInfo(WeightTransferUpdateInfo):
+    """What `WeightTransferEngine.update_weights` is given."""
+
+    weights: Iterable[tuple[str, Tensor]]
 
 
-def _merged(path: str, module: LinearBase, packed: Mapping[str, list[str]], bias: bool) -> Shapes:
-    if isinstance(module, QKVParallelLinear):
-        sizes = [
-            module.total_num_heads * module.head_size,
-            module.total_num_kv_heads * module.head_size,
-            module.total_num_kv_heads * module.v_head_size,
-        ]
-    else:
-        sizes = module.output_sizes
-    parent, _, name = path.rpartition(".")
-    parts = packed.get(name, [])
-    if len(parts) != len(sizes):
-        raise SyncError(
-            f"{path}.weight: the model does not say which {len(sizes)} tensors it packs"
+class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
+    """Loads what an iterator yields into this rank's model; see vLLM's base class."""
+
+    init_info_cls = StreamInitInfo
+    update_info_cls = StreamUpdateInfo
+
+    def init_transfer_engine(self, init_info: StreamInitInfo) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Put the parameters into the shape that loaders expect."""
+        device.before_loading(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: StreamUpdateInfo) -> None:
+        """Load; a layer is packed as soon as it is complete."""
+        self.model.load_weights(update_info.weights)
+
+    def finish_weight_update(self) -> None:
+        """Pack what is left."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        device.after_loading(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing to do."""
+
+
+class WeightReceiver:
+    """Replaces all weights of one rank of an engine."""
+
+    def __init__(self, llm: LLM, offered: Offer) -> None:
+        """Ask the model what it takes of `offered`, the whole HF tensors. Collective over the ranks
+        of the engine. Raises SyncError, on all of them, naming a tensor or parameter."""
+        self._llm = llm
+        self.loads, error = _traced(llm, offered)
+        self.pieces = list(dict.fromkeys(load.piece for load in self.loads))
+        gathered: list[tuple[list[Piece], str]] = [([], "")] * get_tp_group().world_size
+        torch.distributed.all_gather_object(
+            gathered, (self.pieces, error), group=get_tp_group().cpu_group
         )
-    shapes: Shapes = {}
-    for part, size in zip(parts, sizes, strict=True):
-        shapes |= _matrix(f"{parent}.{part}", size, module.input_size, bias)
-    return shapes
+        for _, error in gathered:
+            if error:
+                raise SyncError(error)
+        check_used(offered, [pieces for pieces, _ in gathered])
+
+    def receive(self, weights: Iterable[Arrival]) -> None:
+        """Load `weights`, each wanted slice once, and drop the cached prefixes.
+
+        Raises SyncError as `stand_ins` does; the engine then holds a mixture of old and new weights
+        and must not be used.
+        """
+        update = {"weights": stand_ins(weights, self.pieces)}
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": update})
+        self._llm.finish_weight_update()
+        if not self._llm.reset_prefix_cache():
+            raise SyncError("prefix cache: not dropped; requests with old weights are in flight")
 
 
-def _embedding(
-    path: str, module: VocabParallelEmbedding, _: Mapping[str, list[str]], bias: bool
-) -> Shapes:
-    return _matrix(path, module.org_vocab_size, module.embedding_dim, bias)
+def _traced(llm: LLM, offered: Offer) -> tuple[list[Load], str]:
+    try:
+        (loads,) = llm.apply_model(lambda model: trace(model, offered))
+    except SyncError as error:
+        return [], str(error)
+    return loads, ""
 
 
-def _norm(path: str, module: RMSNorm, _: Mapping[str, list[str]], bias: bool) -> Shapes:
-    return {f"{path}.weight": tuple(module.weight.shape)}
-
-
-def _matrix(path: str, rows: int, columns: int, bias: bool) -> Shapes:
-    shapes: Shapes = {f"{path}.weight": (rows, columns)}
-    return shapes | {f"{path}.bias": (rows,)} if bias else shapes
-
-
-# By exact type: a subclass may lay its weights out in another way.
-_DESCRIPTIONS: dict[type, Callable[..., Shapes]] = {
-    ColumnParallelLinear: _linear,
-    RowParallelLinear: _linear,
-    ReplicatedLinear: _linear,
-    MergedColumnParallelLinear: _merged,
-    QKVParallelLinear: _merged,
-    VocabParallelEmbedding: _embedding,
-    ParallelLMHead: _embedding,
-    RMSNorm: _norm,
-}
-
-
-def checked(
-    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, Shape], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass on copies of `weights` in `dtype`, each once it is known to be as `expected`.
+def stand_ins(weights: Iterable[Arrival], wanted: Iterable[Piece]) -> Iterator[tuple[str, StandIn]]:
+    """Whole tensors for vLLM's loaders, behind which are copies of the slices that arrive.
 
     Copies, because vLLM keeps a tensor until its layer is complete, and the giver may reuse it at
-    once. Raises SyncError at the first tensor that is extra, repeated or misshapen, without passing
-    it on, and at the end for missing ones.
+    once. Raises SyncError at the first tensor or slice that is extra, repeated or misshapen,
+    without passing it on, and at the end for missing ones.
     """
-    missing = dict(expected)
-    for name, tensor in weights:
-        if name not in expected:
-            raise SyncError(f"{name}: the engine has no such tensor")
-        if name not in missing:
+    pieces: dict[str, dict[Region, Piece]] = {}
+    for piece in wanted:
+        pieces.setdefault(piece.name, {})[piece.region] = piece
+    missing = dict(pieces)
+    for name, parts in weights:
+        if name not in pieces:
+            raise SyncError(f"{name}: this rank of the engine takes no part of such a tensor")
+        if missing.pop(name, None) is None:
             raise SyncError(f"{name}: given twice")
-        if tuple(tensor.shape) != missing.pop(name):
-            raise SyncError(
-                f"{name}: shape {tuple(tensor.shape)}, the engine's is {expected[name]}"
-            )
-        yield name, tensor.detach().to(dtype, copy=True)
+        slices = _checked(name, parts, pieces[name])
+        any_piece = next(iter(pieces[name].values()))
+        yield name, StandIn.whole(name, any_piece.global_shape, any_piece.dtype, _server(slices))
     if missing:
         raise SyncError(f"{', '.join(missing)}: missing from the weights given to the engine")
 
 
-class WeightReceiver:
-    """Replaces all weights of one engine, on each of its ranks alike."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._dtype: torch.dtype = llm.llm_engine.model_config.dtype
-        (self.expected,) = llm.apply_model(expected_tensors)
-
-    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
-        """Load `weights` (whole tensors under HF names) and drop the cached prefixes.
-
-        Raises SyncError as `checked` does; the engine then holds a mixture of old and new weights
-        and must not be used.
-        """
-        start = time.perf_counter()
-        stream = checked(weights, self.expected, self._dtype)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-        self._llm.apply_model(_repack_tied_head)
-        if not self._llm.reset_prefix_cache():
-            raise SyncError("prefix cache: not dropped; requests with old weights are in flight")
-        num_elements = sum(math.prod(shape) for shape in self.expected.values())
-        return SyncReport(
-            version=version,
-            num_tensors=len(self.expected),
-            num_bytes=num_elements * self._dtype.itemsize,
-            seconds=time.perf_counter() - start,
-        )
+def _checked(
+    name: str, parts: Sequence[tuple[Region, Tensor]], pieces: Mapping[Region, Piece]
+) -> dict[Region, Tensor]:
+    """Copies of the slices of one tensor, once they are known to be those of `pieces`."""
+    slices: dict[Region, Tensor] = {}
+    for region, part in parts:
+        piece = pieces.get(region)
+        if piece is None:
+            raise SyncError(f"{name}: {region} is no slice that this rank asked for")
+        if region in slices:
+            raise SyncError(f"{name}: {region} given twice")
+        if tuple(part.shape) != region.shape or part.dtype != piece.dtype:
+            raise SyncError(
+                f"{name}: shape {tuple(part.shape)} of {part.dtype} given for {region} "
+                f"of {piece.dtype}"
+            )
+        slices[region] = part.detach().clone(memory_format=torch.contiguous_format)
+    for region in pieces.keys() - slices.keys():
+        raise SyncError(f"{name}: {region} missing from the weights given to the engine")
+    return slices
 
 
-def _repack_tied_head(model: nn.Module) -> None:
-    """Pack a tied output head again: vLLM does so for the embedding alone (CPU)."""
-    head = getattr(model, "lm_head", None)
-    if isinstance(head, ParallelLMHead) and head.weight is model.model.embed_tokens.weight:
-        head.quant_method.process_weights_after_loading(head)
+def _server(slices: Mapping[Region, Tensor]) -> Sink:
+    def serve(target: Tensor, source: StandIn) -> None:
+        # vLLM first counts what a loader copies, on parameters that have no memory yet.
+        if not target.is_meta:
+            view = source.locate()
+            target.copy_(view.read(slices[view.region]))
+
+    return serve

@@ -1,0 +1,197 @@
+"""Which slice of which HF tensor a vLLM model loads into which part of which parameter.
+
+Asked of the model itself: its `load_weights` runs over stand-ins of the offered tensors, on
+parameters as they were before vLLM packed them, and every copy it makes is noted. Nothing is
+loaded, and the running engine does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+from dapo_megatron.bridge.shards import Piece, Region
+from dapo_megatron.engine.slices import Shape, StandIn, View, locate
+from dapo_megatron.types import SyncError
+
+Offer = Mapping[str, tuple[Shape, torch.dtype]]
+"""HF name -> (shape, dtype) of the whole tensor."""
+
+# What vLLM's loaders raise, and assert, when they are given a wrong tensor.
+_LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One copy that loading makes."""
+
+    piece: Piece
+    source: View
+    """The view of the HF tensor that is copied; its region is the piece's."""
+    module: str
+    parameter: str
+    """Name within the module."""
+    parameter_shape: Shape
+    """As loaders see it; the running engine may have packed it."""
+    target: View
+    """The part of the parameter that it is copied into."""
+
+    @property
+    def path(self) -> str:
+        """The parameter's name within the model."""
+        return f"{self.module}.{self.parameter}"
+
+
+def trace(model: nn.Module, offered: Offer) -> list[Load]:
+    """Every copy of a load of `offered` on this rank, in order; tensors of other ranks' experts
+    occur in none. Raises SyncError naming a tensor that does not fit, or a parameter that would
+    not be written exactly once."""
+    loads: list[Load] = []
+    now = ""
+
+    def stand_ins() -> Iterator[tuple[str, Tensor]]:
+        nonlocal now
+        for now, (shape, dtype) in offered.items():
+            yield now, StandIn.whole(now, shape, dtype, note)
+
+    def note(target: Tensor, source: StandIn) -> None:
+        place = places.get(target.untyped_storage()._cdata)
+        if place is None:
+            raise SyncError(f"{source.hf_name}: copied into something that is no parameter")
+        module, name, parameter = place
+        view, part = source.locate(), locate(tuple(parameter.shape), target)
+        if part is None:
+            raise SyncError(f"{source.hf_name}: scattered over {module}.{name}")
+        piece = Piece(source.hf_name, source.hf_shape, source.dtype, view.region)
+        loads.append(Load(piece, view, module, name, tuple(parameter.shape), part))
+
+    with as_created(model):
+        places = {
+            parameter.untyped_storage()._cdata: (path, name, parameter)
+            for path, _, name, parameter in parameters_of(model)
+        }
+        try:
+            model.load_weights(stand_ins())
+        except _LOADER_ERRORS as error:
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            raise SyncError(
+                f"{now}: shape {offered[now][0]} does not fit the engine, or it has no such "
+                f"tensor ({said})"
+            ) from error
+        _check_written_once(model, loads)
+    return loads
+
+
+@contextmanager
+def as_created(model: nn.Module) -> Iterator[None]:
+    """Within, every parameter is a meta tensor, shaped as when the model was made, with its loader;
+    afterwards the model is as it was. Tied parameters stay tied."""
+    layers = list(model.modules())
+    kept = [(dict(one._parameters), dict(one._buffers)) for one in layers]
+    transient = [set(one._non_persistent_buffers_set) for one in layers]
+    created: dict[int, nn.Parameter] = {}
+    try:
+        for layer, (parameters, _) in zip(layers, kept, strict=True):
+            restore_layer_on_meta(layer, get_layerwise_info(layer))
+            for name, parameter in parameters.items():
+                if parameter is not None and name in layer._parameters:
+                    layer._parameters[name] = created.setdefault(
+                        id(parameter), layer._parameters[name]
+                    )
+        yield
+    finally:
+        for layer, (parameters, buffers), names in zip(layers, kept, transient, strict=True):
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+            layer._buffers.clear()
+            layer._buffers.update(buffers)
+            layer._non_persistent_buffers_set = names
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(module's path, module, name, parameter); tied ones once, where they occur first."""
+    seen = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield path, module, name, parameter
+
+
+def _check_written_once(model: nn.Module, loads: Sequence[Load]) -> None:
+    """Every element of every parameter, but for padding, is in exactly one load."""
+    written: dict[str, list[Load]] = {}
+    for load in loads:
+        written.setdefault(load.path, []).append(load)
+    for path, module, name, parameter in parameters_of(model):
+        full = f"{path}.{name}"
+        into = written.get(full, [])
+        if (twice := overlap([load.target.region for load in into])) is not None:
+            first, second = (into[index].piece.name for index in twice)
+            raise SyncError(f"{second}: written where {first} is written, in {full}")
+        num_written = sum(load.target.region.numel for load in into)
+        if num_written != _num_loaded(module, parameter):
+            raise SyncError(_unwritten(full, module, parameter, into))
+
+
+def _num_loaded(module: nn.Module, parameter: Tensor) -> int:
+    """Elements of a parameter that loading fills; the others are padding."""
+    if isinstance(module, VocabParallelEmbedding):
+        return module.shard_indices.num_org_elements * prod(parameter.shape[1:])
+    return getattr(parameter, "weight_loader_numel", parameter.numel())
+
+
+def _unwritten(path: str, module: nn.Module, parameter: Tensor, into: Sequence[Load]) -> str:
+    left = torch.ones(parameter.shape, dtype=torch.bool)
+    if isinstance(module, VocabParallelEmbedding):
+        left[module.shard_indices.num_org_elements :] = False
+    for load in into:
+        left[load.target.region.slices] = False
+    where = left.nonzero()
+    if not len(where):
+        return f"{path}: its padding is written, too, by {into[-1].piece.name}"
+    first, last = where.amin(0).tolist(), where.amax(0).tolist()
+    box = ", ".join(f"{low}:{high + 1}" for low, high in zip(first, last, strict=True))
+    return f"{path}[{box}]: no offered tensor is loaded there; a tensor is missing or too small"
+
+
+def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
+    """Two regions, by index, that share an element; None if there are none."""
+    order = sorted(range(len(regions)), key=lambda index: regions[index].start)
+    for place, index in enumerate(order):
+        one = regions[index]
+        for other in order[place + 1 :]:
+            if one.start and regions[other].start[0] >= one.start[0] + one.shape[0]:
+                break
+            if one.intersect(regions[other]) is not None:
+                return index, other
+    return None
+
+
+def check_used(offered: Offer, taken: Sequence[Sequence[Piece]]) -> None:
+    """The ranks of an engine (`taken`: by rank) together take all of each offered tensor.
+
+    Loaders narrow without a word, so this is what finds a tensor that is too large. Raises
+    SyncError naming a tensor that no rank takes, or of which some of it is left over.
+    """
+    regions: dict[str, set[Region]] = {name: set() for name in offered}
+    for pieces in taken:
+        for piece in pieces:
+            regions[piece.name].add(piece.region)
+    for name, (shape, _) in offered.items():
+        boxes = list(regions[name])
+        if not boxes:
+            raise SyncError(f"{name}: the engine has no such tensor")
+        if overlap(boxes) is not None or sum(box.numel for box in boxes) != prod(shape):
+            raise SyncError(
+                f"{name}: shape {shape}, of which the engine's ranks take only "
+                f"{', '.join(map(str, boxes))}"
+            )
