@@ -46,8 +46,8 @@ class MegatronPolicy:
         with megatron_device():
             initialize_parallel(config.policy, config.seed)
             chunks = build_model(self.architecture, config.policy)
-            with open_store(Path(config.model.path), config.model.ignore_fields) as store:
-                read_into(store, self._shards_of(chunks))
+            store = open_store(Path(config.model.path), config.model.ignore_fields)
+            read_into(store, self._shards_of(chunks))
             self._chunks = [_distribute(chunk, first=chunk is chunks[0]) for chunk in chunks]
             self._optimizer = _optimizer(config, self._chunks)
         self._runner = Runner(

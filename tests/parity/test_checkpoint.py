@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.config import Config
 from dapo_megatron.types import CheckpointError, StepStats
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
@@ -33,12 +34,16 @@ LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
 CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
 
 
+def config_of(models: Path, layout: str) -> Config:
+    alone = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128}
+    return tiny_config(model__path=model_of(models, layout), **{**alone, **LAYOUTS[layout]})
+
+
 def build(models: Path, layout: str, exchange: Ranks) -> Any:
     from dapo_megatron.build import planner
     from dapo_megatron.policy.policy import MegatronPolicy
 
-    alone = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128}
-    config = tiny_config(model__path=model_of(models, layout), **{**alone, **LAYOUTS[layout]})
+    config = config_of(models, layout)
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))
 
 
@@ -74,7 +79,7 @@ def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
 
 
 def save_and_load(exchange: Ranks, models: Path, folder: Path, layout: str) -> Any:
-    from dapo_megatron.bridge.hf import write_checkpoint
+    from dapo_megatron.build import export_hf
 
     export = folder / "hf"
     export.mkdir(parents=True, exist_ok=True)
@@ -83,8 +88,7 @@ def save_and_load(exchange: Ranks, models: Path, folder: Path, layout: str) -> A
     update(policy, 0)
     policy.save(folder)
     saved = weights(policy)
-    source = model_of(models, layout)
-    write_checkpoint(export, policy.weights(), source, is_writer=exchange.rank == 0)
+    export_hf(config_of(models, layout), policy, exchange, export)
     went_on = two_updates(policy)
     policy.close()
     policy = build(models, layout, exchange)
