@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -28,6 +30,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),  # norm on query and key; head_dim on its own
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),  # as qwen3; experts, 2 of 8 per token
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
 }
 
 EXPERTS = {
@@ -37,6 +40,20 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 
+ROPE = {
+    # Of the 16 frequencies of a head of 32, 4 are kept, 2 lie in between, 10 are divided.
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 5.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 6.0,
+        "original_max_position_embeddings": 256,
+    },
+    "linear": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 3.0},
+}
+"""Values of `rope_parameters`, none of them a default."""
+
 RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
@@ -44,6 +61,9 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama": ("llama", {}),
     "llama_mha": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama3": ("llama", {"rope_parameters": ROPE["llama3"], "tie_word_embeddings": True}),
+    "llama_linear": ("llama", {"rope_parameters": ROPE["linear"]}),
+    "mistral": ("mistral", {"head_dim": 64}),
     "qwen3_moe": ("qwen3_moe", {}),
 }
 """Models for parity tests: arguments of `make_random_model`, its family and overrides."""
@@ -58,12 +78,14 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
     """
     config_class, model_class = FAMILIES[family]
     tokenizer = make_tokenizer()
-    # vLLM's CPU attention wants heads of 32 or more; only Qwen3 may part that from hidden_size.
+    # vLLM's CPU attention wants heads of 32 or more; Qwen3 parts that from hidden_size.
     sizes: dict[str, Any] = (
         {"hidden_size": 64, "head_dim": 32} if family.startswith("qwen3") else {"hidden_size": 128}
     )
     if family == "qwen3_moe":
         sizes |= EXPERTS
+    if family == "mistral":
+        sizes["sliding_window"] = None
     settings: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "intermediate_size": 96,

@@ -1,14 +1,17 @@
-"""The bridge's table: each family's parameters, as Megatron names and cuts them, are its HF
-checkpoint, whatever the layout; and what is not understood is refused by name.
+"""The bridge's table: each family's parameters, as Megatron names and cuts them, and as vLLM does,
+are its HF checkpoint, whatever the layout; and what is not understood is refused by name.
 
-The parameters of all ranks are plain tensors here, filled from and compared with a real checkpoint.
+Parameters are plain tensors here; tests/parity/test_families.py has Megatron's own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,304 +23,243 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dapo_megatron.bridge.families import Architecture, Place, architecture, shards_of
-from dapo_megatron.bridge.hf import read_into
-from dapo_megatron.bridge.shards import check_coverage
+from dapo_megatron.bridge.families import (
+    Architecture,
+    Place,
+    Rope,
+    architecture,
+    engine_pieces,
+    hf_tensors,
+    layout_of,
+    shards_of,
+)
+from dapo_megatron.bridge.shards import Piece, Region
 from dapo_megatron.types import ConfigError
 from tests.helpers.models import FAMILIES, make_random_model
+from tests.helpers.published import PUBLISHED
 from tools.make_tiny_model import make_config, make_tokenizer
 
 TINY_MOE = Path(__file__).parents[2] / "model_configs" / "tiny_qwen3_moe"
 CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
+VOCABULARIES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+# ----------------------------------------------------------------------- models and layouts
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes of Megatron's default rank order: tensor, then data, then pipeline parallel."""
+    """`first_layers` on the first of two pipeline stages, or None for one stage; expert parallelism
+    splits the ranks of a stage anew."""
 
     tp: int = 1
     dp: int = 1
     ep: int = 1
-    pp: int = 1
+    first_layers: int | None = None
     fused: bool = False  # Transformer Engine's names
 
-    def places(self, arch: Architecture) -> Iterator[tuple[Place, int]]:
-        """Each rank's place and stage. Expert parallelism splits the ranks of a stage anew."""
-        for stage in range(self.pp):
+    def places(self, arch: Architecture) -> Iterator[Place]:
+        """Each rank's chunk, in Megatron's order of ranks."""
+        cuts = sorted({0, self.first_layers or 0, arch.num_layers})
+        for first, last in pairwise(cuts):
             for rank in range(self.tp * self.dp):
-                place = Place(
+                yield Place(
                     tp_rank=rank % self.tp,
                     tp_size=self.tp,
-                    first_layer=stage * arch.num_layers // self.pp,
-                    is_data_parallel_first=rank // self.tp == 0,
+                    first_layer=first,
+                    num_layers=last - first,
+                    has_embedding=first == 0,
+                    has_head=last == arch.num_layers,
                     ep_rank=rank % self.ep,
                     ep_size=self.ep,
-                    is_expert_data_parallel_first=rank // self.ep == 0,
                 )
-                yield place, stage
 
 
 @st.composite
-def layouts(draw: st.DrawFn, *, experts: bool) -> Layout:
-    tp, dp, pp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2), (1, 2, 4), (1, 2)))
-    fitting = [size for size in (1, 2, 4, 8) if experts and (tp * dp) % size == 0]
-    return Layout(tp, dp, draw(st.sampled_from(fitting or [1])), pp, draw(st.booleans()))
-
-
-# ------------------------------------------------------- parameters as Megatron 0.16.1 names them
-
-
-def stage_params(arch: Architecture, layout: Layout, stage: int) -> dict[str, Tensor]:
-    """The parameters of one rank of a stage, not a number yet."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    vocab_rows = -(-arch.vocab // layout.tp)
-    if stage == 0:
-        shapes["embedding.word_embeddings.weight"] = (vocab_rows, arch.hidden)
-    for layer in range(arch.num_layers // layout.pp):
-        prefix = f"decoder.layers.{layer}."
-        parts = {**attention_shapes(arch, layout), **mlp_shapes(arch, layout)}
-        shapes |= {prefix + name: shape for name, shape in parts.items()}
-    if stage == layout.pp - 1:
-        shapes["decoder.final_layernorm.weight"] = (arch.hidden,)
-        if not arch.tied or stage > 0:
-            shapes["output_layer.weight"] = (vocab_rows, arch.hidden)
-    return {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-
-
-def attention_shapes(arch: Architecture, layout: Layout) -> dict[str, tuple[int, ...]]:
-    heads, groups = arch.num_heads // layout.tp, arch.num_groups // layout.tp
-    rows = (heads + 2 * groups) * arch.head_dim
-    norm = (
-        "self_attention.linear_qkv.layer_norm_weight" if layout.fused else "input_layernorm.weight"
-    )
-    shapes: dict[str, tuple[int, ...]] = {
-        norm: (arch.hidden,),
-        "self_attention.linear_qkv.weight": (rows, arch.hidden),
-        "self_attention.linear_proj.weight": (arch.hidden, heads * arch.head_dim),
+def models(draw: st.DrawFn, family: str, tied: bool, tp: int) -> Architecture:
+    """A model of odd sizes that `tp` ranks can share: also fewer key-value heads than ranks."""
+    groups = draw(st.sampled_from([1, 2, 3, 4, 6]).filter(lambda n: n % tp == 0 or tp % n == 0))
+    per_group = draw(st.integers(1, 4).filter(lambda n: n * groups % tp == 0))
+    fields = {
+        "num_hidden_layers": draw(st.integers(2, 3)),
+        "hidden_size": 6,
+        "num_attention_heads": per_group * groups,
+        "num_key_value_heads": groups,
+        "head_dim": draw(st.sampled_from([2, 4])),
+        "intermediate_size": draw(st.integers(1, 3)) * tp,
+        "vocab_size": draw(st.integers(1, 150)),
+        "tie_word_embeddings": tied,
+        "moe_intermediate_size": 4 * draw(st.integers(1, 2)),
     }
-    if arch.qkv_bias:
-        shapes["self_attention.linear_qkv.bias"] = (rows,)
-    if arch.qk_norm:
-        shapes["self_attention.q_layernorm.weight"] = (arch.head_dim,)
-        shapes["self_attention.k_layernorm.weight"] = (arch.head_dim,)
-    return shapes
+    return architecture(config(family, **fields))
 
 
-def mlp_shapes(arch: Architecture, layout: Layout) -> dict[str, tuple[int, ...]]:
-    if not arch.num_experts:
-        norm = "mlp.linear_fc1.layer_norm_weight" if layout.fused else "pre_mlp_layernorm.weight"
-        return {
-            norm: (arch.hidden,),
-            "mlp.linear_fc1.weight": (2 * arch.ffn // layout.tp, arch.hidden),
-            "mlp.linear_fc2.weight": (arch.hidden, arch.ffn // layout.tp),
-        }
-    name = (
-        "mlp.experts.{fc}.weight{e}"
-        if layout.fused
-        else "mlp.experts.local_experts.{e}.{fc}.weight"
-    )
-    shapes: dict[str, tuple[int, ...]] = {
-        "pre_mlp_layernorm.weight": (arch.hidden,),
-        "mlp.router.weight": (arch.num_experts, arch.hidden),
-    }
-    for e in range(arch.num_experts // layout.ep):
-        shapes[name.format(e=e, fc="linear_fc1")] = (2 * arch.expert_ffn, arch.hidden)
-        shapes[name.format(e=e, fc="linear_fc2")] = (arch.hidden, arch.expert_ffn)
-    return shapes
+@st.composite
+def layouts(draw: st.DrawFn, arch: Architecture, tp: int) -> Layout:
+    dp = draw(st.sampled_from([1, 2]))
+    experts = [n for n in (1, 2, 4, 8) if arch.num_experts and tp * dp % n == 0]
+    stage = st.integers(1, arch.num_layers - 1)
+    ep = draw(st.sampled_from(experts or [1]))
+    return Layout(tp, dp, ep, draw(st.none() | stage), draw(st.booleans()))
 
 
-# ------------------------------------------------------------------------- checkpoints and ranks
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
-    root = tmp_path_factory.mktemp("families")
-    size = {"vocab_size": 101}  # two ranks must pad it
+def checkpoint_of(arch: Architecture) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
     return {
-        (family, tied): make_random_model(
-            family, root / f"{family}{tied}", tie_word_embeddings=tied, **size
-        )
-        for family, tied in CASES
+        name: torch.rand(shape, generator=generator) for name, shape in hf_tensors(arch).items()
     }
 
 
-def hf_config(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+def filled(
+    arch: Architecture, place: Place, fused: bool, checkpoint: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A chunk's parameters, NaN where the table puts nothing."""
+    slots = layout_of(arch, place, fused=fused)
+    params = {name: torch.full(slot.shape, torch.nan) for name, slot in slots.items()}
+    for shard in shards_of(params, arch, place):
+        shard.write(checkpoint[shard.piece.name][shard.piece.region.slices])
+    return params
+
+
+# --------------------------------------------------------------------------- HF and Megatron
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-@settings(max_examples=15, deadline=None)  # cores are shared
+def test_names_and_shapes_are_those_of_a_saved_checkpoint(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    odd = {"vocab_size": 101, "num_hidden_layers": 3, "tie_word_embeddings": tied}
+    folder = make_random_model(family, tmp_path, **odd)
+    saved = load_file(folder / "model.safetensors")
+    arch = architecture(read_json(folder / "config.json"))
+    assert hf_tensors(arch) == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_have_as_many_parameters(name: str) -> None:
+    num_parameters, published = PUBLISHED[name]
+    arch = architecture(published)
+    assert sum(map(prod, hf_tensors(arch).values())) == num_parameters
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("family", "tied"), CASES)
+@settings(max_examples=8, deadline=None)  # cores are shared
 @given(data=st.data())
 def test_all_ranks_together_are_the_checkpoint(
-    family: str, tied: bool, folders: dict[tuple[str, bool], Path], data: st.DataObject
+    family: str, tied: bool, tp: int, data: st.DataObject
 ) -> None:
-    folder = folders[family, tied]
-    saved = load_file(folder / "model.safetensors")
-    arch = architecture(hf_config(folder))
-    layout = data.draw(layouts(experts=arch.num_experts > 0))
-
-    params = [stage_params(arch, layout, stage) for _, stage in layout.places(arch)]
-    by_rank = [
-        shards_of(mine, arch, place)
-        for mine, (place, _) in zip(params, layout.places(arch), strict=True)
-    ]
-    owned = [shard for shards in by_rank for shard in shards if shard.is_owner]
-    assert {shard.name: shard.global_shape for shard in owned} == {
-        name: tuple(tensor.shape) for name, tensor in saved.items()
-    }
-    check_coverage((shard.name, shard.global_shape, shard.region) for shard in owned)
-
-    for shards in by_rank:
-        read_into(folder, shards)
-    for name, param in [item for mine in params for item in mine.items()]:
-        is_padded = name in ("embedding.word_embeddings.weight", "output_layer.weight")
-        assert is_padded or not param.isnan().any(), name
-    again = {name: torch.full_like(tensor, torch.nan) for name, tensor in saved.items()}
-    for shard in owned:
-        again[shard.name][shard.region.slices] = shard.read()
-    for name, tensor in saved.items():
-        assert torch.equal(again[name], tensor), name
-
-
-def test_copies_of_an_expert_are_filled_and_not_answered_for(
-    folders: dict[tuple[str, bool], Path],
-) -> None:
-    folder = folders["qwen3_moe", False]
-    saved = load_file(folder / "model.safetensors")
-    arch = architecture(hf_config(folder))
-    name = "model.layers.1.mlp.experts.5.up_proj.weight"  # of the second half
-    holders = []
-    layout = Layout(tp=2, dp=2, ep=2)
-    for place, stage in layout.places(arch):
-        shards = shards_of(stage_params(arch, layout, stage), arch, place)
-        read_into(folder, shards)
+    arch = data.draw(models(family, tied, tp))
+    layout = data.draw(layouts(arch, tp))
+    checkpoint = checkpoint_of(arch)
+    again = {name: torch.full_like(tensor, torch.nan) for name, tensor in checkpoint.items()}
+    copies = {name: torch.zeros_like(tensor) for name, tensor in checkpoint.items()}
+    for place in layout.places(arch):
+        params = filled(arch, place, layout.fused, checkpoint)
+        shards = shards_of(params, arch, place)
         for shard in shards:
-            if shard.name == name:
-                assert torch.equal(shard.read(), saved[name])
-                holders.append((place.tp_rank, place.is_data_parallel_first, shard.is_owner))
-    # The ranks of ep_rank 1: tensor-parallel rank 1 of both data-parallel ranks.
-    assert holders == [(1, True, True), (1, False, False)]
+            again[shard.piece.name][shard.piece.region.slices] = shard.read()
+            copies[shard.piece.name][shard.piece.region.slices] += 1
+        for name, param in params.items():
+            assert "embedding" in name or "output" in name or not param.isnan().any(), name
+        # No element twice on a rank, none of a parameter unused but for padding.
+        padding = sum(int(param.isnan().sum()) for param in params.values())
+        held = sum(shard.piece.region.numel for shard in shards)
+        assert held == sum(param.numel() for param in params.values()) - padding
+    for name, tensor in checkpoint.items():
+        assert torch.equal(again[name], tensor), name
+        assert copies[name].unique().tolist() == [expected_copies(name, arch, layout)], name
 
 
-def test_gate_is_stacked_over_up_and_experts_are_numbered_from_zero_on_each_rank() -> None:
+def expected_copies(name: str, arch: Architecture, layout: Layout) -> int:
+    """How many ranks hold each element."""
+    ranks = layout.tp * layout.dp
+    if ".experts." in name:
+        return ranks // layout.ep
+    if "norm" in name or name.endswith("mlp.gate.weight"):
+        return ranks
+    has_second = name == VOCABULARIES[0] and arch.tied and layout.first_layers
+    return layout.dp * (2 if has_second else 1)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_rows_lie_as_megatron_wants_them(tp: int, data: st.DataObject) -> None:
+    arch = data.draw(models("qwen2", False, tp))
+    checkpoint = checkpoint_of(arch)
+    prefix = "model.layers.1."
+
+    def heads(part: str, kind: str) -> Tensor:
+        rows = checkpoint[f"{prefix}self_attn.{part}_proj.{kind}"]
+        return rows.view(arch.num_groups, -1, arch.head_dim, *rows.shape[1:])
+
+    fused = {
+        kind: torch.cat([heads(part, kind) for part in "qkv"], dim=1).flatten(0, 2).chunk(tp)
+        for kind in ("weight", "bias")
+    }
+    gate, up = (checkpoint[f"{prefix}mlp.{part}_proj.weight"].chunk(tp) for part in ("gate", "up"))
+    out = checkpoint[prefix + "self_attn.o_proj.weight"].chunk(tp, dim=1)
+    for place in Layout(tp, first_layers=1).places(arch):
+        if place.first_layer == 0:
+            continue
+        params = filled(arch, place, False, checkpoint)
+        rank, layer = place.tp_rank, "decoder.layers.0."
+        for kind, rows in fused.items():
+            name = f"{layer}self_attention.linear_qkv.{kind}"
+            assert torch.equal(params[name], rows[rank]), name
+        stacked = torch.cat([gate[rank], up[rank]])
+        assert torch.equal(params[layer + "mlp.linear_fc1.weight"], stacked)
+        assert torch.equal(params[layer + "self_attention.linear_proj.weight"], out[rank])
+
+
+def test_a_rank_between_key_value_heads_has_the_end_of_one_and_the_start_of_the_next() -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 2}
+    arch = architecture(config("llama", **heads))
+    # Fused heads: q0 q1 q2 q3 k0 v0 | q4 q5 q6 q7 k1 v1; three on each of four ranks.
+    [first, second, third, fourth] = (
+        [
+            (part.name.split(".")[4], part.region.start[0], part.region.shape[0], part.first_row)
+            for part in layout_of(arch, place)[
+                "decoder.layers.0.self_attention.linear_qkv.weight"
+            ].parts
+        ]
+        for place in Layout(tp=4).places(arch)
+    )
+    assert first == [("q_proj", 0, 6, 0)]
+    assert second == [("q_proj", 6, 2, 0), ("k_proj", 0, 2, 2), ("v_proj", 0, 2, 4)]
+    assert third == [("q_proj", 8, 6, 0)]
+    assert fourth == [("q_proj", 14, 2, 0), ("k_proj", 2, 2, 2), ("v_proj", 2, 2, 4)]
+
+
+def test_experts_are_numbered_from_zero_on_each_rank_and_copied_by_data_parallel_ranks() -> None:
     arch = architecture(config())
-    place = Place(0, 1, 2, True, ep_rank=1, ep_size=2)
-    fc1 = torch.arange(4.0)[:, None].expand(4, arch.hidden).clone()
-    [gate, up] = shards_of({"decoder.layers.1.mlp.experts.linear_fc1.weight3": fc1}, arch, place)
-    assert gate.name == "model.layers.3.mlp.experts.7.gate_proj.weight"
-    assert up.name == "model.layers.3.mlp.experts.7.up_proj.weight"
-    assert gate.read()[:, 0].tolist() == [0.0, 1.0]
-    assert up.read()[:, 0].tolist() == [2.0, 3.0]
+    checkpoint = checkpoint_of(arch)
+    wanted = "model.layers.3.mlp.experts.7.{}_proj.weight"
+    fused_fc1 = "decoder.layers.1.mlp.experts.linear_fc1.weight3"
+    expected = torch.cat([checkpoint[wanted.format(part)] for part in ("gate", "up")])
+    holders = []
+    for place in Layout(tp=2, dp=2, ep=2, first_layers=2, fused=True).places(arch):
+        params = filled(arch, place, True, checkpoint)
+        if place.first_layer == 2 and torch.equal(params[fused_fc1], expected):
+            holders.append((place.tp_rank, place.ep_rank))
+    assert holders == [(1, 1), (1, 1)]
 
 
 def test_the_committed_model_with_experts_is_small_and_what_its_script_makes() -> None:
     assert sum(file.stat().st_size for file in TINY_MOE.iterdir()) < 1.5 * 1000**2
     made = make_config("qwen3_moe").to_dict()
-    committed = hf_config(TINY_MOE)
+    committed = read_json(TINY_MOE / "config.json")
     of_saving = {"transformers_version", "architectures"}
     assert {key: made[key] for key in committed.keys() - of_saving} == {
         key: value for key, value in committed.items() if key not in of_saving
     }
     assert AutoTokenizer.from_pretrained(TINY_MOE).get_vocab() == make_tokenizer().get_vocab()
-
-    arch, place = architecture(committed), Place(0, 1, 0, True)
     saved = load_file(TINY_MOE / "model.safetensors")
-    shards = shards_of(stage_params(arch, Layout(), 0), arch, place)
-    assert {shard.name: shard.global_shape for shard in shards} == {
+    assert hf_tensors(architecture(committed)) == {
         name: tuple(tensor.shape) for name, tensor in saved.items()
     }
     assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
-
-
-# ---------------------------------------------------------------------------- config.json
-
-
-def config(**changes: Any) -> dict[str, Any]:
-    """The fields of a published Qwen3-MoE (Qwen3-30B-A3B), at the committed model's sizes."""
-    published = {
-        "model_type": "qwen3_moe",
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "attention_bias": False,
-        "hidden_act": "silu",
-    }
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 100,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 256,
-    }
-    return {**published, **sizes, **changes}
-
-
-def test_experts_are_read_from_both_spellings() -> None:
-    arch = architecture(config())
-    assert (arch.num_experts, arch.experts_per_token, arch.expert_ffn) == (8, 2, 32)
-    assert arch.normalize_topk
-    assert arch.qk_norm
-    renamed = config(num_local_experts=8)
-    del renamed["num_experts"]
-    assert architecture(renamed) == arch
-    assert not architecture(config(norm_topk_prob=False)).normalize_topk
-    # HF's own training settings are no part of the model.
-    assert architecture(config(router_aux_loss_coef=0.5, output_router_logits=True)) == arch
-
-
-def test_a_dense_model_has_no_experts(folders: dict[tuple[str, bool], Path]) -> None:
-    arch = architecture(hf_config(folders["qwen3", False]))
-    assert (arch.num_experts, arch.experts_per_token, arch.expert_ffn) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("decoder_sparse_step", 2),
-        ("mlp_only_layers", [0]),
-        ("shared_expert_intermediate_size", 64),
-        ("n_shared_experts", 1),
-        ("moe_router_enable_expert_bias", True),
-        ("topk_method", "noaux_tc"),
-        ("num_experts_per_tok", 9),
-        ("num_experts_per_tok", 0),
-        ("hidden_act", "gelu"),
-        ("attention_bias", True),
-        ("use_sliding_window", True),
-        ("model_type", "mixtral"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=field) as caught:
-        architecture(config(**{field: value}))
-    assert str(value).strip("[]") in str(caught.value)
-
-
-def test_a_field_that_says_none_is_no_reason_to_refuse() -> None:
-    for field in ("shared_expert_intermediate_size", "n_shared_experts", "mlp_only_layers"):
-        for value in (None, 0, []):
-            assert architecture(config(**{field: value})) == architecture(config())
-
-
-@pytest.mark.parametrize("field", ["num_experts", "num_experts_per_tok", "moe_intermediate_size"])
-def test_a_missing_size_is_named(field: str) -> None:
-    incomplete = config()
-    del incomplete[field]
-    with pytest.raises(ConfigError, match=f"{field} is missing"):
-        architecture(incomplete)
 
 
 @pytest.mark.parametrize(
@@ -330,6 +272,334 @@ def test_a_missing_size_is_named(field: str) -> None:
     ],
 )
 def test_a_parameter_without_a_rule_is_named(name: str) -> None:
-    params = {f"decoder.layers.0.{name}": torch.zeros(4, 4)}
-    with pytest.raises(ConfigError, match=f"no rule for the parameter decoder.layers.0.{name}"):
-        shards_of(params, architecture(config()), Place(0, 1, 0, True))
+    arch = architecture(config())
+    [place] = Layout().places(arch)
+    params = filled(arch, place, False, checkpoint_of(arch))
+    extra = f"decoder.layers.0.{name}"
+    with pytest.raises(ConfigError, match=f"no rule for the parameter {extra}"):
+        shards_of({**params, extra: torch.zeros(4, 4)}, arch, place)
+
+
+def test_a_missing_or_misshapen_parameter_is_named() -> None:
+    arch = architecture(config())
+    [place] = Layout().places(arch)
+    params = filled(arch, place, False, checkpoint_of(arch))
+    name = "decoder.layers.2.mlp.router.weight"
+    with pytest.raises(ConfigError, match=rf"{name} has shape \[8, 4\].*\[8, 6\]"):
+        shards_of({**params, name: torch.zeros(8, 4)}, arch, place)
+    del params[name]
+    with pytest.raises(ConfigError, match=f"the parameter {name} is missing"):
+        shards_of(params, arch, place)
+
+
+def test_what_ranks_cannot_share_is_refused() -> None:
+    arch = architecture(config("llama", num_attention_heads=9, num_key_value_heads=3))
+    with pytest.raises(ConfigError, match=r"query-key-value.*by 4"):
+        layout_of(arch, Place(0, 4, 0, 4, True, True))
+    with pytest.raises(ConfigError, match=r"9 \(attention heads\).*by 2"):
+        engine_pieces(arch, 0, 2, torch.float32)
+    with pytest.raises(ConfigError, match=r"8 experts.*by 3"):
+        layout_of(architecture(config()), Place(0, 1, 0, 4, True, True, 0, 3))
+
+
+# -------------------------------------------------------------------------------- the engine
+
+
+def held(arch: Architecture, tp: int, expert_parallel: bool = False) -> list[dict[str, Region]]:
+    """Per rank, the box of each tensor; a tensor twice on a rank fails."""
+    ranks = []
+    for rank in range(tp):
+        pieces: list[Piece] = engine_pieces(
+            arch, rank, tp, torch.bfloat16, expert_parallel=expert_parallel
+        )
+        shapes = hf_tensors(arch)
+        assert all(piece.global_shape == shapes[piece.name] for piece in pieces)
+        assert all(piece.dtype == torch.bfloat16 for piece in pieces)
+        assert max(Counter(piece.name for piece in pieces).values()) == 1
+        ranks.append({piece.name: piece.region for piece in pieces})
+    return ranks
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("family", "tied"), CASES)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_the_ranks_of_an_engine_hold_every_element(
+    family: str, tied: bool, tp: int, data: st.DataObject
+) -> None:
+    arch = data.draw(models(family, tied, tp))
+    expert_parallel = data.draw(st.booleans())
+    copies = {name: torch.zeros(shape) for name, shape in hf_tensors(arch).items()}
+    for pieces in held(arch, tp, expert_parallel):
+        for name, region in pieces.items():
+            copies[name][region.slices] += 1
+    for name, count in copies.items():
+        if "norm" in name or name.endswith("mlp.gate.weight"):
+            expected = tp
+        elif ".k_proj." in name or ".v_proj." in name:
+            expected = max(tp // arch.num_groups, 1)
+        else:
+            expected = 1
+        assert count.unique().tolist() == [expected], name
+
+
+def test_an_engine_cuts_by_heads_and_copies_key_value_heads() -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 2}
+    arch = architecture(config("qwen2", intermediate_size=12, **heads))
+    layer = "model.layers.0."
+    ranks = held(arch, 4)
+    assert [rank[layer + "self_attn.q_proj.weight"].start for rank in ranks] == [
+        (0, 0),
+        (4, 0),
+        (8, 0),
+        (12, 0),
+    ]
+    for part in ("k_proj.bias", "v_proj.bias"):
+        assert [rank[f"{layer}self_attn.{part}"] for rank in ranks] == [
+            *[Region((0,), (2,))] * 2,
+            *[Region((2,), (2,))] * 2,
+        ]
+    last = ranks[3]
+    assert last[layer + "self_attn.o_proj.weight"] == Region((0, 12), (6, 4))
+    assert last[layer + "mlp.gate_proj.weight"] == Region((9, 0), (3, 6))
+    assert last[layer + "mlp.up_proj.weight"] == Region((9, 0), (3, 6))
+    assert last[layer + "mlp.down_proj.weight"] == Region((0, 9), (6, 3))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "rows"),
+    [
+        (101, 2, [(0, 64), (64, 37)]),
+        (49_153, 2, [(0, 24_608), (24_608, 24_545)]),
+        (20, 4, [(0, 16), (16, 4), None, None]),
+    ],
+)
+def test_an_engine_pads_the_vocabulary_to_a_multiple_of_64(
+    vocab: int, tp: int, rows: list[Any]
+) -> None:
+    arch = architecture(config("qwen3", vocab_size=vocab))
+    for name in VOCABULARIES:
+        regions = [rank.get(name) for rank in held(arch, tp)]
+        assert [region and (region.start[0], region.shape[0]) for region in regions] == rows
+
+
+def test_an_engine_cuts_experts_or_deals_them_out() -> None:
+    arch = architecture(config())
+    name = "model.layers.1.mlp.experts.5.{}_proj.weight"
+    cut = held(arch, 2)[1]
+    assert cut[name.format("gate")] == cut[name.format("up")] == Region((2, 0), (2, 6))
+    assert cut[name.format("down")] == Region((0, 2), (6, 2))
+    first, second = held(arch, 2, expert_parallel=True)
+    assert name.format("gate") not in first
+    assert second[name.format("gate")] == Region((0, 0), (4, 6))
+    assert second[name.format("down")] == Region((0, 0), (6, 4))
+
+
+# ------------------------------------------------------------------------------- config.json
+
+
+def config(family: str = "qwen3_moe", **changes: Any) -> dict[str, Any]:
+    """A published config.json of the family, at small sizes."""
+    published = next(fields for _, fields in PUBLISHED.values() if fields["model_type"] == family)
+    sizes = {
+        "hidden_size": 6,
+        "intermediate_size": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 256,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    if family != "qwen3_moe":
+        experts = {}
+        changes.pop("moe_intermediate_size", None)
+    return {**published, **sizes, **experts, **changes}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_is_understood(family: str) -> None:
+    defaults = {"sliding_window": None} if family == "mistral" else {}
+    written = FAMILIES[family][0](**defaults)
+    assert architecture(written.to_dict()).num_layers == written.num_hidden_layers
+
+
+def test_experts_are_read_from_both_spellings() -> None:
+    arch = architecture(config())
+    assert (arch.num_experts, arch.experts_per_token, arch.expert_ffn) == (8, 2, 4)
+    assert arch.normalize_topk
+    assert arch.qk_norm
+    renamed = config(num_local_experts=8)
+    del renamed["num_experts"]
+    assert architecture(renamed) == arch
+    assert not architecture(config(norm_topk_prob=False)).normalize_topk
+    # HF's own training settings are no part of the model.
+    assert architecture(config(router_aux_loss_coef=0.5, output_router_logits=True)) == arch
+    with pytest.raises(ConfigError, match=r"num_experts = 8 and num_local_experts = 4"):
+        architecture(config(num_local_experts=4))
+
+
+def test_what_a_family_has_follows_from_its_table() -> None:
+    assert architecture(config("qwen2")).qkv_bias
+    assert not architecture(config("qwen2")).qk_norm
+    assert not architecture(config("qwen3")).qkv_bias
+    assert not architecture(config("llama")).num_experts
+
+
+def test_absent_fields_are_what_transformers_takes_them_for() -> None:
+    for family, key, value in [
+        ("llama", "num_key_value_heads", 4),
+        ("qwen3", "head_dim", 128),
+        ("llama", "tie_word_embeddings", False),
+        ("llama", "rope_theta", 10_000.0),
+    ]:
+        without = config(family)
+        without.pop(key, None)
+        assert architecture(without) == architecture({**without, key: value}), key
+    without = config("llama")
+    del without["head_dim"]
+    assert architecture({**without, "hidden_size": 12}).head_dim == 3
+
+
+LLAMA3 = {
+    "factor": 32.0,
+    "high_freq_factor": 3.0,
+    "low_freq_factor": 1.5,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def test_rope_is_read_in_all_spellings() -> None:
+    new = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
+    wanted = Rope(5e5, "llama3", 32.0, 1.5, 3.0, 4096)
+    bare = config("llama")
+    bare.pop("rope_theta", None)
+    old = {"type": "llama3", **LLAMA3}
+    for fields in (
+        {"rope_parameters": new},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": old},
+        {"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": new},
+    ):
+        assert architecture({**bare, **fields}).rope == wanted
+    linear = {"type": "linear", "factor": 4}
+    assert architecture(config("llama", rope_scaling=linear)).rope == Rope(1e4, "linear", 4.0)
+    assert architecture(config("qwen3")).rope == Rope(1e6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing from rope_scaling"),
+        (
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24]}},
+            r"rope_parameters.mrope_section = \[16, 24\]",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta = 10000.0 and"),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+            },
+            "rope_parameters and rope_scaling differ",
+        ),
+    ],
+)
+def test_rope_that_is_not_supported_is_refused_by_name(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        architecture(config("llama", **fields))
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("qwen3_moe", "decoder_sparse_step", 2),
+        ("qwen3_moe", "mlp_only_layers", [0]),
+        ("qwen3_moe", "shared_expert_intermediate_size", 64),
+        ("qwen3_moe", "n_shared_experts", 1),
+        ("qwen3_moe", "moe_router_enable_expert_bias", True),
+        ("qwen3_moe", "topk_method", "noaux_tc"),
+        ("qwen3_moe", "num_experts_per_tok", 9),
+        ("qwen3_moe", "num_experts_per_tok", 0),
+        ("qwen3_moe", "model_type", "mixtral"),
+        ("qwen3", "num_experts", 8),
+        ("qwen3", "hidden_act", "gelu"),
+        ("qwen3", "attention_bias", True),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen2", "layer_types", ["sliding_attention"]),
+        ("llama", "attention_bias", True),
+        ("llama", "mlp_bias", True),
+        ("llama", "pretraining_tp", 2),
+        ("llama", "attention_dropout", 0.1),
+        ("llama", "rope_interleaved", True),
+        ("llama", "num_key_value_heads", 3),
+        ("llama", "hidden_size", "large"),
+        ("mistral", "sliding_window", 255),
+        ("mistral", "auto_map", {"AutoModel": "modeling.Model"}),
+        ("llama", "quantization_config", {"quant_method": "fp8"}),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(family: str, field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        architecture(config(family, **{field: value}), ignore=["other"])
+    assert str(value).strip("[]") in str(caught.value) or field == "quantization_config"
+
+
+def test_a_window_as_long_as_the_model_is_none() -> None:
+    wanted = architecture(config("mistral"))
+    assert architecture(config("mistral", sliding_window=256)) == wanted
+    without = config("mistral", max_position_embeddings=8192)
+    del without["sliding_window"]  # transformers then takes 4096
+    with pytest.raises(ConfigError, match="sliding_window = 4096"):
+        architecture(without)
+
+
+def test_a_field_that_is_not_known_may_be_ignored_by_name() -> None:
+    fields = config("llama", attn_scale=0.5, residual_scale=2.0)
+    with pytest.raises(ConfigError, match=r"attn_scale = 0.5.*model.ignore_fields"):
+        architecture(fields)
+    with pytest.raises(ConfigError, match="residual_scale"):
+        architecture(fields, ignore=["attn_scale"])
+    both = ["attn_scale", "residual_scale"]
+    assert architecture(fields, ignore=both) == architecture(config("llama"))
+
+
+def test_a_field_that_is_known_to_matter_cannot_be_ignored() -> None:
+    for field in ("attention_bias", "quantization_config", "hidden_act"):
+        with pytest.raises(ConfigError, match=field):
+            architecture(config("llama", **{field: "yes"}), ignore=[field])
+
+
+def test_a_field_that_says_none_is_no_reason_to_refuse() -> None:
+    for field in ("shared_expert_intermediate_size", "n_shared_experts", "mlp_only_layers"):
+        for value in (None, 0, [], {}, "", False):
+            assert architecture(config(**{field: value})) == architecture(config())
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "hidden_size",
+        "rms_norm_eps",
+        "num_key_value_heads",
+    ],
+)
+def test_a_missing_size_is_named(field: str) -> None:
+    incomplete = config()
+    del incomplete[field]
+    with pytest.raises(ConfigError, match=f"{field} is missing"):
+        architecture(incomplete)

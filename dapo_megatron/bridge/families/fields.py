@@ -134,7 +134,7 @@ def _refuse_unknown(hf: Mapping[str, Any], family: Family, ignore: Collection[st
         )
     for key, wanted in {**REQUIRED, **family.required}.items():
         value = hf.get(key)
-        if value is not None and value != wanted:
+        if value is not None and value != wanted and (value or wanted):
             raise ConfigError(f"model.path: {key} = {value!r}; only {wanted!r} is supported")
     known = READ | REQUIRED.keys() | family.required.keys() | HARMLESS | family.harmless
     known |= READ_OF_EXPERTS if family.expert else frozenset()
@@ -222,8 +222,13 @@ def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     # Published checkpoints have the first name; transformers 5 saves the second.
-    name = "num_experts" if hf.get("num_experts") else "num_local_experts"
-    total = _size(hf, name if hf.get(name) else "num_experts")
+    names = [name for name in ("num_experts", "num_local_experts") if hf.get(name)]
+    if len(names) == 2 and hf[names[0]] != hf[names[1]]:
+        raise ConfigError(
+            f"model.path: num_experts = {hf['num_experts']} and num_local_experts = "
+            f"{hf['num_local_experts']} differ; keep one of them"
+        )
+    total = _size(hf, names[0] if names else "num_experts")
     per_token = _required(hf, "num_experts_per_tok")
     if not 1 <= per_token <= total:
         raise ConfigError(
