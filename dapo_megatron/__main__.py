@@ -119,6 +119,17 @@ def layouts(
             raise typer.Exit(1)
 
 
+@doctor.command()
+def sync(config: ConfigPath, overrides: Overrides = None, json_file: JsonPath = None) -> None:
+    """Prove that the engines of a config get the policy's weights, and what a sync moves."""
+    checked = _load(config, overrides or [])
+    _on_ranks(checked)
+    from dapo_megatron.doctor import sync as proof
+
+    with _told():
+        proof.sync(checked, json_file)
+
+
 def _load(path: Path, overrides: list[str]) -> Config:
     config = load_config(path, overrides)
     check_layout(config, num_processes(config))

@@ -111,7 +111,7 @@ def planner(policy: PolicyConfig, train: TrainConfig) -> Planner:
     )
 
 
-def build_core(config: Config, ranks: Ranks) -> Core:
+def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
     """The engine first: it sizes its cache by what memory is free. Collective."""
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.policy.policy import MegatronPolicy
@@ -128,6 +128,12 @@ def build_core(config: Config, ranks: Ranks) -> Core:
         vocab=policy.architecture.vocab,
         max_tokens=config.rollout.max_prompt_tokens,
     )
+    return policy, engine, sync
+
+
+def build_core(config: Config, ranks: Ranks) -> Core:
+    """Models and graders. Collective."""
+    policy, engine, sync = build_models(config, ranks)
     grading = None
     if engine.is_leader:
         sources = (*config.data.train, *config.evaluation.sets)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import TypeVar, cast
-
-import torch
 
 from dapo_megatron.bridge import canary
 from dapo_megatron.bridge.fingerprint import fingerprint
@@ -61,7 +60,9 @@ class WeightSync:
         self._transfer = Transfer(
             self.plan, self._shards, wanted, exchange.rank, self._shards[0].view.device
         )
-        size = sum(torch.Size(shape).numel() for shape, _ in shapes.values())
+        size = sum(prod(shape) for shape, _ in shapes.values())
+        self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+        """Of the whole model."""
         self._period = config.fingerprint_every or (1 if size <= SMALL_MODEL else BIG_MODEL_PERIOD)
         self._num_done = 0
         self._canary = canary.sequences(vocab, min(config.canary_tokens, max_tokens))
