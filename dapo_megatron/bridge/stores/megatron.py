@@ -77,6 +77,8 @@ def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
 def open_training(folder: Path, ignore: Collection[str] = ()) -> Store:
     """Open a run's training checkpoint, by the copy of the model's config.json in its folder
     `model`. Raises as `open_store`."""
+    if folder.name.endswith(".partial"):
+        raise CheckpointError(f"{folder}: half written: the run that wrote it did not finish")
     companions = folder / "model"
     if not (companions / "config.json").exists():
         raise CheckpointError(

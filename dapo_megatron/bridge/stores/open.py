@@ -20,8 +20,6 @@ def open_store(folder: Path, ignore: Collection[str] = ()) -> Store:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    if folder.name.endswith(".partial"):
-        raise CheckpointError(f"{folder}: half written: whatever wrote it did not finish")
     if (folder / MEGATRON_JSON).exists():
         return open_megatron(folder, ignore)
     if any(folder.glob("rank_*.safetensors")):

@@ -78,6 +78,10 @@ class Store:
         """`box` of an HF tensor from the one place that holds it."""
         return self.files[extent.file].read(extent.key, extent.stored(box))
 
+    def extent_bytes(self, extent: Extent) -> int:
+        """What reading an extent of some other store takes from this one."""
+        return extent.region.numel * self.info(extent.name).dtype.itemsize
+
     def info(self, name: str) -> TensorInfo:
         """Shape and dtype of a tensor. Raises CheckpointError if there is none of this name."""
         if name not in self.tensors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,10 +98,3 @@ def blocks(region: Region, itemsize: int, max_bytes: int = BLOCK_BYTES) -> Itera
     for first in range(0, region.shape[0], step):
         rows = min(step, region.shape[0] - first)
         yield Region((region.start[0] + first, *region.start[1:]), (rows, *region.shape[1:]))
-
-
-def output_infos(store: Store, dtype: torch.dtype | None) -> Mapping[str, TensorInfo]:
-    """The store's tensors, with `dtype` if one is given."""
-    if dtype is None:
-        return store.tensors
-    return {name: TensorInfo(info.shape, dtype) for name, info in store.tensors.items()}
