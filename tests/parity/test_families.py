@@ -1,0 +1,92 @@
+"""The bridge's table against Megatron-core's own modules: names and shapes of every parameter of
+every rank, whatever the layout. (Transformer Engine's names need a GPU: not here.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.helpers.models import FAMILIES
+from tests.helpers.published import PUBLISHED
+from tests.helpers.ranks import run_ranks
+
+ODD = {"num_attention_heads": 9, "num_key_value_heads": 3}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dp4": ({}, {}),
+    "tp2": ({"tensor_parallel": 2}, {}),
+    "tp4_two_groups": ({"tensor_parallel": 4}, {}),
+    "tp4_one_group": ({"tensor_parallel": 4}, {"num_key_value_heads": 1}),
+    "pp2_odd": ({"pipeline_parallel": 2, "first_stage_layers": 4}, ODD),
+    "tp2_pp2": ({"tensor_parallel": 2, "pipeline_parallel": 2, "first_stage_layers": 4}, {}),
+    "pp2_interleaved": (
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "first_stage_layers": 4},
+        {"num_hidden_layers": 6},
+    ),
+}
+"""By name: the policy's layout, and sizes of the model."""
+EXPERTS = {
+    "ep2": ({"expert_parallel": 2}, {}),
+    "tp2_ep4": ({"tensor_parallel": 2, "expert_parallel": 4}, {}),
+}
+
+
+def differences(rank: int, cases: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]) -> Any:
+    """(layout, model, parameters that Megatron and the table do not agree on, their number) for
+    each layout and each config.json given with it."""
+    from megatron.core import parallel_state
+
+    from dapo_megatron.bridge.families import architecture, layout_of
+    from dapo_megatron.config import PolicyConfig
+    from dapo_megatron.policy.device import megatron_device
+    from dapo_megatron.policy.model import build_model, initialize_parallel, place
+
+    found = []
+    for layout, configs in cases:
+        with megatron_device():
+            initialize_parallel(PolicyConfig(**layout, precision="float32"), seed=0)
+        for model, hf in configs.items():
+            sequence = "num_experts" in hf and layout.get("tensor_parallel", 1) > 1
+            arch = architecture(hf)
+            with megatron_device():
+                policy = PolicyConfig(**layout, sequence_parallel=sequence, precision="float32")
+                chunks = build_model(arch, policy)
+            actual, expected = set(), set()
+            for number, chunk in enumerate(chunks):
+                slots = layout_of(arch, place(chunk))
+                actual |= {(number, name, tuple(p.shape)) for name, p in chunk.named_parameters()}
+                expected |= {(number, name, slot.shape) for name, slot in slots.items()}
+            found.append((layout, model, sorted(actual ^ expected), len(actual)))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def small(family: str, tied: bool, **sizes: Any) -> dict[str, Any]:
+    """A published config.json of the family at small, odd sizes."""
+    published = next(hf for _, hf in PUBLISHED.values() if hf["model_type"] == family)
+    shared = {
+        "hidden_size": 36,
+        "intermediate_size": 44,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 1_001,
+        "tie_word_embeddings": tied,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    return {**published, **shared, **(experts if "num_experts" in published else {}), **sizes}
+
+
+def test_names_and_shapes_are_megatrons() -> None:
+    cases = []
+    for name, (layout, sizes) in (LAYOUTS | EXPERTS).items():
+        models = {
+            f"{family} tied={tied}": small(family, tied, **sizes)
+            for family in (["qwen3_moe"] if name in EXPERTS else FAMILIES)
+            for tied in (False, True)
+        }
+        cases.append((layout, models))
+    for rank, found in enumerate(run_ranks(differences, 4, cases)):
+        assert len(found) == sum(len(models) for _, models in cases)
+        for layout, model, wrong, num_parameters in found:
+            assert not wrong, (rank, layout, model, wrong)
+            assert num_parameters > 10
