@@ -81,6 +81,8 @@ class PolicyConfig(Section):
 class EngineConfig(Section):
     tensor_parallel: Count | None = None
     """Ranks per engine; null: as policy.tensor_parallel. The other ranks form more replicas."""
+    expert_parallel: bool = False
+    """Cut a mixture of experts by expert over the ranks of an engine, not every expert by rows."""
     memory_fraction: Fraction = 0.7
     """Share of each GPU's memory for weights and KV cache. On CPU see kv_cache_gib."""
     kv_cache_gib: Positive = 1.0

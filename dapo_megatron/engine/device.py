@@ -132,7 +132,7 @@ def _keep_process_groups() -> None:
 
 
 def _adapt_cpu_platform() -> None:
-    """Mend two things of vLLM on CPU, before they are used.
+    """Mend three things of vLLM on CPU, before they are used.
 
     It compiles one-line functions with inductor, which takes 14 s and needs a C++ compiler: they
     are run as they are. And under `external_launcher` it names the memory that the ranks of an
@@ -150,6 +150,27 @@ def _adapt_cpu_platform() -> None:
     _CPUSHMDistributed.make_group_name = staticmethod(
         lambda communicator: f"/dapo-{job}-{plain(communicator).replace('/', '')}"
     )
+    _mend_expert_parallel()
+
+
+def _mend_expert_parallel() -> None:
+    """Let vLLM's CPU experts be spread over ranks (vLLM 0.32): they take global numbers of experts
+    for local ones and read past their weights. A choice that lies on another rank becomes local
+    expert 0 with weight 0."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    plain = CPUUnquantizedExperts.apply
+
+    def apply(experts: Any, **given: Any) -> None:
+        here = given["expert_map"]
+        if here is not None:
+            local = here[given["topk_ids"].long()]
+            weights = given["topk_weights"].masked_fill(local < 0, 0.0)
+            chosen = local.clamp(min=0).to(given["topk_ids"].dtype)
+            given |= {"topk_ids": chosen, "topk_weights": weights, "expert_map": None}
+        plain(experts, **given)
+
+    CPUUnquantizedExperts.apply = apply
 
 
 def _unlink_shared_memory() -> None:

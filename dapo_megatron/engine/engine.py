@@ -11,7 +11,8 @@ distribution a token was drawn from. (`raw_logprobs` are before both: wrong at o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dapo_megatron.config import Config, read_model_config
@@ -26,6 +27,7 @@ from dapo_megatron.types import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import LLM, RequestOutput, SamplingParams
 
     from dapo_megatron.bridge.shards import Piece
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from dapo_megatron.engine.receiver import Arrival, WeightReceiver
 
 _TRANSFER = "dapo_megatron"  # our back end of vLLM's weight transfer
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _SYNC_FAILED = "a weight sync failed midway, it holds old weights and new ones"
 _WEIGHTS_DROPPED = "sleep() dropped its weights, receive() must come first"
 
@@ -117,6 +120,32 @@ class VllmEngine:
         self._unusable = ""
         self._version = version
 
+    def held(self) -> Iterator[tuple[Piece, Tensor | None]]:
+        """Each wanted slice as the engine computes with it now, in the engine's dtype; None where
+        its layout is not known (readback.py). Not collective. Zeros may lack their sign."""
+        from dapo_megatron.engine.readback import read_back
+
+        self._require_usable()
+        (values,) = self._llm.apply_model(partial(read_back, loads=self._asked().loads))
+        yield from values
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Natural log-prob, at temperature 1 and of the whole distribution, of each token but the
+        first of each sequence, computed anew. A sequence has at least two tokens, and fewer than
+        prompt and response may have together. Raises DapoError with requests in flight."""
+        self._require_usable()
+        if self.has_work():
+            raise DapoError(f"sequences to score with {len(self._requests)} requests in flight")
+        engine = self._llm.llm_engine
+        for index, tokens in enumerate(sequences):
+            engine.add_request(str(index), {"prompt_token_ids": list(tokens)}, _scoring())
+        scored: dict[str, list[float]] = {}
+        while engine.has_unfinished_requests():
+            with device.random_state():
+                outputs = engine.step()
+            scored |= {output.request_id: _prompt_logprobs(output) for output in outputs}
+        return [scored[str(index)] for index in range(len(sequences))]
+
     def sleep(self) -> None:
         """Leave the accelerator's memory to the policy. The weights are lost on CUDA."""
         if self.has_work():
@@ -180,7 +209,10 @@ def _start(config: Config) -> LLM:
             WeightTransferEngineFactory.register_engine(
                 _TRANSFER, "dapo_megatron.engine.receiver", "StreamTransferEngine"
             )
-        device.check_model(read_model_config(config))
+        hf = read_model_config(config)
+        device.check_model(hf)
+        if config.engine.expert_parallel and not any(hf.get(key) for key in _NUM_EXPERTS):
+            raise ConfigError("engine.expert_parallel: the model has no experts; leave it false")
         return LLM(
             model=config.model.path,
             distributed_executor_backend="external_launcher",
@@ -198,6 +230,25 @@ def _start(config: Config) -> LLM:
             use_tqdm_on_load=False,
             **device.arguments(config.engine),
         )
+
+
+def _scoring() -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    # With prompt_logprobs vLLM reads no cached prefix.
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[float]:
+    tokens, logprobs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+    return [of[token].logprob for token, of in zip(tokens, logprobs, strict=True)]
 
 
 def _stop_ids(llm: LLM) -> list[int]:

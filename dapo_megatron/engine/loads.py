@@ -79,7 +79,7 @@ def trace(model: nn.Module, offered: Offer) -> list[Load]:
             for path, _, name, parameter in parameters_of(model)
         }
         try:
-            model.load_weights(stand_ins())
+            model.load_weights(stand_ins())  # type: ignore[operator]
         except _LOADER_ERRORS as error:
             said = " ".join(str(error).split())[:200] or type(error).__name__
             raise SyncError(
@@ -97,7 +97,7 @@ def as_created(model: nn.Module) -> Iterator[None]:
     layers = list(model.modules())
     kept = [(dict(one._parameters), dict(one._buffers)) for one in layers]
     transient = [set(one._non_persistent_buffers_set) for one in layers]
-    created: dict[int, nn.Parameter] = {}
+    created: dict[int, nn.Parameter | None] = {}
     try:
         for layer, (parameters, _) in zip(layers, kept, strict=True):
             restore_layer_on_meta(layer, get_layerwise_info(layer))

@@ -112,7 +112,7 @@ class StandIn(Tensor):
             strides=shadow.stride(),
             storage_offset=shadow.storage_offset(),
             dtype=shadow.dtype,
-            device="meta",
+            device=torch.device("meta"),
         )
         made.hf_name, made.hf_shape, made.shadow, made.sink = name, shape, shadow, sink
         return made
@@ -131,7 +131,7 @@ class StandIn(Tensor):
         return view
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is _aten.copy_.default and not isinstance(args[0], cls):

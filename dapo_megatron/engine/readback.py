@@ -1,0 +1,136 @@
+"""The weights that an engine computes with, read back slice by slice, for the fingerprints.
+
+Where vLLM keeps a parameter as its loaders filled it, that is the parameter. On CPU it packs linear
+layers and empties the parameter: they are read by sending the rows of an identity matrix through
+them, which gives each weight as it is, but for the sign of a zero, in any dtype: all other terms
+of its sum are zeros. Experts on CPU are packed by moving elements about: packing numbers shows
+where each one went. Any other layout is not guessed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from dapo_megatron.bridge.shards import Piece
+from dapo_megatron.engine.loads import Load
+from dapo_megatron.engine.slices import Shape
+
+_ROWS = 256
+"""Rows of the identity matrix sent at once."""
+_PLAIN_EXPERTS = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON}
+
+
+@torch.no_grad()
+def read_back(model: nn.Module, loads: Sequence[Load]) -> Iterator[tuple[Piece, Tensor | None]]:
+    """The value of each load's piece, shaped as its region, in the engine's dtype; None where the
+    layout of its parameter is not known here. One parameter at a time is unpacked. No collective.
+    """
+    modules = dict(model.named_modules())
+    of_parameter: dict[tuple[str, str], list[Load]] = {}
+    for load in loads:
+        of_parameter.setdefault((load.module, load.parameter), []).append(load)
+    for (path, name), group in of_parameter.items():
+        module = modules[path]
+        value = _as_loaded(module, name, group[0].parameter_shape)
+        if value is not None and isinstance(module, VocabParallelEmbedding):
+            value = _or_tied_head(model, module, value)
+        for load in group:
+            yield load.piece, None if value is None else _slice(load, value)
+
+
+def _slice(load: Load, parameter: Tensor) -> Tensor:
+    box = parameter[load.target.region.slices].contiguous()
+    return load.source.unread(load.target.read(box))
+
+
+def _as_loaded(module: nn.Module, name: str, shape: Shape) -> Tensor | None:
+    """A parameter of `module`, of `shape`, as the loaders filled it."""
+    parameter = getattr(module, name).detach()
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return _experts_as_loaded(method, parameter, shape)
+    if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(
+            module, ParallelLMHead
+        )
+        if name == "weight" and hasattr(module, "cpu_linear") and not looked_up:
+            return _through_kernel(module, parameter, shape)
+    elif isinstance(method, QuantizeMethodBase):
+        return None
+    return parameter if tuple(parameter.shape) == shape else None
+
+
+def _through_kernel(module: Any, parameter: Tensor, shape: Shape) -> Tensor:
+    """The matrix that a linear layer multiplies by."""
+    num_columns = shape[1]
+    transposed = parameter.new_empty(num_columns, shape[0])
+    for first in range(0, num_columns, _ROWS):
+        last = min(first + _ROWS, num_columns)
+        rows = parameter.new_zeros(last - first, num_columns)
+        rows.diagonal(first).fill_(1)
+        transposed[first:last] = module.quant_method.apply(module, rows, None)
+    return transposed.T
+
+
+def _or_tied_head(model: nn.Module, embedding: nn.Module, value: Tensor) -> Tensor:
+    """What a tied output head multiplies by, if that is not `value`, what is looked up."""
+    head = getattr(model, "lm_head", None)
+    if head is embedding or not isinstance(head, ParallelLMHead):
+        return value
+    if head.weight is not embedding.weight or not hasattr(head, "cpu_linear"):
+        return value
+    multiplied = _through_kernel(head, value, tuple(value.shape))
+    return value if torch.equal(multiplied, value) else multiplied
+
+
+def _experts_as_loaded(
+    method: UnquantizedFusedMoEMethod, parameter: Tensor, shape: Shape
+) -> Tensor | None:
+    experts = method.moe_kernel.fused_experts
+    if isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
+        return _unpacked(parameter, shape, experts.isa) if len(shape) == 3 else None
+    plain = method.unquantized_backend in _PLAIN_EXPERTS and tuple(parameter.shape) == shape
+    return parameter if plain else None
+
+
+def _unpacked(packed: Tensor, shape: Shape, isa: str) -> Tensor | None:
+    """Experts [expert, row, column] of `shape` from what vLLM's CPU kernel takes: padded by zeros
+    in the intermediate size, and each expert's elements in another order."""
+    num_experts, rows, columns = packed.shape
+    order = _packing(rows, columns, packed.dtype, isa)
+    if order is None:
+        return None
+    padded = torch.empty_like(packed)
+    padded.view(num_experts, -1)[:, order] = packed.view(num_experts, -1)
+    if rows == shape[1]:
+        return padded[:, :, : shape[2]]
+    half, padded_half = shape[1] // 2, rows // 2  # gate, then up
+    return torch.cat([padded[:, :half], padded[:, padded_half : padded_half + half]], dim=1)
+
+
+@cache
+def _packing(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor | None:
+    """Where each element of a packed expert was before; None if packing does more than move."""
+    numbers = torch.arange(rows * columns)
+    digits = numbers.view(dtype).view(rows * columns, -1).T.contiguous()  # their bits, as elements
+    moved = [cpu_prepack_moe_weight(digit.view(1, rows, columns), isa).view(-1) for digit in digits]
+    order = torch.stack(moved, 1).view(torch.int64).view(-1)
+    return order if torch.equal(order.sort().values, numbers) else None
