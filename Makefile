@@ -4,7 +4,7 @@ ARGS   ?=
 VENV   := .venv
 READY  := $(VENV)/.ready
 
-.PHONY: help env quickstart test test-long test-layouts lint mlflow-ui clean
+.PHONY: help env quickstart test test-long test-layouts test-sync lint mlflow-ui clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,7 +17,7 @@ $(READY): requirements-cpu.txt pyproject.toml tools/make_env.sh
 quickstart: env  ## train the tiny model on this machine; more arguments with ARGS="key.path=value ..."
 	$(VENV)/bin/python -m dapo_megatron train $(CONFIG) $(ARGS)
 
-test: env  ## the tests, without those of the next two; more arguments with ARGS="-k name"
+test: env  ## the tests, without those of the next three; more arguments with ARGS="-k name"
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-long: env  ## only the tests marked long
@@ -25,6 +25,9 @@ test-long: env  ## only the tests marked long
 
 test-layouts: env  ## only the whole matrix of layouts: four ranks, eight models, an hour
 	$(VENV)/bin/python -m pytest -m layouts $(ARGS)
+
+test-sync: env  ## only the whole matrix of policy and engine layouts: four ranks, seven models
+	$(VENV)/bin/python -m pytest -m sync $(ARGS)
 
 lint: env  ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
 }
 EVERY_DAY = {("qwen3_tied", "tp2x2"), ("qwen3_moe", "tp4")}
-"""The others are marked `long` (make test-long)."""
+"""The others are marked `sync` (make test-sync)."""
 
 
 def policies(model: str) -> dict[str, dict[str, int]]:
@@ -111,7 +111,7 @@ def loss() -> Any:
 
 
 def cases() -> list[Any]:
-    marks = {True: (), False: (pytest.mark.long,)}
+    marks = {True: (), False: (pytest.mark.sync,)}
     return [
         pytest.param(model, engine, marks=marks[(model, engine) in EVERY_DAY])
         for model in MODELS
