@@ -138,11 +138,18 @@ def policy_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) -> 
 def _tensor_problems(policy: PolicyConfig, hf: Mapping[str, Any]) -> Iterator[str]:
     size = policy.tensor_parallel
     heads, groups = _heads(hf)
-    if heads % size or groups % size:
+    if heads % size:
         yield (
-            f"policy.tensor_parallel: {size} does not divide the model's {heads} attention heads "
-            f"and {groups} key-value heads"
+            f"policy.tensor_parallel: {size} does not divide the model's {heads} attention heads"
         )
+    elif groups % size and size % groups:
+        yield (
+            f"policy.tensor_parallel: {size} neither divides nor is a multiple of the model's "
+            f"{groups} key-value heads"
+        )
+    elif (rows := 2 * groups * _head_dim(hf)) % size:
+        # Megatron cuts query, key and value rows as one, and gathers them again.
+        yield f"policy.tensor_parallel: {size} does not divide the model's {rows} key-value rows"
     # The policy cuts no expert, and all layers of such a model have experts.
     width = hf.get("intermediate_size", 0)
     if width % size and not num_experts(hf):
@@ -332,6 +339,10 @@ def _heads(hf: Mapping[str, Any]) -> tuple[int, int]:
     """Attention heads, and key-value heads."""
     heads = hf.get("num_attention_heads", 1)
     return heads, hf.get("num_key_value_heads") or heads
+
+
+def _head_dim(hf: Mapping[str, Any]) -> int:
+    return int(hf.get("head_dim") or hf.get("hidden_size", 1) // _heads(hf)[0])
 
 
 def _num_layers(hf: Mapping[str, Any]) -> int:

@@ -87,7 +87,7 @@ def policy(**keys: Any) -> PolicyConfig:
 
 # ---------------------------------------------------------------------------- refusing
 
-BEYOND_FOUR = "policy.tensor_parallel: 8 does not divide the model's 12 attention heads and 4 key-"
+BEYOND_FOUR = "policy.tensor_parallel: 8 does not divide the model's 12 attention heads"
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,11 @@ BEYOND_FOUR = "policy.tensor_parallel: 8 does not divide the model's 12 attentio
         (8, "tp=2 sp=true pp=2 vpp=3 cp=2", None),
         (12, "tp=2 pp=3 first=1 last=1", None),
         (12, "tp=4 engine=12", None),  # the engine copies key-value heads
+        (12, "tp=12", None),  # and Megatron gathers the rows of those that two ranks share
         (3, "tp=2", "policy.tensor_parallel x pipeline_parallel x context_parallel = 2 does not"),
         (2, "tp=2 cp=2", "policy.tensor_parallel x pipeline_parallel x context_parallel = 4 does"),
         (8, "tp=8", BEYOND_FOUR),
-        (3, "tp=3", "policy.tensor_parallel: 3 does not divide the model's 12 attention heads "),
+        (3, "tp=3", "policy.tensor_parallel: 3 neither divides nor is a multiple of the model's "),
         (2, "sp=true", "policy.sequence_parallel: splits over the tensor-parallel ranks, and "),
         (4, "pp=4", "policy.pipeline_parallel: 4 does not divide the model's 6 layers"),
         (8, "pp=8", "policy.pipeline_parallel: 8 does not divide the model's 6 layers"),
