@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -61,17 +62,22 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How one tensor gets to all who want it: the source of each tile."""
+    """How one tensor gets to those who want it, all of them or some: the source of each tile."""
 
     name: str
     dtype: torch.dtype
     tiles: tuple[Tile, ...]
     sources: tuple[int, ...]
 
-    @property
-    def nbytes_moved(self) -> int:
-        """Bytes that go from one rank to another."""
-        return sum(tile.nbytes for tile in self.tiles if not tile.is_local)
+    def traffic(self) -> tuple[Counter[int], Counter[int]]:
+        """Bytes that each rank receives from others, and sends to others."""
+        received: Counter[int] = Counter()
+        sent: Counter[int] = Counter()
+        for tile, source in zip(self.tiles, self.sources):
+            if source != tile.target:
+                received[tile.target] += tile.nbytes
+                sent[source] += tile.nbytes
+        return received, sent
 
     def moves(self, rank: int | None = None) -> Iterator[Move]:
         """Tiles and sources in the plan's order; with `rank`, only what it sends or receives."""
@@ -98,7 +104,7 @@ class Plan:
     @property
     def num_tensors(self) -> int:
         """Tensors that some rank wants."""
-        return sum(map(len, self.rounds))
+        return len({route.name for one in self.rounds for route in one})
 
     def bytes_received(self, rank: int) -> int:
         """Bytes that `rank` gets from others in one sync."""
@@ -123,8 +129,9 @@ def make_plan(
     """The plan that brings every rank what it wants; `held[rank]`, `wanted[rank]`.
 
     In each round a rank receives at most `bucket_bytes` and sends at most SENT_BUCKETS times that,
-    or one tensor if it is larger. A tensor has all its moves in one round. Ranks `n *
-    ranks_per_node` and those after it are a node. Tensors that nobody wants are left out.
+    or what one rank wants of one tensor if it is larger: that arrives in one round, and on all
+    ranks in the same one unless a rank would have to send too much. Each `ranks_per_node` ranks in
+    a row are a node. Tensors that nobody wants are left out.
 
     Raises SyncError naming tensor and rank: an element that nobody holds, or that a rank wants
     twice; ranks that disagree on shape or dtype.
@@ -304,26 +311,23 @@ def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> Plan:
     leaving: Counter[int] = Counter()
     for tensor in tensors:
         sources = []
-        more_in: Counter[int] = Counter()
-        more_out: Counter[int] = Counter()
         for tile in tensor.tiles:
             source = min(tile.holders, key=sent.__getitem__)
             sources.append(source)
             if source != tile.target:
-                more_in[tile.target] += tile.nbytes
-                more_out[source] += tile.nbytes
                 received[tile.target] += tile.nbytes
                 sent[source] += tile.nbytes
-        if _over(arriving, more_in, bucket_bytes) or _over(
-            leaving, more_out, SENT_BUCKETS * bucket_bytes
-        ):
-            rounds.append([])
-            arriving, leaving = Counter(), Counter()
-        for totals, more in ((arriving, more_in), (leaving, more_out)):
-            for rank, nbytes in more.items():
-                totals[rank] += nbytes
-        route = Route(tensor.name, tensor.dtype, tensor.tiles, tuple(sources))
-        rounds[-1].append((tensor.stage, route))
+        whole_route = Route(tensor.name, tensor.dtype, tensor.tiles, tuple(sources))
+        for route in _split(whole_route, SENT_BUCKETS * bucket_bytes):
+            more_in, more_out = route.traffic()
+            if _over(arriving, more_in, bucket_bytes) or _over(
+                leaving, more_out, SENT_BUCKETS * bucket_bytes
+            ):
+                rounds.append([])
+                arriving, leaving = Counter(), Counter()
+            arriving.update(more_in)
+            leaving.update(more_out)
+            rounds[-1].append((tensor.stage, route))
     missing = [0] * num_ranks
     for tensor in tensors:
         for rank, region in tensor.wanted:
@@ -340,6 +344,25 @@ def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> Plan:
         tuple(sent),
         tuple(missing),
     )
+
+
+def _split(route: Route, limit: int) -> list[Route]:
+    """The route cut between targets, so that no rank sends more than `limit` bytes in a part."""
+    if max(route.traffic()[1].values(), default=0) <= limit:
+        return [route]
+    parts: list[tuple[list[Tile], list[int]]] = []
+    leaving: Counter[int] = Counter()
+    targets = groupby(zip(route.tiles, route.sources), key=lambda pair: pair[0].target)
+    for _, pairs in targets:
+        tiles, sources = map(list, zip(*pairs))
+        more = Route(route.name, route.dtype, tuple(tiles), tuple(sources)).traffic()[1]
+        if not parts or _over(leaving, more, limit):
+            parts.append(([], []))
+            leaving = Counter()
+        parts[-1][0].extend(tiles)
+        parts[-1][1].extend(sources)
+        leaving.update(more)
+    return [Route(route.name, route.dtype, tuple(tiles), tuple(who)) for tiles, who in parts]
 
 
 def _over(totals: Counter[int], more: Counter[int], limit: int) -> bool:

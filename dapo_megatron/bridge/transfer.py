@@ -54,11 +54,14 @@ class Transfer:
         for routes in plan.rounds:
             one = _Round(plan.num_ranks)
             for route in routes:
-                one.is_exchange |= route.nbytes_moved > 0
-                if route.name in pieces:
-                    one.wanted[route.name] = pieces.pop(route.name)
-                for move in route.moves(rank):
+                one.is_exchange |= bool(route.traffic()[0])
+                moves = list(route.moves(rank))
+                for move in moves:
                     one.add(move, rank, held.get(route.name, []))
+                here = any(move.target == rank for move in moves)
+                # Pieces without elements have no moves: they come with the others' part.
+                if route.name in pieces and (here or not any(p.nbytes for p in pieces[route.name])):
+                    one.wanted[route.name] = pieces.pop(route.name)
             self._rounds.append(one)
         if pieces:
             raise SyncError(f"the plan does not bring {sorted(pieces)[0]}, wanted on rank {rank}")

@@ -132,7 +132,7 @@ def test_random_cuttings_arrive_to_the_bit() -> None:
 
 
 def gather(rank: int) -> dict[str, list[str]]:
-    """Whole tensors on all ranks, on two, dealt to two; names of those right on this rank."""
+    """Whole tensors on all ranks, on one, on two, dealt to two; names of those right on this rank."""
     layout = random_layout(seed=1)
     shards = make_shards(layout.held[rank])
     fill(shards, 1)
@@ -140,6 +140,7 @@ def gather(rank: int) -> dict[str, list[str]]:
     found = {}
     for case, options in {
         "all": {},
+        "first": {"on": [0]},
         "two": {"on": [0, 3]},
         "dealt": {"on": [1, 3], "deal": True},
     }.items():
@@ -159,6 +160,7 @@ def test_gather_whole() -> None:
     names = sorted(nbytes)
     assert len(names) == 40
     assert [sorted(one["all"]) for one in found] == [names] * 4
+    assert [sorted(one["first"]) for one in found] == [names, [], [], []]
     assert [sorted(one["two"]) for one in found] == [names, [], [], names]
     dealt = [one["dealt"] for one in found]
     assert dealt[0] == dealt[2] == []
