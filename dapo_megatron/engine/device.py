@@ -179,7 +179,7 @@ def _unlink_shared_memory() -> None:
         path.unlink(missing_ok=True)
 
 
-def before_loading(model: nn.Module) -> None:
+def forget_expert_kernels(model: nn.Module) -> None:
     """Make vLLM on CPU pack the experts again: it does so where it sets up their kernel, which it
     leaves out of a weight update if there is one, and unpacked weights would be taken for packed.
     """
@@ -195,7 +195,7 @@ def before_loading(model: nn.Module) -> None:
             method.moe_kernel = None
 
 
-def after_loading(model: nn.Module) -> None:
+def pack_tied_head(model: nn.Module) -> None:
     """Make vLLM on CPU pack a tied output head again: it does so for the embedding alone."""
     if has_cuda():
         return

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
     from dapo_megatron.bridge.shards import Piece
-    from dapo_megatron.engine.loads import Offer
+    from dapo_megatron.engine.coverage import Offer
     from dapo_megatron.engine.receiver import Arrival, WeightReceiver
 
 _TRANSFER = "dapo_megatron"  # our back end of vLLM's weight transfer
@@ -50,7 +50,7 @@ class VllmEngine:
         self.replica = rank // ranks
         self.num_replicas = world_size // ranks
         self.is_leader = rank % ranks == 0
-        self._version = 0
+        self.version = 0
         self._unusable = ""
         self._requests: dict[str, SampleRequest] = {}
         device.prepare_environment(rank, local_rank)
@@ -118,7 +118,7 @@ class VllmEngine:
         self._unusable = _SYNC_FAILED
         receiver.receive(weights)
         self._unusable = ""
-        self._version = version
+        self.version = version
 
     def held(self) -> Iterator[tuple[Piece, Tensor | None]]:
         """Each wanted slice as the engine computes with it now, in the engine's dtype; None where
@@ -195,7 +195,7 @@ class VllmEngine:
             logprobs=tuple(sampled.logprobs.logprobs),
             text=self._tokenizer.decode(text, skip_special_tokens=True),
             finish=finish,
-            version=self._version,
+            version=self.version,
         )
 
 

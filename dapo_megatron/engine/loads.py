@@ -7,7 +7,7 @@ loaded, and the running engine does not change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -18,12 +18,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
-from dapo_megatron.bridge.shards import Piece, Region
+from dapo_megatron.bridge.shards import Piece
+from dapo_megatron.engine.coverage import Offer, overlap
 from dapo_megatron.engine.slices import Shape, StandIn, View, locate
 from dapo_megatron.types import SyncError
-
-Offer = Mapping[str, tuple[Shape, torch.dtype]]
-"""HF name -> (shape, dtype) of the whole tensor."""
 
 # What vLLM's loaders raise, and assert, when they are given a wrong tensor.
 _LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError)
@@ -161,37 +159,3 @@ def _unwritten(path: str, module: nn.Module, parameter: Tensor, into: Sequence[L
     first, last = where.amin(0).tolist(), where.amax(0).tolist()
     box = ", ".join(f"{low}:{high + 1}" for low, high in zip(first, last, strict=True))
     return f"{path}[{box}]: no offered tensor is loaded there; a tensor is missing or too small"
-
-
-def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """Two regions, by index, that share an element; None if there are none."""
-    order = sorted(range(len(regions)), key=lambda index: regions[index].start)
-    for place, index in enumerate(order):
-        one = regions[index]
-        for other in order[place + 1 :]:
-            if one.start and regions[other].start[0] >= one.start[0] + one.shape[0]:
-                break
-            if one.intersect(regions[other]) is not None:
-                return index, other
-    return None
-
-
-def check_used(offered: Offer, taken: Sequence[Sequence[Piece]]) -> None:
-    """The ranks of an engine (`taken`: by rank) together take all of each offered tensor.
-
-    Loaders narrow without a word, so this is what finds a tensor that is too large. Raises
-    SyncError naming a tensor that no rank takes, or of which some of it is left over.
-    """
-    regions: dict[str, set[Region]] = {name: set() for name in offered}
-    for pieces in taken:
-        for piece in pieces:
-            regions[piece.name].add(piece.region)
-    for name, (shape, _) in offered.items():
-        boxes = list(regions[name])
-        if not boxes:
-            raise SyncError(f"{name}: the engine has no such tensor")
-        if overlap(boxes) is not None or sum(box.numel for box in boxes) != prod(shape):
-            raise SyncError(
-                f"{name}: shape {shape}, of which the engine's ranks take only "
-                f"{', '.join(map(str, boxes))}"
-            )

@@ -26,7 +26,8 @@ from vllm.model_executor.model_loader.reload import (
 
 from dapo_megatron.bridge.shards import Piece, Region
 from dapo_megatron.engine import device
-from dapo_megatron.engine.loads import Load, Offer, check_used, trace
+from dapo_megatron.engine.coverage import Offer, check_used
+from dapo_megatron.engine.loads import Load, trace
 from dapo_megatron.engine.slices import Sink, StandIn
 from dapo_megatron.types import SyncError
 
@@ -60,17 +61,22 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
 
     def start_weight_update(self) -> None:
         """Put the parameters into the shape that loaders expect."""
-        device.before_loading(self.model)
+        device.forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StreamUpdateInfo) -> None:
-        """Load; a layer is packed as soon as it is complete."""
-        self.model.load_weights(update_info.weights)
+        """Load; a layer is packed as soon as it is complete. Raises what the iterator raises; the
+        weights are then a mixture, and vLLM ready for another update."""
+        try:
+            self.model.load_weights(update_info.weights)
+        except SyncError:
+            self.finish_weight_update()
+            raise
 
     def finish_weight_update(self) -> None:
         """Pack what is left."""
         finalize_layerwise_reload(self.model, self.model_config)
-        device.after_loading(self.model)
+        device.pack_tied_head(self.model)
 
     def shutdown(self) -> None:
         """Nothing to do."""
