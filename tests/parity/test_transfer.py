@@ -132,7 +132,7 @@ def test_random_cuttings_arrive_to_the_bit() -> None:
 
 
 def gather(rank: int) -> dict[str, list[str]]:
-    """Whole tensors on all ranks, on one, on two, dealt to two; names of those right on this rank."""
+    """Whole tensors on all ranks, one, two, dealt to two; names of those right on this rank."""
     layout = random_layout(seed=1)
     shards = make_shards(layout.held[rank])
     fill(shards, 1)
