@@ -41,14 +41,14 @@ EXPERTS = {
 }
 
 ROPE = {
-    # Of the 16 frequencies of a head of 32, 4 are kept, 2 lie in between, 10 are divided.
+    # Of the 16 frequencies of a head of 32, 3 are kept, 2 lie in between, 11 are divided.
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 10_000.0,
         "factor": 5.0,
         "low_freq_factor": 1.5,
         "high_freq_factor": 6.0,
-        "original_max_position_embeddings": 256,
+        "original_max_position_embeddings": 128,
     },
     "linear": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 3.0},
 }
