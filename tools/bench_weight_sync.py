@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from full_gather import FullGather
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -48,6 +49,7 @@ from dapo_megatron.doctor.facts import facts
 
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
+NUM_PROCESSES = 4
 MIB, GIB = 2**20, 2**30
 MAX_RATIO = 1.05
 MIN_GAIN = 2.0
@@ -157,67 +159,6 @@ COMPUTED = [
     Case("TP8 DP4 -> TP4 x 8", "Qwen2.5-32B", Layout(tp=8), 4),
     Case("TP2 PP2 EP8 -> TP4 x 8", "Qwen3-30B-A3B", Layout(tp=2, pp=2, ep=8), 4),
 ]
-
-
-class FullGather:
-    """Every HF tensor whole on every rank. Collective: all ranks of `group` iterate together."""
-
-    def __init__(
-        self, shards: Sequence[Shard], ranks: Ranks, replicas: Sequence[Sequence[int]], bucket: int
-    ) -> None:
-        self._rank = ranks.rank
-        self._shards = {(shard.piece.name, shard.piece.region): shard for shard in shards}
-        held = ranks.all_gather([shard.piece for shard in shards])
-        for members in replicas:
-            group = dist.new_group(list(members))
-            if ranks.rank in members:
-                self._group, self._members = group, members
-        owners: dict[str, dict[Piece, list[int]]] = {}
-        for rank in self._members:
-            for piece in held[rank]:
-                owners.setdefault(piece.name, {}).setdefault(piece, []).append(rank)
-        self._buckets: list[list[dict[Piece, list[int]]]] = [[]]
-        filled = 0
-        for pieces in owners.values():
-            nbytes = sum(piece.nbytes for piece in pieces)
-            if self._buckets[-1] and filled + nbytes > bucket:
-                self._buckets.append([])
-                filled = 0
-            self._buckets[-1].append(pieces)
-            filled += nbytes
-        self.nbytes_received = 0
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        self.nbytes_received = 0
-        for bucket in self._buckets:
-            yield from self._fetch(bucket).items()
-
-    def _fetch(self, bucket: list[dict[Piece, list[int]]]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        by_sender: dict[int, list[Piece]] = {}
-        for pieces in bucket:
-            for piece, holders in pieces.items():
-                if piece.name not in found:
-                    found[piece.name] = torch.empty(piece.global_shape, dtype=piece.dtype)
-                if len(holders) < len(self._members):
-                    by_sender.setdefault(holders[0], []).append(piece)
-                else:
-                    own = self._shards[piece.name, piece.region]
-                    found[piece.name][piece.region.slices] = own.read()
-        for sender, sent in by_sender.items():
-            self._broadcast(sender, sent, found)
-        return found
-
-    def _broadcast(self, sender: int, sent: list[Piece], found: dict[str, Tensor]) -> None:
-        if sender == self._rank:
-            own = [self._shards[piece.name, piece.region].read() for piece in sent]
-            flat = torch.cat([value.reshape(-1) for value in own])
-        else:
-            flat = torch.empty(sum(piece.region.numel for piece in sent), dtype=DTYPE)
-            self.nbytes_received += flat.nbytes
-        dist.broadcast(flat, src=sender, group=self._group)
-        for piece, part in zip(sent, flat.split([piece.region.numel for piece in sent])):
-            found[piece.name][piece.region.slices] = part.view(piece.region.shape)
 
 
 @torch.no_grad()
@@ -358,7 +299,7 @@ def compute(case: Case, num_ranks: int = 32) -> dict[str, Any]:
 
 
 def ratio(of: float, to: float) -> float | None:
-    """None where there is nothing to compare with."""
+    """None where there is nothing to divide by."""
     return of / to if to else None
 
 
@@ -389,8 +330,8 @@ def show(found: Sequence[Mapping[str, Any]], unit: int, title: str) -> Table:
 
 
 def verdict(case: Mapping[str, Any]) -> str:
-    """Targets met or missed. A gather of the whole model is no worse than what the engine wants by
-    more than the layouts allow."""
+    """Targets met or missed. The layouts allow as many times fewer bytes as the gather moves beyond
+    the lower bound; below MIN_GAIN that target is not set."""
     ours, theirs = (case[way]["received_bytes"] for way in ("plan", "gather"))
     allowed = ratio(theirs, case["lower_bound_bytes"])
     parts = [
@@ -416,12 +357,11 @@ def _met(is_met: bool) -> str:
 def main(
     repeats: Annotated[int, typer.Option(help="Measurements of each way.")] = 7,
     bucket_mib: Annotated[int, typer.Option(help="Most that a rank receives at once.")] = 16,
-    ranks: Annotated[int, typer.Option(help="Processes.")] = 4,
     measured: Annotated[bool, typer.Option("--measure/--no-measure", help="Run it.")] = True,
 ) -> None:
     """Bytes, seconds and memory of a weight sync; the last line is JSON."""
     if measured and not is_launched():
-        raise SystemExit(launch([sys.executable, *sys.argv], ranks))
+        raise SystemExit(launch([sys.executable, *sys.argv], NUM_PROCESSES))
     torch.set_num_threads(1)
     found: list[dict[str, Any]] = []
     # As wide as it needs, whatever the terminal: figures cut short are worth nothing.
@@ -433,11 +373,13 @@ def main(
         dist.destroy_process_group()
         if joined.rank:
             return
-        console.print(show(found, MIB, f"{ranks} processes, buckets of {bucket_mib} MiB; MiB"))
+        console.print(
+            show(found, MIB, f"{NUM_PROCESSES} processes, buckets of {bucket_mib} MiB; MiB")
+        )
     computed = [compute(case) for case in COMPUTED]
     console.print(show(computed, GIB, "32 ranks, by the plan alone; GiB"))
     print(*map(verdict, [*found, *computed]), sep="\n")
-    sizes = {"repeats": repeats, "bucket_bytes": bucket_mib * MIB, "num_ranks": ranks}
+    sizes = {"repeats": repeats, "bucket_bytes": bucket_mib * MIB, "num_ranks": NUM_PROCESSES}
     print(json.dumps({**facts(), **sizes, "measured": found, "computed": computed}))
 
 
