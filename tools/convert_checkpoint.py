@@ -343,7 +343,8 @@ def told(json_file: Path | None) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Advance]:
-    """A progress bar over bytes, gone when done."""
+    """A progress bar over bytes, on a terminal, gone when done."""
+    console = Console(stderr=True)
     columns = (
         bars.TextColumn(what),
         bars.BarColumn(),
@@ -351,7 +352,8 @@ def bar(what: str, total: int) -> Iterator[Advance]:
         bars.TransferSpeedColumn(),
         bars.TimeRemainingColumn(),
     )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    hidden = not console.is_terminal
+    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as shown:
         task = shown.add_task(what, total=total)
         yield lambda size: shown.advance(task, size)
 

@@ -13,7 +13,7 @@ from dapo_megatron.bridge.families import architecture
 from dapo_megatron.bridge.shards import whole
 from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo
 from dapo_megatron.bridge.stores.folder import HF_INDEX, read_json
-from dapo_megatron.bridge.stores.store import Extent, Store, check_tensors
+from dapo_megatron.bridge.stores.store import Extent, Store, checked_tensors
 from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter, blocks
 from dapo_megatron.types import CheckpointError
 
@@ -38,7 +38,7 @@ def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
         _check_tied_head(files[places[_EMBEDDING]], files[places[_HEAD]])
         del infos[_HEAD]
     infos = {name: info for name, info in infos.items() if not name.endswith(_BUFFER)}
-    check_tensors(folder, infos, arch)
+    infos = checked_tensors(folder, infos, arch)
     return Store(
         folder=folder,
         format="hf",

@@ -21,7 +21,7 @@ import torch
 from dapo_megatron.bridge.families import Architecture, Part, Place, architecture, layout_of
 from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo
 from dapo_megatron.bridge.stores.folder import MEGATRON_JSON, read_json
-from dapo_megatron.bridge.stores.store import Extent, Store, check_tensors, disjoint
+from dapo_megatron.bridge.stores.store import Extent, Store, checked_tensors, disjoint
 from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter
 from dapo_megatron.types import CheckpointError, ConfigError
 
@@ -111,7 +111,7 @@ def _open(
                     f"{tensors[part.name].dtype} in another file"
                 )
             extents.append(_extent(part, file.path.name, key))
-    check_tensors(folder, tensors, arch)
+    tensors = checked_tensors(folder, tensors, arch)
     by_name, replicas = disjoint(folder, extents, tensors)
     return Store(
         folder, format, layout, companions, config, arch, tensors, by_name, files, replicas

@@ -105,8 +105,11 @@ def read_into(store: Store, shards: Sequence[Shard]) -> None:
         shard.write(store.read(piece.name, piece.region))
 
 
-def check_tensors(folder: Path, found: Mapping[str, TensorInfo], arch: Architecture) -> None:
-    """Refuse a set of tensors that is not exactly what the model in config.json has."""
+def checked_tensors(
+    folder: Path, found: Mapping[str, TensorInfo], arch: Architecture
+) -> dict[str, TensorInfo]:
+    """The tensors in the model's order. Raises CheckpointError unless they are exactly those of
+    the model in config.json."""
     wanted = hf_tensors(arch)
     for name, shape in wanted.items():
         if name not in found:
@@ -129,6 +132,7 @@ def check_tensors(folder: Path, found: Mapping[str, TensorInfo], arch: Architect
             f"{folder}: {extra[0]} is no tensor of this model ({arch.family})"
             + (f", nor are {len(extra) - 1} more" if extra[1:] else "")
         )
+    return {name: found[name] for name in wanted}
 
 
 def disjoint(

@@ -1,0 +1,200 @@
+"""Random checkpoints in HF folders, of any size, written block by block.
+
+python -m tests.helpers.checkpoints qwen2_7b FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from dapo_megatron.bridge.families import Place, architecture, hf_tensors, layout_of, shards_of
+from dapo_megatron.bridge.shards import whole
+from dapo_megatron.bridge.stores import (
+    HfWriter,
+    Store,
+    TensorInfo,
+    copy_companions,
+    open_store,
+    publish,
+    read_into,
+)
+from dapo_megatron.bridge.stores.compare import compare
+from dapo_megatron.bridge.stores.megatron import MegatronLayout, MegatronWriter
+from dapo_megatron.bridge.stores.writer import StoreWriter, blocks, fill
+
+SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_7b": {  # as Qwen2.5-7B: 7.6 B parameters
+        **SHARED,
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    },
+    "llama_750m": {  # 1.5 GB in bfloat16; its largest tensor has 16 MiB
+        **SHARED,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    },
+}
+"""HF configs by name."""
+
+
+def write_random(
+    folder: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    seed: int = 0,
+    max_file_bytes: int = 4 * 2**30,
+) -> Path:
+    """Write a model of `config` with normal weights of deviation 0.02; returns `folder`."""
+    folder.mkdir(parents=True)
+    infos = {
+        name: TensorInfo(shape, dtype) for name, shape in hf_tensors(architecture(config)).items()
+    }
+    generator = torch.Generator().manual_seed(seed)
+    writer = HfWriter(folder, infos, max_file_bytes)
+    writer.create()
+    for name, info in infos.items():
+        for box in blocks(whole(info.shape), info.dtype.itemsize):
+            value = torch.empty(box.shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
+            writer.write(name, value, box)
+    with tempfile.TemporaryDirectory() as companions:
+        source = Path(companions)
+        named = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+        (source / "config.json").write_text(json.dumps(named, indent=2), encoding="utf-8")
+        settings = {"do_sample": True, "temperature": 0.6}
+        (source / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        (source / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+        writer.finish(source)
+    return folder
+
+
+# Odd on purpose: nothing is a power of two, and the vocabulary is odd.
+ODD = {
+    **SHARED,
+    "hidden_size": 36,
+    "intermediate_size": 60,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49_153,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 3,
+    "vocab_size": 101,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**ODD, "model_type": "llama"},
+    "llama_tied": {**ODD, "model_type": "llama", "tie_word_embeddings": True},
+    "mistral": {**ODD, "model_type": "mistral", "sliding_window": None},
+    "qwen2": {**ODD, "model_type": "qwen2", "use_sliding_window": False},
+    "qwen2_tied": {**ODD, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**ODD, "model_type": "qwen3", "head_dim": 14},
+    "qwen3_moe": {**ODD, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 14},
+}
+
+
+def write(writer: StoreWriter, source: Store) -> None:
+    writer.create()
+    fill(writer, source, lambda _: None)
+    writer.finish(source.companions)
+
+
+def to_megatron(source: Store, folder: Path, layout: MegatronLayout) -> Store:
+    with publish(folder, overwrite=True) as partial:
+        write(MegatronWriter(partial, source.arch, layout, source.tensors), source)
+    return open_store(folder)
+
+
+def to_hf(source: Store, folder: Path, max_file_bytes: int = 2**30) -> Store:
+    with publish(folder, overwrite=True) as partial:
+        write(HfWriter(partial, source.tensors, max_file_bytes), source)
+    return open_store(folder)
+
+
+def differences(left: Store, right: Store) -> list[str]:
+    return [f"{one.name}: {one.kind}: {one.text}" for one in compare(left, right, lambda _: None)]
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    """A small model for the tests that damage it."""
+    return {**MODELS[name], "num_hidden_layers": 2, "vocab_size": 37, **changes}
+
+
+def training_checkpoint(
+    source: Store, folder: Path, places: Mapping[int, list[Place]], *, fused: bool = False
+) -> Path:
+    """As policy/checkpoint.py writes it: `places` gives the chunks of each rank."""
+    (folder / "model").mkdir(parents=True)
+    copy_companions(source.companions, folder / "model")
+    for rank, chunks in places.items():
+        tensors: dict[str, torch.Tensor] = {"optimizer/x[0:3]/exp_avg": torch.ones(3)}
+        tensors["rng/cpu"] = torch.get_rng_state()
+        for number, place in enumerate(chunks):
+            slots = layout_of(source.arch, place, fused=fused)
+            params = {name: torch.zeros(slot.shape) for name, slot in slots.items()}
+            read_into(source, shards_of(params, source.arch, place))
+            prefix = f"model/chunk_{number}." if len(chunks) > 1 else "model/"
+            tensors.update({prefix + name: value for name, value in params.items()})
+        metadata = {"places": json.dumps([asdict(place) for place in chunks]), "layout": "{}"}
+        save_file(tensors, folder / f"rank_{rank:05d}.safetensors", metadata=metadata)
+    (folder / "state.json").write_text("{}")
+    return folder
+
+
+def flip_bit(path: Path, key: str) -> None:
+    """Flip the lowest bit of a tensor's last element, in place."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors[key].view(torch.uint8).view(-1)[-2] ^= 1
+    save_file(tensors, path, metadata=metadata)
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    write_random(Path(sys.argv[2]), CONFIGS[sys.argv[1]])

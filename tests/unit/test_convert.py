@@ -1,0 +1,335 @@
+"""tools/convert_checkpoint.py: what its commands write, say and leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from dapo_megatron.bridge.families import Place
+from dapo_megatron.bridge.stores import open_store
+from tests.helpers.checkpoints import (
+    CONFIGS,
+    config_of,
+    differences,
+    flip_bit,
+    training_checkpoint,
+    write_random,
+)
+from tests.helpers.models import RANDOM_MODELS, make_random_model
+from tools import convert_checkpoint
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, str(REPOSITORY / "tools" / "convert_checkpoint.py")]
+MIB = 2**20
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    """Exit code, and all that was printed."""
+    result = CliRunner().invoke(convert_checkpoint.app, [str(each) for each in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def run(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """The same in a process of its own."""
+    return subprocess.Popen(
+        [*COMMAND, *(str(each) for each in arguments)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    return write_random(tmp_path / "hf", config_of("llama"))
+
+
+# ------------------------------------------------------------------------------- converting
+
+LAYOUTS = (
+    "",
+    "--tensor-parallel 2",
+    "--tensor-parallel 4 --pipeline-parallel 2 --first-stage-layers 4",
+    "--pipeline-parallel 4 --first-stage-layers 1",
+    "--pipeline-parallel 2 --last-stage-layers 3",
+    "--tensor-parallel 2 --expert-parallel 2",
+)
+
+
+@pytest.mark.parametrize("name", RANDOM_MODELS)
+def test_round_trip_of_every_family(tmp_path: Path, name: str) -> None:
+    """By way of every layout in turn; transformers loads what comes out, and tokenizes with it."""
+    family, overrides = RANDOM_MODELS[name]
+    wide = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 7}
+    source = make_random_model(family, tmp_path / "source", **{**wide, **overrides})
+    before, command = source, "hf-to-megatron"
+    for number, options in enumerate(LAYOUTS):
+        if "--expert-parallel" in options and family != "qwen3_moe":
+            continue
+        code, output = call(command, before, tmp_path / str(number), *options.split())
+        assert code == 0, output
+        before, command = tmp_path / str(number), "reshard"
+    code, output = call("megatron-to-hf", before, tmp_path / "again", "--max-file-gib", 0.0001)
+    assert code == 0 and "read back and compared" in output
+    code, output = call("verify", source, tmp_path / "again")
+    assert code == 0 and output.startswith("the same:"), output
+    assert json.loads((source / "config.json").read_text()) == json.loads(
+        (tmp_path / "again" / "config.json").read_text()
+    )
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (source, tmp_path / "again")]
+    left, right = (model.state_dict() for model in models)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(value, right[key]) for key, value in left.items())
+    asked = "12 + 34 ="
+    ids = [AutoTokenizer.from_pretrained(path)(asked) for path in (source, tmp_path / "again")]
+    assert ids[0].input_ids == ids[1].input_ids
+
+
+def test_dtype(hf: Path, tmp_path: Path) -> None:
+    assert call("hf-to-megatron", hf, tmp_path / "m", "--dtype", "float32")[0] == 0
+    code, output = call("verify", hf, tmp_path / "m")
+    assert code == 1
+    assert "config.torch_dtype: config: 'bfloat16' and 'float32'" in output
+    assert "model.embed_tokens.weight: dtype: bfloat16 and float32" in output
+    assert call("megatron-to-hf", tmp_path / "m", tmp_path / "b", "--dtype", "bfloat16")[0] == 0
+    assert not differences(open_store(hf), open_store(tmp_path / "b"))
+    configs = [json.loads((path / "config.json").read_text()) for path in (hf, tmp_path / "m")]
+    assert configs[1] == {**configs[0], "torch_dtype": "float32"}
+
+
+def test_training_checkpoint_to_hf(tmp_path: Path) -> None:
+    source = open_store(write_random(tmp_path / "hf", config_of("qwen2"), torch.float32))
+    places = {rank: [Place(rank % 3, 3, rank // 3, 1, rank < 3, rank >= 3)] for rank in range(6)}
+    step = training_checkpoint(source, tmp_path / "run" / "step_000040", places)
+    assert call("megatron-to-hf", step, tmp_path / "out")[0] == 0
+    assert call("verify", tmp_path / "hf", tmp_path / "out")[0] == 0
+    assert call("verify", step, tmp_path / "out")[0] == 0
+    assert not (tmp_path / "out" / "state.json").exists()
+    flip_bit(step / "rank_00001.safetensors", "model/decoder.layers.0.input_layernorm.weight")
+    code, output = call("verify", step, tmp_path / "hf")
+    assert code == 1 and "input_layernorm.weight: replica: rank_00000" in output
+    code, output = call("verify", step, tmp_path / "hf", "--no-replicas")
+    assert code == 0
+
+
+def test_verify_names_tensor_and_element(hf: Path, tmp_path: Path) -> None:
+    call("hf-to-megatron", hf, tmp_path / "m", "--tensor-parallel", 3)
+    key = "model/decoder.layers.1.self_attention.linear_proj.weight"
+    flip_bit(tmp_path / "m" / "stage_00_tensor_01.safetensors", key)
+    figures = tmp_path / "figures.json"
+    code, output = call("verify", hf, tmp_path / "m", "--json", figures)
+    # The last column of the second of three ranks, in the last row.
+    name = "model.layers.1.self_attn.o_proj.weight"
+    assert code == 1 and f"{name}: value: 1 elements, first at [35, 23]: " in output
+    [found] = json.loads(figures.read_text())["differences"]
+    assert found["kind"] == "value" and found["name"] == name
+
+
+def test_inspect(hf: Path, tmp_path: Path) -> None:
+    call("hf-to-megatron", hf, tmp_path / "m", "--tensor-parallel", 3)
+    code, output = call("inspect", tmp_path / "m", "--json", tmp_path / "j")
+    assert code == 0
+    assert "megatron (version 1, tensor_parallel 3" in output and ", llama" in output
+    assert "model.layers.*.self_attn.q_proj.weight" in output and "[36, 36]" in output
+    figures = json.loads((tmp_path / "j").read_text())
+    assert figures["format"] == "megatron" and figures["layout"]["layers_per_stage"] == [2]
+    assert figures["tensors"][Q]["shape"] == [36, 36] and len(figures["tensors"][Q]["files"]) == 3
+    assert figures["bytes"] == 2 * figures["parameters"]
+
+
+# ------------------------------------------------------------------------------- refusing
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ["--tensor-parallel", 2],
+            "--tensor-parallel: 2 does not divide the model's 9 attention heads\n"
+            "  that fit: --tensor-parallel 1, --tensor-parallel 3",
+        ),
+        (
+            ["--pipeline-parallel", 2],
+            "--pipeline-parallel: 2 does not divide the model's 7 layers (--first-stage-layers and "
+            "--last-stage-layers make stages that differ)\n  that fit: --pipeline-parallel 2 "
+            "--first-stage-layers 4 (4 layers, then 3 each), --pipeline-parallel 1, "
+            "--pipeline-parallel 7",
+        ),
+        (
+            ["--pipeline-parallel", 4, "--first-stage-layers", 3],
+            "--first-stage-layers = 3 of the model's 7 layers leaves 4 to 3 equal stages",
+        ),
+        (
+            ["--first-stage-layers", 3],
+            "--first-stage-layers: 3 needs --pipeline-parallel above 1; leave it out",
+        ),
+        (
+            ["--expert-parallel", 2],
+            "--expert-parallel: 2, but the model has no experts; use 1",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit(tmp_path: Path, options: list[object], expected: str) -> None:
+    hf = write_random(tmp_path / "hf", config_of("llama", num_hidden_layers=7))
+    code, output = call("hf-to-megatron", hf, tmp_path / "m", *options)
+    assert code == 2 and expected in output
+    assert not (tmp_path / "m").exists()
+
+
+def test_target_is_not_replaced_unasked(hf: Path, tmp_path: Path) -> None:
+    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    code, output = call("hf-to-megatron", hf, tmp_path / "m")
+    assert code == 2 and "m: exists; choose another name, or --overwrite" in output
+    options = ["--tensor-parallel", 3, "--overwrite"]
+    assert call("reshard", tmp_path / "m", tmp_path / "m", *options)[0] == 0
+    assert open_store(tmp_path / "m").layout["tensor_parallel"] == 3
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").touch()
+    code, output = call("hf-to-megatron", hf, tmp_path / "home", "--overwrite")
+    assert code == 2 and "holds no model" in output
+    (tmp_path / "home" / "config.json").touch()
+    (tmp_path / "m").rename(tmp_path / "home" / "m")
+    code, output = call("reshard", tmp_path / "home" / "m", tmp_path / "home", "--overwrite")
+    assert code == 2 and "SOURCE is inside it" in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "home"]
+
+
+def test_foreign_and_unknown_configs(hf: Path, tmp_path: Path) -> None:
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**config, "logit_scale": 2.0}))
+    code, output = call("hf-to-megatron", hf, tmp_path / "m")
+    assert code == 2 and "logit_scale" in output and "--ignore" in output
+    assert call("hf-to-megatron", hf, tmp_path / "m", "--ignore", "logit_scale")[0] == 0
+    (hf / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    code, output = call("hf-to-megatron", hf, tmp_path / "n")
+    assert code == 2 and "'gpt2' is not supported" in output
+
+
+# ------------------------------------------------------------------------------- accidents
+
+
+def test_an_interrupt_leaves_nothing(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def interrupted(what: str, total: int) -> Iterator[Any]:
+        left = iter(range(5))
+
+        def advance(_: int) -> None:
+            assert (tmp_path / "m.partial").is_dir() and not (tmp_path / "m").exists()
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    monkeypatch.setattr(convert_checkpoint, "bar", interrupted)
+    code, output = call("hf-to-megatron", hf, tmp_path / "m")
+    assert code == 130 and "interrupted" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_a_killed_command_left_is_removed(hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.partial").mkdir()
+    (tmp_path / "m.partial" / "old").touch()
+    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
+    assert not (tmp_path / "m" / "old").exists()
+
+
+def test_two_commands_do_not_write_one_folder(hf: Path, tmp_path: Path) -> None:
+    with convert_checkpoint.publish(tmp_path / "m"):
+        code, output = call("hf-to-megatron", hf, tmp_path / "m")
+    assert code == 2 and "another process is writing there" in output
+
+
+def test_a_disk_without_room(hf: Path, tmp_path: Path) -> None:
+    """The limit of a file's size is the full disk that a test may make."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    ran = run("hf-to-megatron", hf, tmp_path / "m", preexec_fn=limit)
+    _, errors = ran.communicate()
+    assert ran.returncode == 2
+    assert "stage_00_tensor_00.safetensors: no room (File too large): the file needs" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_is_read_back_must_be_what_was_written(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(folder: Path, *arguments: Any) -> Any:
+        if folder.name.endswith(".partial"):
+            flip_bit(folder / "stage_00_tensor_00.safetensors", "model/output_layer.weight")
+        return open_store(folder, *arguments)
+
+    monkeypatch.setattr(convert_checkpoint, "open_store", damaged)
+    code, output = call("hf-to-megatron", hf, tmp_path / "m")
+    assert code == 2 and "lm_head.weight: value: 1 elements" in output
+    assert not (tmp_path / "m").exists()
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, tools.convert_checkpoint; "
+        "assert not {'megatron', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+# ------------------------------------------------------------------------------- at size
+
+
+@pytest.mark.long
+def test_memory_and_signals_at_size(tmp_path: Path) -> None:
+    """1.5 GB: memory does not grow with the model; an interrupt and a kill leave no half folder."""
+    source = write_random(tmp_path / "hf", CONFIGS["llama_750m"], max_file_bytes=2**29)
+    megatron, figures = tmp_path / "megatron", tmp_path / "figures.json"
+    options = ["--tensor-parallel", 4, "--pipeline-parallel", 2, "--json", figures]
+    for number, (code, is_left) in {
+        signal.SIGINT: (130, False),
+        signal.SIGTERM: (130, False),
+        signal.SIGKILL: (-signal.SIGKILL, True),
+    }.items():
+        interrupted = run("hf-to-megatron", source, megatron, *options)
+        while not list(tmp_path.glob("megatron.partial/*")):
+            time.sleep(0.05)
+        interrupted.send_signal(number)
+        interrupted.communicate()
+        assert interrupted.returncode == code
+        assert not megatron.exists() and megatron.with_suffix(".partial").exists() == is_left
+    for arguments in (
+        ("hf-to-megatron", source, megatron, *options),
+        ("megatron-to-hf", megatron, tmp_path / "again", "--json", figures),
+    ):
+        ran = run(*arguments)
+        assert ran.wait() == 0
+        check_memory(json.loads(figures.read_text()))
+        shutil.rmtree(megatron.with_suffix(".partial"), ignore_errors=True)
+    assert run("verify", source, tmp_path / "again").wait() == 0
+
+
+def check_memory(figures: Mapping[str, int]) -> None:
+    bound = figures["largest_tensor_bytes"] + 512 * MIB
+    assert figures["peak_bytes"] - figures["baseline_bytes"] <= bound
+    assert figures["bytes"] > 4 * bound / 2

@@ -1,0 +1,233 @@
+"""Checkpoints that are damaged, foreign or half written, and full disks, are refused by name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dapo_megatron.bridge.shards import Piece, Shard, whole
+from dapo_megatron.bridge.stores import TensorInfo, open_store, read_into
+from dapo_megatron.bridge.stores.file import TensorFileWriter
+from dapo_megatron.bridge.stores.megatron import MegatronLayout
+from dapo_megatron.types import CheckpointError, ConfigError
+from tests.helpers.checkpoints import (
+    config_of,
+    differences,
+    edit_json,
+    edit_tensors,
+    to_hf,
+    to_megatron,
+    write_random,
+)
+
+SHARD = "model-00002-of-00004.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
+HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (
+        lambda folder: os.truncate(folder / SHARD, 9_000),
+        rf"{SHARD}: cut off: its header speaks of [\d,]+ bytes, the file has 9,000",
+    ),
+    "truncated header": (lambda folder: os.truncate(folder / SHARD, 100), f"{SHARD}: cut off"),
+    "empty": (lambda folder: os.truncate(folder / SHARD, 0), f"{SHARD}: cut off"),
+    "not finished": (
+        lambda folder: (folder / SHARD).write_bytes(bytes(8) + (folder / SHARD).read_bytes()[8:]),
+        f"{SHARD}: half written",
+    ),
+    "no safetensors": (
+        lambda folder: (folder / SHARD).write_bytes(b"\x05" + bytes(7) + b"hello world"),
+        f"{SHARD}: not a safetensors file",
+    ),
+    "file missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: missing, though"),
+    "index missing": (lambda folder: (folder / INDEX).unlink(), f"{INDEX} is missing beside"),
+    "entry missing": (
+        lambda folder: edit_json(folder / INDEX, lambda index: index["weight_map"].pop(NORM)),
+        f"{INDEX}: has no entry for {NORM}",
+    ),
+    "entry wrong": (
+        lambda folder: edit_json(
+            folder / INDEX, lambda index: index["weight_map"].update({NORM: SHARD})
+        ),
+        f"{SHARD}: the tensor {NORM} is not in it",
+    ),
+    "index empty": (
+        lambda folder: (folder / INDEX).write_text("{}"),
+        f"{INDEX}: has no weight_map",
+    ),
+    "config missing": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "config broken": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config.json: cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", HF_DAMAGE)
+def test_a_damaged_hf_folder_is_refused(tmp_path: Path, fault: str) -> None:
+    folder = write_random(tmp_path / "hf", config_of("llama"), max_file_bytes=15_000)
+    assert len(list(folder.glob("*.safetensors"))) == 4
+    open_store(folder)
+    damage, message = HF_DAMAGE[fault]
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        open_store(folder)
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+TENSOR_DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing": (lambda tensors: tensors.pop(Q), f"the tensor {Q} is missing"),
+    "misshapen": (
+        lambda tensors: tensors.update({Q: tensors[Q][:-1].contiguous()}),
+        rf"{Q} has shape \(35, 36\), the model in config.json needs \(36, 36\)",
+    ),
+    "quantised": (lambda tensors: tensors.update({Q: tensors[Q].to(torch.int8)}), f"{Q} is int8"),
+    "foreign": (lambda tensors: tensors.update(spare=torch.ones(2)), "spare is no tensor of this"),
+    "tied head differs": (
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0).contiguous()}
+        ),
+        "lm_head.weight differs from model.embed_tokens.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", TENSOR_DAMAGE)
+def test_wrong_tensors_are_refused(tmp_path: Path, fault: str) -> None:
+    folder = write_random(tmp_path / "hf", config_of("llama_tied"))
+    damage, message = TENSOR_DAMAGE[fault]
+    edit_tensors(folder / "model.safetensors", damage)
+    with pytest.raises(CheckpointError, match=message):
+        open_store(folder)
+
+
+def test_a_tied_head_saved_too_is_no_tensor_of_its_own(tmp_path: Path) -> None:
+    folder = write_random(tmp_path / "hf", config_of("llama_tied"))
+    before = open_store(folder).tensors
+    edit_tensors(
+        folder / "model.safetensors",
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
+    assert open_store(folder).tensors == before
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = write_random(tmp_path / "hf", config_of("llama"))
+    with pytest.raises(CheckpointError, match="no such folder"):
+        open_store(tmp_path / "nothing")
+    edit_json(folder / "config.json", lambda config: config.update(model_type="gpt2"))
+    with pytest.raises(ConfigError, match=r"'gpt2' is not supported; known: .*qwen3"):
+        open_store(folder)
+    edit_json(folder / "config.json", lambda config: config.update(model_type="llama"))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"only pickled weights \(pytorch_model.bin\)"):
+        open_store(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor"):
+        open_store(folder)
+    (tmp_path / "run" / "checkpoints" / "step_000040").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"did you mean .*step_000040"):
+        open_store(tmp_path / "run")
+
+
+MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "file missing": (
+        lambda folder: (folder / "stage_01_tensor_01.safetensors").unlink(),
+        "stage_01_tensor_01.safetensors: missing",
+    ),
+    "file cut off": (
+        lambda folder: os.truncate(folder / "stage_01_tensor_01.safetensors", 5_000),
+        "stage_01_tensor_01.safetensors: cut off",
+    ),
+    "description missing": (
+        lambda folder: (folder / "megatron.json").unlink(),
+        "megatron.json is missing",
+    ),
+    "newer version": (
+        lambda folder: edit_json(folder / "megatron.json", lambda about: about.update(version=2)),
+        "version 2; this program reads version 1",
+    ),
+    "another layout's file": (
+        lambda folder: shutil.copy(
+            folder / "stage_00_tensor_01.safetensors", folder / "stage_01_tensor_01.safetensors"
+        ),
+        "of model.layers.1.* only",
+    ),
+    "another model's config": (
+        lambda folder: edit_json(folder / "config.json", lambda c: c.update(intermediate_size=30)),
+        r"linear_fc1.weight has shape \(40, 36\), llama has \(20, 36\) there",
+    ),
+    "no places": (
+        lambda folder: edit_tensors(folder / "stage_00_tensor_00.safetensors", lambda _: None),
+        "no `places` in its metadata",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MEGATRON_DAMAGE)
+def test_a_damaged_megatron_folder_is_refused(tmp_path: Path, fault: str) -> None:
+    source = open_store(write_random(tmp_path / "hf", config_of("llama")))
+    to_megatron(source, tmp_path / "megatron", MegatronLayout(3, (1, 1)))
+    damage, message = MEGATRON_DAMAGE[fault]
+    damage(tmp_path / "megatron")
+    with pytest.raises(CheckpointError, match=message):
+        open_store(tmp_path / "megatron")
+
+
+def test_read_into_names_the_tensor(tmp_path: Path) -> None:
+    store = open_store(write_random(tmp_path / "hf", config_of("llama")))
+    for name, shape, message in (
+        ("model.norm.bias", (36,), "the tensor model.norm.bias is missing"),
+        (NORM, (40,), rf"{NORM} has shape \(36,\), the model in config.json needs \(40,\)"),
+    ):
+        shard = Shard(Piece(name, shape, torch.float32, whole(shape)), torch.zeros(shape))
+        with pytest.raises(CheckpointError, match=message):
+            read_into(store, [shard])
+
+
+def test_mixed_dtypes(tmp_path: Path) -> None:
+    folder = write_random(tmp_path / "hf", config_of("llama"))
+    path = folder / "model.safetensors"
+    edit_tensors(path, lambda tensors: tensors.update({NORM: tensors[NORM].float()}))
+    store = open_store(folder)
+    megatron = to_megatron(store, tmp_path / "megatron", MegatronLayout(1, (1, 1)))
+    assert not differences(store, megatron) and megatron.tensors[NORM].dtype == torch.float32
+    edit_tensors(path, lambda tensors: tensors.update({Q: tensors[Q].float()}))
+    with pytest.raises(
+        CheckpointError, match=r"linear_qkv.weight holds tensors of different dtypes"
+    ):
+        to_megatron(open_store(folder), tmp_path / "megatron", MegatronLayout(1, (1, 1)))
+
+
+# ------------------------------------------------------------------------------- a full disk
+
+
+def test_a_full_disk_is_told_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_store(write_random(tmp_path / "hf", config_of("llama")))
+    usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"no room: [\d,]+ bytes are to be written, 10,000"):
+        to_hf(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_disk_that_fills_up_is_told(tmp_path: Path) -> None:
+    writer = TensorFileWriter(
+        tmp_path / "a.safetensors", {"x": TensorInfo((3,), torch.float32)}, {}
+    )
+    (tmp_path / "a.safetensors").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)) as raised:
+        writer.write("x", torch.ones(3))
+    assert "a.safetensors: no room" in str(raised.value)
+    assert f"needs {writer.nbytes:,} bytes" in str(raised.value) and " free" in str(raised.value)
