@@ -15,7 +15,10 @@ from math import prod
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
 from dapo_megatron.bridge.shards import Piece
@@ -101,9 +104,10 @@ def as_created(model: nn.Module) -> Iterator[None]:
             restore_layer_on_meta(layer, get_layerwise_info(layer))
             for name, parameter in parameters.items():
                 if parameter is not None and name in layer._parameters:
-                    layer._parameters[name] = created.setdefault(
-                        id(parameter), layer._parameters[name]
-                    )
+                    made = created.setdefault(id(parameter), layer._parameters[name])
+                    # An earlier update left its own loader there, which now does nothing.
+                    made.weight_loader = _get_original_loader(made)
+                    layer._parameters[name] = made
         yield
     finally:
         for layer, (parameters, buffers), names in zip(layers, kept, transient, strict=True):
