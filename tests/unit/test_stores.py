@@ -295,6 +295,14 @@ def test_replicas_that_differ_are_found(tmp_path: Path) -> None:
     assert "rank_00000" in found.text and "rank_00001" in found.text and "1 elements" in found.text
 
 
+def test_ranks_of_two_layouts_are_refused(tmp_path: Path) -> None:
+    source = open_store(write_random(tmp_path / "hf", config_of("llama"), torch.float32))
+    places = {0: [Place(0, 1, 0, 2, True, True)], 1: [Place(1, 3, 0, 2, True, True)]}
+    folder = training_checkpoint(source, tmp_path / "step", places)
+    with pytest.raises(CheckpointError, match=r"rank_00000.* and rank_00001.* hold overlapping"):
+        open_store(folder)
+
+
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("llama"), torch.float32))
     places = {rank: [Place(rank, 3, 0, 2, True, True)] for rank in range(2)}
