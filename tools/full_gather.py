@@ -14,8 +14,11 @@ from dapo_megatron.cluster.ranks import Ranks
 
 
 class FullGather:
-    """Collective: all ranks make one and iterate together. `replicas`: the ranks that hold the model
-    together; each slice is broadcast among them by the first that holds it. `bucket`: bytes."""
+    """Collective: all ranks make one and iterate together.
+
+    `replicas`: ranks that hold a whole model together; every slice is broadcast among them by the
+    first that holds it. `bucket`: bytes.
+    """
 
     def __init__(
         self, shards: Sequence[Shard], ranks: Ranks, replicas: Sequence[Sequence[int]], bucket: int
