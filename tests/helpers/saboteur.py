@@ -14,7 +14,7 @@ Stream = Iterable[tuple[str, list[tuple[Any, Tensor]]]]
 class Saboteur:
     """`protocols.RolloutEngine`: hands everything on to `engine`, but for what a fault changes.
 
-    A fault sets `stream` (what the engine is given), `version` (what it is told), or `afterwards`
+    A fault sets `stream` (what the engine is given), `told` (the version it hears), or `afterwards`
     (done to the engine once it has the weights).
     """
 
@@ -24,13 +24,13 @@ class Saboteur:
 
     def heal(self) -> None:
         self.stream: Callable[[Stream], Stream] = lambda weights: weights
-        self.version: Callable[[int], int] = lambda version: version
+        self.told: Callable[[int], int] = lambda version: version
         self.afterwards: Callable[[Any], None] = lambda engine: None
 
     def receive(self, weights: Stream, version: int) -> Any:
         # What a failed sync left behind is not what the next fault is about.
         self.engine._unusable = ""
-        report = self.engine.receive(self.stream(weights), self.version(version))
+        report = self.engine.receive(self.stream(weights), self.told(version))
         self.afterwards(self.engine)
         return report
 

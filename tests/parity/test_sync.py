@@ -127,7 +127,7 @@ def test_engine_equals_policy_equals_hf(model: str, engine: str, tmp_path: Path)
     assert all(other.keys() == seen.keys() for other in others)
     for layout, figures in seen.items():
         where = f"{layout} -> {engine}"
-        print(where, {name: value for name, value in figures.items()})
+        print(where, figures)
         assert figures["hf_policy"] < GAP, where
         assert figures["hf_engine"] < GAP, where
         assert figures["gap"] < GAP, where

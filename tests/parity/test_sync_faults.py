@@ -111,7 +111,7 @@ def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
 
 @fault("an engine told an older version")
 def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
-    engine.version = lambda version: version - 1
+    engine.told = lambda version: version - 1
     yield
 
 
@@ -145,7 +145,7 @@ WANTED = {
     "a tensor dropped from the stream": (COVERAGE, NORM, "rank 1"),
     "a tensor given twice": ("twice", NORM, "rank 1"),
     "two experts swapped": (FINGERPRINT, GATE.format(2), "engine ranks 1 "),
-    "an engine given older weights": (FINGERPRINT, NORM, "engine ranks 1 "),
+    "an engine given older weights": (FINGERPRINT, "lm_head.weight", "engine ranks 1 "),
     "an engine told an older version": (VERSION, "rank 1"),
     "a policy rank whose weights drifted": (FINGERPRINT, NORM, "policy ranks"),
     "expert packing skipped": (FINGERPRINT, "mlp.experts.0.", "engine ranks 1 "),
@@ -155,7 +155,11 @@ WANTED = {
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = make_random_model("qwen3_moe", tmp_path_factory.mktemp("moe"))
+    # Experts of a size that vLLM packs without padding: else unpacked ones are refused for their
+    # shape, and what is to be shown is what happens in silence.
+    folder = make_random_model(
+        "qwen3_moe", tmp_path_factory.mktemp("moe"), moe_intermediate_size=64
+    )
     first, second = run_ranks(rank_main, 2, folder)
     assert first == second  # every rank raises, with the same words
     return first
