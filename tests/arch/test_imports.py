@@ -42,7 +42,8 @@ ROOMS = {
     "config_file": room("types config", "pydantic yaml"),
     "layout": room("types config layout_search"),
     "layout_search": room("types config"),
-    "protocols": room("types", "torch"),
+    # bridge for annotations alone: pieces and shards are what policy and engine hand over.
+    "protocols": room("types bridge", "torch"),
     "algo": room("types", "torch"),
     "data": room("types config algo", "torch transformers jinja2 pyarrow reasoning_gym"),
     "rewards": room("types config algo", "math_verify reasoning_gym"),
