@@ -146,7 +146,8 @@ class WeightSync:
     def _check_canary(self, version: int, *, fingerprinted: bool) -> float:
         """The largest gap on the fixed sequences, of any engine."""
         ours = self._policy.logprobs(canary.as_batch(self._canary), temperature=1.0).logprobs
-        gaps = self._exchange.all_gather(canary.worst(ours, self._engine.score(self._canary)))
+        mine = canary.worst(ours, self._engine.score(self._canary))
+        gaps: list[tuple[float, int, int]] = self._exchange.all_gather(mine)
         gap, sequence, token = max(gaps)
         if gap <= self._max_gap:
             return gap

@@ -184,7 +184,10 @@ def test_a_malformed_override_is_refused(override: str, said: str) -> None:
         ("data.trian=[]", "data.trian: unknown key; did you mean 'train'?"),
         ("data.train.0.datset=x", "data.train.0.datset: unknown key; did you mean 'dataset'?"),
         ("evaluation.sets.0.sed=1", "evaluation.sets.0.sed: unknown key; did you mean 'seed'?"),
-        ("sync.speed=3", "sync.speed: unknown key; known here: max_gap"),
+        (
+            "sync.speed=3",
+            "sync.speed: unknown key; known here: max_gap, fingerprint_every, canary_tokens",
+        ),
         # What another kind of source knows is no help here.
         (
             "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",
