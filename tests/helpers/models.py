@@ -50,9 +50,9 @@ ROPE = {
         "high_freq_factor": 6.0,
         "original_max_position_embeddings": 128,
     },
-    "linear": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 3.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
 }
-"""Values of `rope_parameters`, none of them a default."""
+"""Values of `rope_parameters`, their factors no defaults."""
 
 RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),

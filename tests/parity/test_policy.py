@@ -203,7 +203,7 @@ def check_same(seen: Observed, wanted: Observed) -> None:
     assert distance(seen.gradients, wanted.gradients) < 5e-6  # 2.7e-6
     assert worst(seen.gradients, wanted.gradients) < 1e-5  # 4.1e-6
     assert seen.losses == pytest.approx(wanted.losses, abs=3e-7, rel=0)  # 7.7e-8
-    assert seen.grad_norms == pytest.approx(wanted.grad_norms, rel=1e-5)  # 4.2e-6
+    assert seen.grad_norms == pytest.approx(wanted.grad_norms, rel=3e-6)  # 9.9e-7
     assert distance(seen.moved, wanted.moved) < 2e-3  # 7.5e-4
 
 

@@ -235,8 +235,8 @@ def test_a_rank_between_key_value_heads_has_the_end_of_one_and_the_start_of_the_
 def test_experts_are_numbered_from_zero_on_each_rank_and_copied_by_data_parallel_ranks() -> None:
     arch = architecture(config())
     checkpoint = checkpoint_of(arch)
-    wanted = "model.layers.3.mlp.experts.7.{}_proj.weight"
-    fused_fc1 = "decoder.layers.1.mlp.experts.linear_fc1.weight3"
+    wanted = "model.layers.3.mlp.experts.6.{}_proj.weight"
+    fused_fc1 = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
     expected = torch.cat([checkpoint[wanted.format(part)] for part in ("gate", "up")])
     holders = []
     for place in Layout(tp=2, dp=2, ep=2, first_layers=2, fused=True).places(arch):
@@ -244,6 +244,27 @@ def test_experts_are_numbered_from_zero_on_each_rank_and_copied_by_data_parallel
         if place.first_layer == 2 and torch.equal(params[fused_fc1], expected):
             holders.append((place.tp_rank, place.ep_rank))
     assert holders == [(1, 1), (1, 1)]
+
+
+def test_transformer_engine_keeps_norms_in_the_linear_layers_behind_them() -> None:
+    place = Place(0, 1, 0, 1, False, False)
+    names = {
+        (family, fused): {
+            name.removeprefix("decoder.layers.0.")
+            for name in layout_of(architecture(config(family)), place, fused=fused)
+            if "norm" in name or "experts" in name
+        }
+        for family in ("llama", "qwen3_moe")
+        for fused in (False, True)
+    }
+    attention = "self_attention."
+    in_qkv = f"{attention}linear_qkv.layer_norm_weight"
+    qk = {f"{attention}q_layernorm.weight", f"{attention}k_layernorm.weight"}
+    assert names["llama", False] == {"input_layernorm.weight", "pre_mlp_layernorm.weight"}
+    assert names["llama", True] == {in_qkv, "mlp.linear_fc1.layer_norm_weight"}
+    # Before experts the norm stays: the router reads its output too.
+    experts = {f"mlp.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(8)}
+    assert names["qwen3_moe", True] == {in_qkv, "pre_mlp_layernorm.weight", *qk, *experts}
 
 
 def test_the_committed_model_with_experts_is_small_and_what_its_script_makes() -> None:
@@ -385,7 +406,7 @@ def test_an_engine_pads_the_vocabulary_to_a_multiple_of_64(
 
 def test_an_engine_cuts_experts_or_deals_them_out() -> None:
     arch = architecture(config())
-    name = "model.layers.1.mlp.experts.5.{}_proj.weight"
+    name = "model.layers.1.mlp.experts.4.{}_proj.weight"
     cut = held(arch, 2)[1]
     assert cut[name.format("gate")] == cut[name.format("up")] == Region((2, 0), (2, 6))
     assert cut[name.format("down")] == Region((0, 2), (6, 2))
@@ -503,6 +524,10 @@ def test_rope_is_read_in_all_spellings() -> None:
             r"rope_parameters.mrope_section = \[16, 24\]",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 3.0}},
+            "low_freq_factor = 3.0 must be below",
+        ),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta = 10000.0 and"),
         (
@@ -542,6 +567,7 @@ def test_rope_that_is_not_supported_is_refused_by_name(
         ("llama", "mlp_bias", True),
         ("llama", "pretraining_tp", 2),
         ("llama", "attention_dropout", 0.1),
+        ("llama", "sliding_window", 4096),  # HF's Llama has none; vLLM reads it
         ("llama", "rope_interleaved", True),
         ("llama", "num_key_value_heads", 3),
         ("llama", "hidden_size", "large"),

@@ -1,7 +1,8 @@
 """Model families: what a checkpoint of each holds, and which rank holds which part of it.
 
 One file per family declares its parameters and its config.json; `cuts.py` has the ways a parameter
-is cut, `layout.py` makes the table of who holds what, `fields.py` reads config.json.
+is cut, `layout.py` makes the table of who holds what, `fields.py` reads config.json. A new family
+is a new file and its name in `registry.py`.
 """
 
 from dapo_megatron.bridge.families.architecture import Architecture, Place, Rope

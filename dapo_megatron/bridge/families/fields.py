@@ -31,7 +31,6 @@ READ = frozenset(
         "rope_scaling",
         "rope_parameters",
         "layer_types",
-        "sliding_window",
     }
 )
 READ_OF_EXPERTS = frozenset(
@@ -138,6 +137,7 @@ def _refuse_unknown(hf: Mapping[str, Any], family: Family, ignore: Collection[st
             raise ConfigError(f"model.path: {key} = {value!r}; only {wanted!r} is supported")
     known = READ | REQUIRED.keys() | family.required.keys() | HARMLESS | family.harmless
     known |= READ_OF_EXPERTS if family.expert else frozenset()
+    known |= {"sliding_window"} if family.has_window else frozenset()
     for key, value in hf.items():
         if key not in known and key not in ignore and value:
             raise ConfigError(
@@ -189,7 +189,13 @@ def _rope(hf: Mapping[str, Any], ignore: Collection[str]) -> Rope:
         )
     theta = float(given.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
     numbers = {ours: _required(given, theirs, where) for theirs, ours in fields.items()}
-    return Rope(theta, kind, **numbers)
+    rope = Rope(theta, kind, **numbers)
+    if not rope.low_freq_factor < rope.high_freq_factor:
+        raise ConfigError(
+            f"model.path: {where}.low_freq_factor = {rope.low_freq_factor} must be below "
+            f"high_freq_factor = {rope.high_freq_factor}"
+        )
+    return rope
 
 
 _ROPE_KINDS: Mapping[str, Mapping[str, str]] = {

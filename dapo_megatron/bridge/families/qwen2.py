@@ -7,6 +7,6 @@ QWEN2 = Family(
     model_type="qwen2",
     layer=(*ATTENTION, *QKV_BIAS, *DENSE_MLP),
     required={"use_sliding_window": False},
-    # The second is of no effect without use_sliding_window. The biases are always there.
-    harmless=frozenset({"attention_bias", "max_window_layers"}),
+    # The biases are always there; the windows matter with use_sliding_window alone.
+    harmless=frozenset({"attention_bias", "max_window_layers", "sliding_window"}),
 )

@@ -8,6 +8,6 @@ QWEN3 = Family(
     layer=(*ATTENTION, *QK_NORM, *DENSE_MLP),
     required={"attention_bias": False, "use_sliding_window": False},
     # Of no effect without use_sliding_window.
-    harmless=frozenset({"max_window_layers"}),
+    harmless=frozenset({"max_window_layers", "sliding_window"}),
     defaults={"head_dim": 128},
 )

@@ -17,6 +17,7 @@ QWEN3_MOE = Family(
         {
             # Of no effect without use_sliding_window.
             "max_window_layers",
+            "sliding_window",
             # Of HF's training alone: what balances experts here is policy.moe_aux_loss.
             "router_aux_loss_coef",
             "output_router_logits",
