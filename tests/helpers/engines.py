@@ -1,0 +1,117 @@
+"""A vLLM engine in a rank of a test: started on a folder, fed, compared with HF."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from dapo_megatron.types import Completion, SampleRequest
+from tests.helpers.configs import tiny_config
+from tests.helpers.models import per_expert
+
+GAP = 1e-5  # largest difference of two log-probs in float32, natural logarithm
+PROMPT_TOKENS, RESPONSE_TOKENS = 160, 24
+Results = dict[tuple[int, int], Completion]
+
+
+def start(folder: Path, rank: int, world_size: int, engine_ranks: int, **overrides: Any) -> Any:
+    """An engine on the model in `folder`; `overrides` as of `tiny_config`."""
+    from dapo_megatron.engine.engine import VllmEngine
+
+    config = tiny_config(
+        model__path=folder,
+        policy__tensor_parallel=1,
+        engine__tensor_parallel=engine_ranks,
+        rollout__max_prompt_tokens=PROMPT_TOKENS,
+        rollout__max_response_tokens=RESPONSE_TOKENS,
+        overlong__max_tokens=RESPONSE_TOKENS,
+        overlong__buffer_tokens=8,
+        **overrides,
+    )
+    return VllmEngine(config, rank=rank, world_size=world_size, local_rank=rank)
+
+
+def requests(
+    tickets: Sequence[int], num_tokens: int = 9, temperature: float | None = None
+) -> list[SampleRequest]:
+    """Four samples for each ticket; every third ticket at temperature 1, 0.7 and 0."""
+    return [
+        SampleRequest(
+            ticket=ticket,
+            sample=sample,
+            tokens=tuple(4 + (ticket * 5 + place * 7) % 60 for place in range(num_tokens)),
+            seed=1000 * ticket + sample,
+            max_tokens=RESPONSE_TOKENS,
+            temperature=(1.0, 0.7, 0.0)[ticket % 3] if temperature is None else temperature,
+            top_p=1.0,
+        )
+        for ticket in tickets
+        for sample in range(4)
+    ]
+
+
+def run(engine: Any, asked: Sequence[SampleRequest]) -> Results:
+    """Completions in the order in which they finished."""
+    engine.submit(asked)
+    results: Results = {}
+    while engine.has_work():
+        for ticket, completion in engine.step():
+            results[ticket, completion.sample] = completion
+    return results
+
+
+@torch.no_grad()
+def gap(model: PreTrainedModel, asked: Sequence[SampleRequest], results: Results) -> float:
+    """Largest |log-prob by engine - by HF| of any sampled token; nan if any is nan."""
+    gaps = []
+    for request in asked:
+        completion = results[request.ticket, request.sample]
+        ids = torch.tensor([*request.tokens, *completion.tokens])
+        logits = model(ids[None]).logits[0, len(request.tokens) - 1 : -1]
+        # A greedy token's log-prob is the plain one.
+        logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
+        sampled = logprobs.gather(1, ids[len(request.tokens) :, None])[:, 0]
+        gaps.append((sampled - torch.tensor(completion.logprobs)).abs().max())
+    return float(torch.stack(gaps).max())
+
+
+def hf_model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """HF name, as in a checkpoint -> whole tensor."""
+    return per_expert({name: weight.detach() for name, weight in model.named_parameters()})
+
+
+def offer(whole: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
+
+
+def arrivals(
+    pieces: Sequence[Any], whole: Mapping[str, Tensor], seed: int = 0
+) -> Iterator[tuple[str, list[tuple[Any, Tensor]]]]:
+    """The slices of `pieces`, and nothing else of `whole`, tensor by tensor in a random order; in
+    memory that is spoilt once the next one is asked for, as protocols.RolloutEngine allows."""
+    regions: dict[str, list[Any]] = {}
+    for piece in pieces:
+        regions.setdefault(piece.name, []).append(piece.region)
+    names = sorted(regions)
+    random.Random(seed).shuffle(names)
+    for name in names:
+        parts = [(region, whole[name][region.slices].clone()) for region in regions[name]]
+        yield name, parts
+        for _, part in parts:
+            part.fill_(float("nan"))
+
+
+def sync(engine: Any, model: PreTrainedModel, version: int) -> None:
+    """Give `engine` the weights of `model`."""
+    whole = weights(model)
+    engine.receive(arrivals(engine.wanted(offer(whole)), whole, seed=version), version)
