@@ -29,7 +29,8 @@ def shrink(hf: Mapping[str, Any], policy: PolicyConfig) -> dict[str, Any]:
     tensor = lcm(policy.tensor_parallel, 2)
     old_heads = hf["num_attention_heads"]
     old_groups = hf.get("num_key_value_heads") or old_heads
-    groups = tensor if old_groups > 1 else 1
+    # As many as tensor-parallel ranks, or fewer where the policy has more ranks than the model has.
+    groups = tensor if old_groups >= max(policy.tensor_parallel, 2) else old_groups
     heads = groups * (old_heads // old_groups)
     old_head_dim = hf.get("head_dim") or hf["hidden_size"] // old_heads
     is_apart = old_head_dim * old_heads != hf["hidden_size"]
