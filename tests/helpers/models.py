@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -29,6 +32,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # bias on query, key and value
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),  # norm on query and key; head_dim on its own
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),  # as qwen3; experts, 2 of 8 per token
+    # Latent attention; a dense layer, then experts, one of them shared.
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
@@ -38,6 +43,27 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
     "norm_topk_prob": True,
+}
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rms_norm_eps": 1e-6,
 }
 
 ROPE = {
@@ -84,6 +110,8 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
     )
     if family == "qwen3_moe":
         sizes |= EXPERTS
+    if family == "deepseek_v3":
+        sizes |= LATENT
     if family == "mistral":
         sizes["sliding_window"] = None
     settings: dict[str, Any] = {
@@ -102,21 +130,31 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
     }
     model = model_class(config_class(**{**settings, **sizes, **overrides}))
     randomize(model, seed)
+    _randomize_biases(model, seed)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def _randomize_biases(model: torch.nn.Module, seed: int) -> None:
+    """Of routers: buffers, and small, so that every expert is taken by some token."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.uniform_(-0.2, 0.2, generator=generator)
 
 
 def per_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Experts, one tensor in memory in transformers, under the names they have in a checkpoint."""
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        layer, is_fused, part = name.partition("experts.")
+        layer, is_fused, part = name.partition(".experts.")
         if not is_fused:
             named[name] = tensor
             continue
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
         for number, expert in enumerate(tensor):
             for each, value in zip(parts, expert.chunk(len(parts)), strict=True):
-                named[f"{layer}experts.{number}.{each}.weight"] = value
+                named[f"{layer}.experts.{number}.{each}.weight"] = value
     return named

@@ -25,8 +25,10 @@ from transformers import AutoTokenizer
 
 from dapo_megatron.bridge.families import (
     Architecture,
+    Latent,
     Place,
     Rope,
+    Scoring,
     architecture,
     engine_pieces,
     hf_tensors,
@@ -84,13 +86,17 @@ def models(draw: st.DrawFn, family: str, tied: bool, tp: int) -> Architecture:
         "num_hidden_layers": draw(st.integers(2, 3)),
         "hidden_size": 6,
         "num_attention_heads": per_group * groups,
-        "num_key_value_heads": groups,
+        "num_key_value_heads": per_group * groups if family == "deepseek_v3" else groups,
         "head_dim": draw(st.sampled_from([2, 4])),
         "intermediate_size": draw(st.integers(1, 3)) * tp,
         "vocab_size": draw(st.integers(1, 150)),
         "tie_word_embeddings": tied,
         "moe_intermediate_size": 4 * draw(st.integers(1, 2)),
     }
+    if family == "deepseek_v3":
+        del fields["head_dim"]
+        fields["q_lora_rank"] = draw(st.sampled_from([None, 5]))
+        fields["first_k_dense_replace"] = draw(st.integers(0, 2))
     return architecture(config(family, **fields))
 
 
@@ -171,12 +177,19 @@ def test_all_ranks_together_are_the_checkpoint(
         assert copies[name].unique().tolist() == [expected_copies(name, arch, layout)], name
 
 
+def is_whole(name: str) -> bool:
+    """Whether every rank has all of it."""
+    return "norm" in name or name.endswith(
+        ("gate.weight", "gate.e_score_correction_bias", "q_a_proj.weight", "a_proj_with_mqa.weight")
+    )
+
+
 def expected_copies(name: str, arch: Architecture, layout: Layout) -> int:
     """How many ranks hold each element."""
     ranks = layout.tp * layout.dp
     if ".experts." in name:
         return ranks // layout.ep
-    if "norm" in name or name.endswith("mlp.gate.weight"):
+    if is_whole(name):
         return ranks
     has_second = name == VOCABULARIES[0] and arch.tied and layout.first_layers
     return layout.dp * (2 if has_second else 1)
@@ -355,7 +368,7 @@ def test_the_ranks_of_an_engine_hold_every_element(
         for name, region in pieces.items():
             copies[name][region.slices] += 1
     for name, count in copies.items():
-        if "norm" in name or name.endswith("mlp.gate.weight"):
+        if is_whole(name):
             expected = tp
         elif ".k_proj." in name or ".v_proj." in name:
             expected = max(tp // arch.num_groups, 1)
@@ -433,10 +446,30 @@ def config(family: str = "qwen3_moe", **changes: Any) -> dict[str, Any]:
         "max_position_embeddings": 256,
     }
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
-    if family != "qwen3_moe":
+    if family == "deepseek_v3":
+        experts = experts | LATENT
+        del experts["num_experts"], sizes["head_dim"]
+        heads = changes.get("num_attention_heads", sizes["num_attention_heads"])
+        sizes["num_key_value_heads"] = heads
+        changes.setdefault("num_key_value_heads", heads)
+    elif family != "qwen3_moe":
         experts = {}
         changes.pop("moe_intermediate_size", None)
     return {**published, **sizes, **experts, **changes}
+
+
+LATENT = {
+    "q_lora_rank": 5,
+    "kv_lora_rank": 7,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -445,8 +478,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_writes_is_understood(family: str) -> None:
-    defaults = {"sliding_window": None} if family == "mistral" else {}
-    written = FAMILIES[family][0](**defaults)
+    needed = {
+        "mistral": {"sliding_window": None},
+        # No fields of transformers', but of vLLM's.
+        "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    }
+    written = FAMILIES[family][0](**needed.get(family, {}))
     assert architecture(written.to_dict()).num_layers == written.num_hidden_layers
 
 
@@ -574,12 +611,57 @@ def test_rope_that_is_not_supported_is_refused_by_name(
         ("mistral", "sliding_window", 255),
         ("mistral", "auto_map", {"AutoModel": "modeling.Model"}),
         ("llama", "quantization_config", {"quant_method": "fp8"}),
+        ("deepseek_v3", "rope_interleave", False),
+        ("deepseek_v3", "rms_norm_eps", 1e-5),
+        ("deepseek_v3", "moe_layer_freq", 2),
+        ("deepseek_v3", "num_key_value_heads", 2),
+        ("deepseek_v3", "head_dim", 64),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "scoring_func", None),
+        ("deepseek_v3", "topk_method", "greedy"),
+        ("deepseek_v3", "n_group", 3),
+        ("deepseek_v3", "n_group", 8),  # of one expert each
+        ("deepseek_v3", "topk_group", 5),
+        ("deepseek_v3", "num_experts_per_tok", 5),  # two groups of two
+        ("deepseek_v3", "n_shared_experts", None),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(family: str, field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field) as caught:
         architecture(config(family, **{field: value}), ignore=["other"])
     assert str(value).strip("[]") in str(caught.value) or field == "quantization_config"
+
+
+def test_latent_attention_is_read() -> None:
+    arch = architecture(config("deepseek_v3"))
+    assert arch.latent == Latent(5, 7, 3, 2, 5)
+    assert (arch.head_dim, arch.num_dense_layers, arch.shared_ffn) == (2, 1, 8)
+    assert arch.scoring == Scoring(4, 2, 2.5)
+    assert arch.rope == Rope(
+        1e4, "yarn", 40, original_max_positions=4096, fast_turns=32, slow_turns=1, sharpening=1.0
+    )
+    [names] = [hf_tensors(architecture(config("deepseek_v3", q_lora_rank=None)))]
+    assert names["model.layers.0.self_attn.q_proj.weight"] == (20, 6)
+    assert not [name for name in names if "q_a" in name or "q_b" in name]
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"type": "linear", "factor": 2.0}, "rope type 'linear'"),
+        ({"mscale": 0.7}, "mscale = 0.7 and mscale_all_dim = 1.0"),
+        ({"mscale": 0.0, "mscale_all_dim": 0.0}, "mscale = 0.0"),
+        ({"truncate": False}, "truncate"),
+        ({"attention_factor": 2.0}, "attention_factor"),
+    ],
+)
+def test_rope_of_latent_attention_that_is_not_supported_is_refused(
+    rope: dict[str, Any], message: str
+) -> None:
+    fields = config("deepseek_v3")
+    fields["rope_scaling"] = rope if "type" in rope else {**fields["rope_scaling"], **rope}
+    with pytest.raises(ConfigError, match=message):
+        architecture(fields)
 
 
 def test_a_window_as_long_as_the_model_is_none() -> None:

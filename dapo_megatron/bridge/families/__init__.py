@@ -5,7 +5,7 @@ is cut, `layout.py` makes the table of who holds what, `fields.py` reads config.
 is a new file and its name in `registry.py`.
 """
 
-from dapo_megatron.bridge.families.architecture import Architecture, Place, Rope
+from dapo_megatron.bridge.families.architecture import Architecture, Latent, Place, Rope, Scoring
 from dapo_megatron.bridge.families.cuts import Part, Slot
 from dapo_megatron.bridge.families.fields import architecture
 from dapo_megatron.bridge.families.layout import engine_pieces, hf_tensors, layout_of, shards_of
@@ -14,9 +14,11 @@ from dapo_megatron.bridge.families.registry import FAMILIES
 __all__ = [
     "FAMILIES",
     "Architecture",
+    "Latent",
     "Part",
     "Place",
     "Rope",
+    "Scoring",
     "Slot",
     "architecture",
     "engine_pieces",

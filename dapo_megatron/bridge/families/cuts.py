@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from dapo_megatron.bridge.families.architecture import Architecture
@@ -62,13 +63,14 @@ class Cut(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The same on every rank: norms, routers. `sizes` names fields of the architecture."""
+    """The same on every rank: norms, routers. `sizes` names fields of the architecture, or of its
+    parts with a dot."""
 
     name: str
     sizes: tuple[str, ...]
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        return {self.name: tuple(getattr(arch, size) for size in self.sizes)}
+        return {self.name: tuple(attrgetter(size)(arch) for size in self.sizes)}
 
     def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
         [shape] = self.tensors(arch).values()
@@ -129,6 +131,30 @@ class GateUp:
             for name, shape in self.tensors(arch).items()
             for size in [_share(shape[0], tp_size, name)]
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """[heads x `head_rows`, `inputs`]: equally many whole heads to each rank."""
+
+    name: str
+    head_rows: str
+    inputs: str
+
+    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
+        rows, inputs = attrgetter(self.head_rows, self.inputs)(arch)
+        return {self.name: (arch.num_heads * rows, inputs)}
+
+    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+        [(name, shape)] = self.tensors(arch).items()
+        region = self.engine(arch, tp_rank, tp_size)[name]
+        return Slot(region.shape, (Part(name, shape, region),))
+
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+        [(name, shape)] = self.tensors(arch).items()
+        heads = _share(arch.num_heads, tp_size, "attention heads")
+        rows = heads * shape[0] // arch.num_heads
+        return {name: _rows(shape, tp_rank * rows, rows)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dapo_megatron.bridge.families.architecture import Architecture
 from dapo_megatron.bridge.families.cuts import Cut
+
+
+def _in_all(_arch: Architecture, _layer: int) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter by its name in Megatron's own layers, and in Transformer Engine's if `fused`
     gives another. `{expert}` is numbered from 0 on each rank in these names, over the whole layer
-    in HF's."""
+    in HF's. Only those layers have it for which `only` says so, by their number in the model."""
 
     name: str
     cut: Cut
     fused: str | None = None
+    only: Callable[[Architecture, int], bool] = _in_all
 
     def local_name(self, fused: bool) -> str:
         """Its name without the prefix of its layer."""
@@ -26,7 +32,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of decoders: the parameters of each layer and of each expert in it, and the fields
+    """A family of decoders: the parameters of its layers and of each expert in them, and the fields
     of its config.json.
 
     What all families share (decoder.py, fields.py) is not repeated. `required`: fields that must
@@ -46,3 +52,13 @@ class Family:
     def has(self, name: str) -> bool:
         """Whether its layers have this parameter."""
         return any(parameter.name == name for parameter in self.layer)
+
+    @property
+    def has_latent(self) -> bool:
+        """Whether its attention is latent."""
+        return self.has("self_attention.linear_kv_up_proj.weight")
+
+    @property
+    def has_scoring(self) -> bool:
+        """Whether its router has a bias instead of an auxiliary loss."""
+        return self.has("mlp.router.expert_bias")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dapo_megatron.bridge.families.architecture import Architecture, Rope
+from dapo_megatron.bridge.families.architecture import Architecture, Latent, Rope, Scoring
 from dapo_megatron.bridge.families.family import Family
 from dapo_megatron.bridge.families.registry import FAMILIES
 from dapo_megatron.types import ConfigError
@@ -40,6 +40,28 @@ READ_OF_EXPERTS = frozenset(
         "num_experts_per_tok",
         "moe_intermediate_size",
         "norm_topk_prob",
+    }
+)
+READ_OF_LATENT = frozenset(
+    {
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "qk_head_dim",
+    }
+)
+READ_OF_SCORING = frozenset(
+    {
+        "n_routed_experts",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_method",
     }
 )
 REQUIRED: Mapping[str, Any] = {
@@ -106,22 +128,30 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
             f"model.path: num_key_value_heads = {groups} does not divide num_attention_heads = "
             f"{heads}"
         )
+    latent = _latent(hf) if family.has_latent else None
+    if latent and groups != heads:
+        raise ConfigError(
+            f"model.path: num_key_value_heads = {groups} is not num_attention_heads = {heads}; "
+            f"{family.model_type} has a key and a value for each head"
+        )
     return Architecture(
         family=family.model_type,
         num_layers=_size(hf, "num_hidden_layers"),
         hidden=_size(hf, "hidden_size"),
         num_heads=heads,
         num_groups=groups,
-        head_dim=hf.get("head_dim") or _size(hf, "hidden_size") // heads,
+        head_dim=latent.rope_dim if latent else _head_dim(hf, heads),
         ffn=_size(hf, "intermediate_size"),
         vocab=_size(hf, "vocab_size"),
         tied=bool(hf.get("tie_word_embeddings", False)),
         qkv_bias=family.has("self_attention.linear_qkv.bias"),
-        qk_norm=family.has("self_attention.q_layernorm.weight"),
+        qk_norm=family.has("self_attention.k_layernorm.weight"),
         norm_eps=float(_required(hf, "rms_norm_eps")),
-        rope=_rope(hf, ignore),
+        rope=_rope(hf, ignore, _LATENT_ROPE_KINDS if latent else _ROPE_KINDS),
         max_positions=_size(hf, "max_position_embeddings"),
+        latent=latent,
         **(_experts(hf) if family.expert else {}),
+        **(_scoring(hf) if family.has_scoring else {}),
     )
 
 
@@ -138,6 +168,8 @@ def _refuse_unknown(hf: Mapping[str, Any], family: Family, ignore: Collection[st
     known = READ | REQUIRED.keys() | family.required.keys() | HARMLESS | family.harmless
     known |= READ_OF_EXPERTS if family.expert else frozenset()
     known |= {"sliding_window"} if family.has_window else frozenset()
+    known |= READ_OF_LATENT if family.has_latent else frozenset()
+    known |= READ_OF_SCORING if family.has_scoring else frozenset()
     for key, value in hf.items():
         if key not in known and key not in ignore and value:
             raise ConfigError(
@@ -165,17 +197,20 @@ def _refuse_windows(hf: Mapping[str, Any], family: Family) -> None:
 # ------------------------------------------------------------------------------- parts
 
 
-def _rope(hf: Mapping[str, Any], ignore: Collection[str]) -> Rope:
+def _rope(
+    hf: Mapping[str, Any], ignore: Collection[str], kinds: Mapping[str, Mapping[str, str]]
+) -> Rope:
     """transformers 5 writes `rope_parameters`, with rope_theta in it; others wrote `rope_scaling`
     beside rope_theta."""
     where, given = _rope_settings(hf)
     kind = str(given.get("rope_type") or given.get("type") or "default")
-    if kind not in _ROPE_KINDS:
+    if kind not in kinds:
         raise ConfigError(
-            f"model.path: {where} has the rope type {kind!r}; known: {', '.join(_ROPE_KINDS)}"
+            f"model.path: {where} has the rope type {kind!r}; known: {', '.join(kinds)}"
         )
-    fields = _ROPE_KINDS[kind]
+    fields = kinds[kind]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *fields}
+    known |= {"mscale", "truncate"} if kind == "yarn" else set()
     for key, value in given.items():
         if key not in known and f"{where}.{key}" not in ignore and value:
             raise ConfigError(
@@ -187,6 +222,8 @@ def _rope(hf: Mapping[str, Any], ignore: Collection[str]) -> Rope:
             f"model.path: partial_rotary_factor = {given['partial_rotary_factor']}; only 1.0 is "
             "supported"
         )
+    if kind == "yarn":
+        _refuse_other_yarn(given, where)
     theta = float(given.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
     numbers = {ours: _required(given, theirs, where) for theirs, ours in fields.items()}
     rope = Rope(theta, kind, **numbers)
@@ -196,6 +233,18 @@ def _rope(hf: Mapping[str, Any], ignore: Collection[str]) -> Rope:
             f"high_freq_factor = {rope.high_freq_factor}"
         )
     return rope
+
+
+def _refuse_other_yarn(given: Mapping[str, Any], where: str) -> None:
+    # Else the rotary part of queries and keys would be scaled, too.
+    one, other = given.get("mscale"), given.get("mscale_all_dim")
+    if not one or one != other:
+        raise ConfigError(
+            f"model.path: {where} has mscale = {one} and mscale_all_dim = {other}; only equal ones "
+            "are supported"
+        )
+    if not given.get("truncate", True):
+        raise ConfigError(f"model.path: {where}.truncate = False; only True is supported")
 
 
 _ROPE_KINDS: Mapping[str, Mapping[str, str]] = {
@@ -209,6 +258,18 @@ _ROPE_KINDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """For each rope type: its fields, and what `Rope` calls them."""
+
+_LATENT_ROPE_KINDS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "yarn": {
+        "factor": "factor",
+        "beta_fast": "fast_turns",
+        "beta_slow": "slow_turns",
+        "mscale_all_dim": "sharpening",
+        "original_max_position_embeddings": "original_max_positions",
+    },
+}
+"""With latent attention vLLM takes all others for yarn."""
 
 
 def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -226,14 +287,60 @@ def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return where, settings
 
 
-def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    # Published checkpoints have the first name; transformers 5 saves the second.
-    names = [name for name in ("num_experts", "num_local_experts") if hf.get(name)]
-    if len(names) == 2 and hf[names[0]] != hf[names[1]]:
+def _head_dim(hf: Mapping[str, Any], heads: int) -> int:
+    return hf.get("head_dim") or _size(hf, "hidden_size") // heads
+
+
+def _latent(hf: Mapping[str, Any]) -> Latent:
+    latent = Latent(
+        query_rank=_size(hf, "q_lora_rank") if _given(hf, "q_lora_rank") else 0,
+        rank=_size(hf, "kv_lora_rank"),
+        plain_dim=_size(hf, "qk_nope_head_dim"),
+        rope_dim=_size(hf, "qk_rope_head_dim"),
+        value_dim=_size(hf, "v_head_dim"),
+    )
+    # transformers saves what follows from the others, too.
+    for key, value in (("head_dim", latent.rope_dim), ("qk_head_dim", latent.query_dim)):
+        if hf.get(key) not in (None, value):
+            raise ConfigError(
+                f"model.path: {key} = {hf[key]!r}; by the other fields it is {value}: remove it"
+            )
+    return latent
+
+
+def _scoring(hf: Mapping[str, Any]) -> dict[str, Any]:
+    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        # transformers never looks at them; vLLM takes another router where they are absent.
+        if hf.get(key) != wanted:
+            raise ConfigError(
+                f"model.path: {key} = {hf.get(key)!r} in config.json; only {wanted!r} is supported"
+            )
+    groups, chosen = _size(hf, "n_group"), _size(hf, "topk_group")
+    experts, per_token = _size(hf, "n_routed_experts"), _size(hf, "num_experts_per_tok")
+    if experts % groups or chosen > groups or experts // groups < 2:
         raise ConfigError(
-            f"model.path: num_experts = {hf['num_experts']} and num_local_experts = "
-            f"{hf['num_local_experts']} differ; keep one of them"
+            f"model.path: n_group = {groups} and topk_group = {chosen} of n_routed_experts = "
+            f"{experts}; equal groups of at least 2, and not more chosen than there are"
         )
+    if per_token > chosen * (experts // groups):
+        raise ConfigError(
+            f"model.path: num_experts_per_tok = {per_token} of topk_group = {chosen} groups of "
+            f"{experts // groups} experts; there are not so many"
+        )
+    return {
+        "num_dense_layers": _required(hf, "first_k_dense_replace"),
+        "shared_ffn": _size(hf, "n_shared_experts") * _size(hf, "moe_intermediate_size"),
+        "scoring": Scoring(groups, chosen, float(_required(hf, "routed_scaling_factor"))),
+    }
+
+
+def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    # Qwen3-MoE is published with the first name, and saved by transformers 5 with the second.
+    known = ("num_experts", "num_local_experts", "n_routed_experts")
+    names = [name for name in known if hf.get(name)]
+    if len({hf[name] for name in names}) > 1:
+        given = " and ".join(f"{name} = {hf[name]}" for name in names)
+        raise ConfigError(f"model.path: {given} differ; keep one of them")
     total = _size(hf, names[0] if names else "num_experts")
     per_token = _required(hf, "num_experts_per_tok")
     if not 1 <= per_token <= total:

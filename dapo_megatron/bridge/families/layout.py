@@ -12,7 +12,7 @@ from torch import Tensor
 from dapo_megatron.bridge.families.architecture import Architecture, Place
 from dapo_megatron.bridge.families.cuts import Cut, Shape, Slot
 from dapo_megatron.bridge.families.decoder import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD
-from dapo_megatron.bridge.families.family import Family
+from dapo_megatron.bridge.families.family import Parameter
 from dapo_megatron.bridge.families.registry import FAMILIES
 from dapo_megatron.bridge.shards import Piece, Shard
 from dapo_megatron.types import ConfigError
@@ -35,18 +35,19 @@ def layout_of(arch: Architecture, place: Place, *, fused: bool = False) -> dict[
     what of the HF checkpoint fills them. `fused`: built of Transformer Engine's layers.
 
     Raises ConfigError where the sizes cannot be cut so."""
-    family, tp = FAMILIES[arch.family], (place.tp_rank, place.tp_size)
+    tp = (place.tp_rank, place.tp_size)
     slots: dict[str, Slot] = {}
     if place.has_embedding:
         slots[EMBEDDING.name] = EMBEDDING.cut.slot(arch, *tp)
     for layer in range(place.num_layers):
         ours = _MEGATRON_LAYER.format(layer)
         theirs = _HF_LAYER.format(place.first_layer + layer)
-        for parameter in family.layer:
+        shared, of_experts = _parameters(arch, place.first_layer + layer)
+        for parameter in shared:
             name = ours + parameter.local_name(fused)
             slots[name] = _named(parameter.cut.slot(arch, *tp), theirs)
         for local, expert in enumerate(_experts_of(arch, place.ep_rank, place.ep_size)):
-            for parameter in family.expert:
+            for parameter in of_experts:
                 name = _full_name(parameter.local_name(fused), ours, local)
                 slots[name] = _named(parameter.cut.slot(arch, 0, 1), theirs, expert)
     if place.has_head:
@@ -111,18 +112,27 @@ def engine_pieces(
 
 def _cuts(arch: Architecture) -> Iterator[tuple[str, int | None, Cut]]:
     """Prefix of the HF names, number of the expert, and cut, for all parameters of the model."""
-    family: Family = FAMILIES[arch.family]
     yield "", None, EMBEDDING.cut
     for layer in range(arch.num_layers):
         prefix = _HF_LAYER.format(layer)
-        for parameter in family.layer:
+        shared, of_experts = _parameters(arch, layer)
+        for parameter in shared:
             yield prefix, None, parameter.cut
         for expert in range(arch.num_experts):
-            for parameter in family.expert:
+            for parameter in of_experts:
                 yield prefix, expert, parameter.cut
     yield "", None, FINAL_NORM.cut
     if not arch.tied:
         yield "", None, HEAD.cut
+
+
+def _parameters(
+    arch: Architecture, layer: int
+) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """The parameters of a layer of the model, and those of each expert in it."""
+    family = FAMILIES[arch.family]
+    shared = tuple(parameter for parameter in family.layer if parameter.only(arch, layer))
+    return shared, family.expert if arch.has_experts(layer) else ()
 
 
 def _experts_of(arch: Architecture, rank: int, size: int) -> range:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from dapo_megatron.bridge.families.deepseek_v3 import DEEPSEEK_V3
 from dapo_megatron.bridge.families.family import Family
 from dapo_megatron.bridge.families.llama import LLAMA
 from dapo_megatron.bridge.families.mistral import MISTRAL
@@ -13,5 +14,5 @@ from dapo_megatron.bridge.families.qwen3 import QWEN3
 from dapo_megatron.bridge.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)}
 )
