@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from functools import partial
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
@@ -29,8 +29,10 @@ from dapo_megatron.bridge.families import Architecture, Place
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.policy.attention import CausalAttention
 from dapo_megatron.policy.device import device, has_cuda
-from dapo_megatron.policy.moe import ExpertLayer, Router
+from dapo_megatron.policy.latent import LatentAttention
+from dapo_megatron.policy.moe import BiasedRouter, ExpertLayer, Router
 from dapo_megatron.policy.norm import RMSNorm
+from dapo_megatron.policy.rope import rope_frequencies
 from dapo_megatron.types import ConfigError
 
 
@@ -67,7 +69,8 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
     """Megatron's description of the model. Fusions that need CUDA extensions stay off locally."""
     dtype = getattr(torch, config.precision)
     fused = kernels(config) == "transformer_engine"
-    return TransformerConfig(
+    make = MLATransformerConfig if arch.latent else TransformerConfig
+    return make(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden,
         num_attention_heads=arch.num_heads,
@@ -115,6 +118,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         persist_layer_norm=fused,
         **_recompute(config),
         **_experts(arch, config, fused),
+        **_latent(arch),
     )
 
 
@@ -147,6 +151,24 @@ def _experts(arch: Architecture, config: PolicyConfig, fused: bool) -> dict[str,
         # Routing and its balance are ours: policy/moe.py.
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,
+        "moe_layer_freq": [int(arch.has_experts(layer)) for layer in range(arch.num_layers)],
+        "moe_shared_expert_intermediate_size": arch.shared_ffn or None,
+    }
+
+
+def _latent(arch: Architecture) -> dict[str, Any]:
+    if arch.latent is None:
+        return {}
+    return {
+        "q_lora_rank": arch.latent.query_rank or None,
+        "kv_lora_rank": arch.latent.rank,
+        "qk_head_dim": arch.latent.plain_dim,
+        "qk_pos_emb_head_dim": arch.latent.rope_dim,
+        "v_head_dim": arch.latent.value_dim,
+        # The frequencies are then set to ours; the other two go into the scale of the softmax.
+        "rope_type": "rope",
+        "rotary_scaling_factor": arch.rope.factor,
+        "mscale_all_dim": arch.rope.sharpening,
     }
 
 
@@ -154,25 +176,40 @@ def _leave_unset(weight: Tensor) -> Tensor:
     return weight
 
 
-def layer_spec(arch: Architecture, config: PolicyConfig) -> ModuleSpec:
-    """The modules of a layer: Transformer Engine's, or Megatron's own with our attention and norm;
-    experts with our router in both."""
-    num_experts = arch.num_experts or None
+def layer_spec(arch: Architecture, config: PolicyConfig, number: int) -> ModuleSpec:
+    """The modules of a layer, counted over the model: Transformer Engine's, or Megatron's own with
+    our attention and norm; experts with our router in both."""
+    num_experts = arch.num_experts if arch.has_experts(number) else None
     if kernels(config) == "transformer_engine":
+        if arch.latent:
+            raise ConfigError(
+                f"policy.kernels: {arch.family} runs in Megatron's own layers alone; set local"
+            )
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm
         )
     else:
-        spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=arch.qk_norm)
+        spec = get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            qk_layernorm=arch.qk_norm,
+            multi_latent_attention=arch.latent is not None,
+        )
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         attention.core_attention = CausalAttention
         if arch.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if arch.latent:
+            layer.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
     if num_experts:
         experts = spec.submodules.mlp
         experts.module = ExpertLayer
         experts.submodules.router = partial(Router, normalize_topk=arch.normalize_topk)
+        if arch.scoring:
+            experts.submodules.router = partial(
+                BiasedRouter, normalize_topk=arch.normalize_topk, scoring=arch.scoring
+            )
     return spec
 
 
@@ -207,11 +244,13 @@ def build_model(arch: Architecture, config: PolicyConfig) -> list[Decoder]:
 def _build_chunk(
     arch: Architecture, config: PolicyConfig, megatron: TransformerConfig, vp_stage: int | None
 ) -> Decoder:
-    spec: Any = layer_spec(arch, config)
+    spec: Any = layer_spec(arch, config, 0)
     if kernels(config) == "local":
-        # Told layer by layer, for the sake of the norm after the last.
-        num_layers = get_num_layers_to_build(megatron, vp_stage)
-        spec = TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+        # Told layer by layer, also for the sake of the norm after the last.
+        first = get_transformer_layer_offset(megatron, vp_stage)
+        layers = range(first, first + get_num_layers_to_build(megatron, vp_stage))
+        specs = [layer_spec(arch, config, layer) for layer in layers]
+        spec = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = Decoder(
         config=megatron,
@@ -225,29 +264,13 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    # Megatron's own scaling knows Llama 3.1's lengths alone.
-    model.rotary_pos_emb.inv_freq = rope_frequencies(arch).to(device())
+    # Megatron's own scaling knows Llama 3.1's lengths alone. Latent attention turns by itself.
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.inv_freq = rope_frequencies(arch).to(device())
     # One precision for all: torch's norms start in float32, and the distributed optimizer mixes up
     # its shards when a parameter group holds two.
     return model.to(device(), getattr(torch, config.precision))
-
-
-def rope_frequencies(arch: Architecture) -> Tensor:
-    """Radians per position, [head_dim / 2] in float32, as transformers computes them.
-
-    `llama3` divides those of wavelengths beyond original / low_freq_factor, keeps those below
-    original / high_freq_factor, and goes from one to the other in between (Llama 3.1)."""
-    rope = arch.rope
-    steps = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
-    plain = 1.0 / rope.theta**steps
-    scaled = plain / rope.factor
-    if rope.kind != "llama3":
-        return scaled
-    # Turns within the original length: below `low` it is divided, above `high` kept.
-    turns = rope.original_max_positions * plain / (2 * math.pi)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1.0 - kept) * scaled + kept * plain
 
 
 def place(chunk: Decoder) -> Place:

@@ -21,14 +21,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dapo_megatron.bridge.families import Scoring
 from dapo_megatron.policy.collectives import all_reduce
 
 
 class Router(MegatronModule):
     """Softmax over all experts, the best k taken (Qwen3-MoE, Mixtral).
 
-    `normalize_topk`: the k probabilities are divided by their sum. `sequences` [T] is set before
-    each forward: which sequence of the micro-batch a token belongs to, -1 for padding.
+    `normalize_topk`: the k weights are divided by their sum. `sequences` [T] is set before each
+    forward: which sequence of the micro-batch a token belongs to, -1 for padding.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Router(MegatronModule):
         # Each tensor-parallel rank then sees some tokens alone: their gradients are to be added.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.normalize_topk = normalize_topk
+        self.scale = 1.0
         self.balance_scale = 0.0
         """Coefficient of the loss over the sequences of the mini-batch; see `set_balance_scale`."""
         self.sequences: Tensor | None = None
@@ -50,16 +52,26 @@ class Router(MegatronModule):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         hidden_TH = hidden.reshape(-1, hidden.shape[-1])
         logits_TE = torch.nn.functional.linear(hidden_TH.to(dtype), self.weight.to(dtype))
-        probs_TE = logits_TE.softmax(-1)
-        top, experts = probs_TE.topk(self.config.moe_router_topk, dim=-1)
+        scores_TE, probs_TE = self._scores(logits_TE)
+        experts = self._choose(scores_TE.detach())
+        top = scores_TE.gather(1, experts)
         if self.normalize_topk:
             top = top / top.sum(-1, keepdim=True)
-        weights_TE = torch.zeros_like(probs_TE).scatter(1, experts, top)
-        taken_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter(1, experts, True)
+        weights_TE = torch.zeros_like(scores_TE).scatter(1, experts, top * self.scale)
+        taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, experts, True)
         if self.balance_scale and self.sequences is not None and torch.is_grad_enabled():
             loss = self._balance_loss(probs_TE, taken_TE, self.sequences)
             weights_TE = _AddLoss.apply(weights_TE, loss * self.balance_scale)  # type: ignore[no-untyped-call]
         return weights_TE, taken_TE
+
+    def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """What an expert's output is multiplied by if it is taken; its probability, for balance."""
+        probs_TE = logits_TE.softmax(-1)
+        return probs_TE, probs_TE
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """The experts of each token, [T, k]."""
+        return scores_TE.topk(self.config.moe_router_topk, dim=-1).indices
 
     def set_layer_number(self, layer_number: int) -> None:
         """Megatron numbers its layers; nothing here depends on it."""
@@ -80,6 +92,50 @@ class Router(MegatronModule):
         lengths_S = (taken_SE.sum(-1) / topk).clamp(min=1)
         scale_S = probs_TE.shape[-1] / (topk * lengths_S**2)
         return (taken_SE * probs_SE).sum(-1) @ scale_S
+
+
+class BiasedRouter(Router):
+    """Sigmoid of each expert, ranked with a bias and within the best groups (`Scoring`).
+
+    No gradient reaches the bias: it is as the checkpoint has it, in float32 at least. A group is as
+    good as its two best experts together.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: Any,
+        *,
+        normalize_topk: bool,
+        scoring: Scoring,
+    ) -> None:
+        super().__init__(config, pg_collection, normalize_topk=normalize_topk)
+        self.scoring = scoring
+        self.scale = scoring.scale
+        bias = torch.zeros(config.num_moe_experts)
+        self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What `model.to(device, dtype)` calls."""
+        super()._apply(*args, **kwargs)
+        bias = self.expert_bias
+        bias.data = bias.data.to(torch.promote_types(bias.dtype, torch.float32))
+        # Where Megatron keeps the gradients of the others.
+        bias.main_grad = torch.zeros_like(bias.data)  # type: ignore[attr-defined]
+        return self
+
+    def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        scores_TE = logits_TE.sigmoid()
+        return scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True)
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        ranks_TE = scores_TE + self.expert_bias
+        groups = ranks_TE.unflatten(-1, (self.scoring.groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1)
+        chosen = best.topk(self.scoring.groups_per_token, dim=-1).indices
+        is_left_out = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
+        ranks_TE = groups.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)
+        return super()._choose(ranks_TE)
 
 
 class ExpertLayer(MoELayer):

@@ -23,6 +23,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """By name: the policy's layout, and sizes of the model."""
+LATENT = {
+    "q_lora_rank": 5,
+    "kv_lora_rank": 7,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+}
 EXPERTS = {
     "ep2": ({"expert_parallel": 2}, {}),
     "tp2_ep4": ({"tensor_parallel": 2, "expert_parallel": 4}, {}),
@@ -44,7 +54,7 @@ def differences(rank: int, cases: list[tuple[dict[str, Any], dict[str, dict[str,
         with megatron_device():
             initialize_parallel(PolicyConfig(**layout, precision="float32"), seed=0)
         for model, hf in configs.items():
-            sequence = "num_experts" in hf and layout.get("tensor_parallel", 1) > 1
+            sequence = "num_experts_per_tok" in hf and layout.get("tensor_parallel", 1) > 1
             arch = architecture(hf)
             with megatron_device():
                 policy = PolicyConfig(**layout, sequence_parallel=sequence, precision="float32")
@@ -72,8 +82,16 @@ def small(family: str, tied: bool, **sizes: Any) -> dict[str, Any]:
         "vocab_size": 1_001,
         "tie_word_embeddings": tied,
     }
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
-    return {**published, **shared, **(experts if "num_experts" in published else {}), **sizes}
+    experts: dict[str, Any] = {}
+    if "num_experts_per_tok" in published:
+        experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    if "num_experts" in published:
+        experts["num_experts"] = 8
+    if "kv_lora_rank" in published:
+        experts |= LATENT
+        del shared["head_dim"]
+        sizes["num_key_value_heads"] = sizes.get("num_attention_heads", 8)
+    return {**published, **shared, **experts, **sizes}
 
 
 def test_names_and_shapes_are_megatrons() -> None:
@@ -81,7 +99,7 @@ def test_names_and_shapes_are_megatrons() -> None:
     for name, (layout, sizes) in (LAYOUTS | EXPERTS).items():
         models = {
             f"{family} tied={tied}": small(family, tied, **sizes)
-            for family in (["qwen3_moe"] if name in EXPERTS else FAMILIES)
+            for family in (["qwen3_moe", "deepseek_v3"] if name in EXPERTS else FAMILIES)
             for tied in (False, True)
         }
         cases.append((layout, models))
