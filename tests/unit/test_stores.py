@@ -76,6 +76,12 @@ def test_boxes_of_a_file(
         writer.write(key, value[box.slices], box)
     writer.finish()
     assert path.stat().st_size == writer.nbytes
+    content = path.read_bytes()
+    header_bytes = int.from_bytes(content[:8], "little")
+    for entry in json.loads(content[8 : 8 + header_bytes]).values():
+        if "shape" in entry:
+            itemsize = {"I64": 8, "F32": 4, "I8": 1}[entry["dtype"]]
+            assert (8 + header_bytes + entry["data_offsets"][0]) % itemsize == 0
     read = TensorFile(path)
     assert read.metadata == {"note": "x"} and read.tensors == infos
     for (key, value), (_, box) in zip(wanted.items(), drawn, strict=True):

@@ -80,7 +80,9 @@ class StoreWriter:
 
 def fill(target: StoreWriter, source: Store, progress: Callable[[int], object]) -> None:
     """Write all of `source`, block by block. `progress` is told the bytes of each as read."""
-    for extent in target.extents:
+    # In the order of the source: ranks that share a tensor take turns while it is in the cache.
+    order = {name: number for number, name in enumerate(source.tensors)}
+    for extent in sorted(target.extents, key=lambda one: (order[one.name], one.region.start)):
         info = source.info(extent.name)
         for box in blocks(extent.region, info.dtype.itemsize):
             value = source.read(extent.name, box)
