@@ -117,7 +117,11 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
     from dapo_megatron.policy.policy import MegatronPolicy
 
     engine = VllmEngine(
-        config, rank=ranks.rank, world_size=ranks.world_size, local_rank=ranks.local_rank
+        config,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        local_rank=ranks.local_rank,
+        is_empty=True,
     )
     policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
     sync = WeightSync(

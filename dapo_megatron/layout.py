@@ -272,15 +272,20 @@ def _engine_problems(config: Config, world: int, hf: Mapping[str, Any]) -> Itera
         if any(_tensor_problems(config.policy, hf)) or world % size:
             return  # said of the policy already
         origin = " (null: as policy.tensor_parallel)"
-    fitting = [n for n in divisors(world) if not any(_engine_misfits(n, world, hf))]
-    for misfit in _engine_misfits(size, world, hf):
+    whole_experts = config.engine.expert_parallel
+    if whole_experts and not num_experts(hf):
+        yield "engine.expert_parallel: the model has no experts; leave it false"
+    fitting = [n for n in divisors(world) if not any(_engine_misfits(n, world, hf, whole_experts))]
+    for misfit in _engine_misfits(size, world, hf, whole_experts):
         yield (
             f"engine.tensor_parallel: {size}{origin} {misfit}; of {world} processes an engine can "
             f"have {' or '.join(map(str, fitting))}"
         )
 
 
-def _engine_misfits(size: int, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
+def _engine_misfits(
+    size: int, world: int, hf: Mapping[str, Any], whole_experts: bool
+) -> Iterator[str]:
     if world % size:
         yield f"does not divide the {world} processes"
     heads, groups = _heads(hf)
@@ -290,6 +295,10 @@ def _engine_misfits(size: int, world: int, hf: Mapping[str, Any]) -> Iterator[st
             f"does not divide the model's {heads} attention heads, or neither divides nor is a "
             f"multiple of its {groups} key-value heads"
         )
+    if num_experts(hf) and whole_experts:
+        if num_experts(hf) % size:
+            yield f"does not divide the {num_experts(hf)} experts"
+        return
     key = "moe_intermediate_size" if num_experts(hf) else "intermediate_size"
     if hf.get(key, 0) % size:
         yield f"does not divide the {key} {hf[key]}"

@@ -35,15 +35,27 @@ if TYPE_CHECKING:
     from dapo_megatron.engine.receiver import Arrival, WeightReceiver
 
 _TRANSFER = "dapo_megatron"  # our back end of vLLM's weight transfer
-_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _SYNC_FAILED = "a weight sync failed midway, it holds old weights and new ones"
+_NO_WEIGHTS = "it has no weights, receive() must come first"
 _WEIGHTS_DROPPED = "sleep() dropped its weights, receive() must come first"
 
 
 class VllmEngine:
-    """See `protocols.RolloutEngine`. All ranks construct it, with torch.distributed initialized."""
+    """See `protocols.RolloutEngine`. All ranks construct it, with torch.distributed initialized.
 
-    def __init__(self, config: Config, *, rank: int, world_size: int, local_rank: int) -> None:
+    With `is_empty` it starts on random weights, and the first `receive` must come before the first
+    request: a checkpoint is then read once, by the policy, in whatever format it has.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        is_empty: bool = False,
+    ) -> None:
         ranks = config.engine_tensor_parallel
         if world_size % ranks:
             raise ConfigError(f"engine.tensor_parallel: {ranks} does not divide {world_size} ranks")
@@ -51,10 +63,10 @@ class VllmEngine:
         self.num_replicas = world_size // ranks
         self.is_leader = rank % ranks == 0
         self.version = 0
-        self._unusable = ""
+        self._unusable = _NO_WEIGHTS if is_empty else ""
         self._requests: dict[str, SampleRequest] = {}
         device.prepare_environment(rank, local_rank)
-        self._llm = _start(config)
+        self._llm = _start(config, "dummy" if is_empty else "auto")
         self._tokenizer = self._llm.get_tokenizer()
         self._stop_ids = _stop_ids(self._llm)
 
@@ -199,7 +211,7 @@ class VllmEngine:
         )
 
 
-def _start(config: Config) -> LLM:
+def _start(config: Config, load_format: str) -> LLM:
     with device.construction():
         from vllm import LLM
         from vllm.config import WeightTransferConfig
@@ -209,12 +221,10 @@ def _start(config: Config) -> LLM:
             WeightTransferEngineFactory.register_engine(
                 _TRANSFER, "dapo_megatron.engine.receiver", "StreamTransferEngine"
             )
-        hf = read_model_config(config)
-        device.check_model(hf)
-        if config.engine.expert_parallel and not any(hf.get(key) for key in _NUM_EXPERTS):
-            raise ConfigError("engine.expert_parallel: the model has no experts; leave it false")
+        device.check_model(read_model_config(config))
         return LLM(
             model=config.model.path,
+            load_format=load_format,
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=config.engine_tensor_parallel,
             dtype=config.policy.precision,

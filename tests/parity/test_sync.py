@@ -48,7 +48,14 @@ EVERY_DAY = {("qwen3_tied", "tp2x2"), ("qwen3_moe", "tp4")}
 
 
 def policies(model: str) -> dict[str, dict[str, int]]:
-    return POLICIES | (EXPERTS if model.endswith("moe") else {})
+    if not model.endswith("moe"):
+        return POLICIES
+    # Megatron trains experts under tensor parallelism with sequence parallelism alone.
+    both = POLICIES | EXPERTS
+    return {
+        name: layout | {"sequence_parallel": "tensor_parallel" in layout}
+        for name, layout in both.items()
+    }
 
 
 def rank_main(rank: int, folder: Path, engine: int, model: str) -> dict[str, Any]:

@@ -222,6 +222,18 @@ def test_an_engine_cut_as_the_policy_may_not_fit_where_the_policy_does(tmp_path:
     assert layout_problems(tmp_path, 4, f"{text} engine=2", EXPERTS) == []
 
 
+def test_an_engine_with_whole_experts_needs_some_for_every_rank(tmp_path: Path) -> None:
+    whole = "engine.expert_parallel=true"
+    assert layout_problems(tmp_path, 4, f"engine=4 {whole}", EXPERTS) == []
+    assert layout_problems(tmp_path, 4, f"engine=4 {whole}", {**EXPERTS, "num_experts": 6}) == [
+        "engine.tensor_parallel: 4 does not divide the 6 experts; of 4 processes an engine can "
+        "have 1 or 2"
+    ]
+    assert layout_problems(tmp_path, 4, f"engine=2 {whole}", DENSE) == [
+        "engine.expert_parallel: the model has no experts; leave it false"
+    ]
+
+
 def test_a_model_without_grouped_heads_has_as_many_key_value_heads(tmp_path: Path) -> None:
     model = {"num_attention_heads": 4, "num_key_value_heads": None, "num_hidden_layers": 2}
     assert layout_problems(tmp_path, 4, "tp=4", model) == []
