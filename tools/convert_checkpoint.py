@@ -213,7 +213,7 @@ def convert(
         ) as advance:
             writer.create()
             fill(writer, store, advance)
-            writer.finish(store.companions, to)
+            writer.finish(store.folder, to)
         written = time.monotonic()
         if check:
             read_back(store, open_store(folder, ignore), same_dtype=to is None)

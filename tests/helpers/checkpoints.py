@@ -130,7 +130,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def write(writer: StoreWriter, source: Store) -> None:
     writer.create()
     fill(writer, source, lambda _: None)
-    writer.finish(source.companions)
+    writer.finish(source.folder)
 
 
 def to_megatron(source: Store, folder: Path, layout: MegatronLayout) -> Store:
@@ -158,8 +158,8 @@ def training_checkpoint(
     source: Store, folder: Path, places: Mapping[int, list[Place]], *, fused: bool = False
 ) -> Path:
     """As policy/checkpoint.py writes it: `places` gives the chunks of each rank."""
-    (folder / "model").mkdir(parents=True)
-    copy_companions(source.companions, folder / "model")
+    folder.mkdir(parents=True)
+    copy_companions(source.folder, folder)
     for rank, chunks in places.items():
         tensors: dict[str, torch.Tensor] = {"optimizer/x[0:3]/exp_avg": torch.ones(3)}
         tensors["rng/cpu"] = torch.get_rng_state()

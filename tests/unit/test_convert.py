@@ -125,6 +125,8 @@ def test_training_checkpoint_to_hf(tmp_path: Path) -> None:
     assert call("verify", tmp_path / "hf", tmp_path / "out")[0] == 0
     assert call("verify", step, tmp_path / "out")[0] == 0
     assert not (tmp_path / "out" / "state.json").exists()
+    code, output = call("megatron-to-hf", step, step, "--overwrite")
+    assert code == 2 and "holds no model" in output
     flip_bit(step / "rank_00001.safetensors", "model/decoder.layers.0.input_layernorm.weight")
     code, output = call("verify", step, tmp_path / "hf")
     assert code == 1 and "input_layernorm.weight: replica: rank_00000" in output

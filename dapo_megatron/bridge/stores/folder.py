@@ -17,6 +17,7 @@ import torch
 from dapo_megatron.types import CheckpointError
 
 MEGATRON_JSON = "megatron.json"
+_RUN_JSON = "state.json"  # a training checkpoint's (run_folder.py)
 HF_INDEX = "model.safetensors.index.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
 _FOLDERS = ("additional_chat_templates",)  # transformers keeps templates beside the first there
@@ -35,12 +36,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy all that is no weights: config.json, tokenizer, chat template, generation config, ...
+    """Copy all that is neither weights nor a run's state: tokenizer, chat template, configs, ...
 
     config.json is copied byte for byte, or with its dtype alone replaced by `dtype`.
     """
     for path in sorted(source.iterdir()):
-        if path.is_file() and not _is_weights(path):
+        if path.is_file() and not _stays(path):
             shutil.copyfile(path, target / path.name)
         elif path.is_dir() and path.name in _FOLDERS:
             shutil.copytree(path, target / path.name)
@@ -52,12 +53,12 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _is_weights(path: Path) -> bool:
+def _stays(path: Path) -> bool:
     name = path.name
     return (
         path.suffix in _WEIGHTS
         or name.endswith((".index.json", ".partial"))
-        or name == MEGATRON_JSON
+        or name in (MEGATRON_JSON, _RUN_JSON)
     )
 
 
@@ -92,7 +93,7 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not overwrite:
         raise CheckpointError(f"{target}: exists; choose another name, or --overwrite")
-    is_model = target.is_dir() and (target / "config.json").exists()
+    is_model = (target / "config.json").exists() and not (target / _RUN_JSON).exists()
     if not is_model and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(
             f"{target}: holds no model; --overwrite replaces only a model's folder"

@@ -43,7 +43,6 @@ def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
         folder=folder,
         format="hf",
         layout={"files": len(files)},
-        companions=folder,
         config=config,
         arch=arch,
         tensors=infos,

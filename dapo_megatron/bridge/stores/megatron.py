@@ -71,33 +71,30 @@ def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
     for name in names:
         if not (folder / name).exists():
             raise CheckpointError(f"{folder / name}: missing, though {MEGATRON_JSON} names it")
-    return _open(folder, names, folder, "megatron", about, ignore)
+    return _open(folder, names, "megatron", about, ignore)
 
 
 def open_training(folder: Path, ignore: Collection[str] = ()) -> Store:
-    """Open a run's training checkpoint, by the copy of the model's config.json in its folder
-    `model`. Raises as `open_store`."""
+    """Open a run's training checkpoint. Raises as `open_store`."""
     if folder.name.endswith(".partial"):
         raise CheckpointError(f"{folder}: half written: the run that wrote it did not finish")
-    companions = folder / "model"
-    if not (companions / "config.json").exists():
+    if not (folder / "config.json").exists():
         raise CheckpointError(
-            f"{companions / 'config.json'}: missing; checkpoints of older versions have none: copy "
-            "the files of model.path other than weights there"
+            f"{folder / 'config.json'}: missing; checkpoints of older versions have none, nor do "
+            "their files say which part of the model they hold"
         )
     names = sorted(path.name for path in folder.glob("rank_*.safetensors"))
-    return _open(folder, names, companions, "training", {"ranks": len(names)}, ignore)
+    return _open(folder, names, "training", {"ranks": len(names)}, ignore)
 
 
 def _open(
     folder: Path,
     names: Sequence[str],
-    companions: Path,
     format: str,
     layout: Mapping[str, Any],
     ignore: Collection[str],
 ) -> Store:
-    config = read_json(companions / "config.json")
+    config = read_json(folder / "config.json")
     arch = architecture(config, ignore)
     files = {name: TensorFile(folder / name) for name in names}
     tensors: dict[str, TensorInfo] = {}
@@ -113,9 +110,7 @@ def _open(
             extents.append(_extent(part, file.path.name, key))
     tensors = checked_tensors(folder, tensors, arch)
     by_name, replicas = disjoint(folder, extents, tensors)
-    return Store(
-        folder, format, layout, companions, config, arch, tensors, by_name, files, replicas
-    )
+    return Store(folder, format, layout, config, arch, tensors, by_name, files, replicas)
 
 
 def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:

@@ -43,14 +43,13 @@ class Extent:
 class Store:
     """Weights on disk. Nothing stays open, and a read takes memory for what it returns alone.
 
-    `companions` is the folder with config.json, tokenizer and whatever else goes with the weights;
-    `format` and `layout` say in words how the files are cut.
+    `folder` also has config.json, tokenizer and whatever else goes with the weights; `format` (hf,
+    megatron, training) and `layout` say how the files are cut.
     """
 
     folder: Path
     format: str
     layout: Mapping[str, Any]
-    companions: Path
     config: Mapping[str, Any]
     arch: Architecture
     tensors: Mapping[str, TensorInfo]
