@@ -13,8 +13,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dapo_megatron.types import SyncError
-
 
 @dataclass(frozen=True, slots=True)
 class Region:
