@@ -116,6 +116,27 @@ EXPERTS = {
     "num_hidden_layers": 3,
     "vocab_size": 101,
 }
+LATENT = {  # the first of three layers is dense
+    "num_key_value_heads": 9,
+    "q_lora_rank": 22,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "n_shared_experts": 3,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 11,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_hidden_layers": 3,
+    "vocab_size": 101,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**ODD, "model_type": "llama"},
     "llama_tied": {**ODD, "model_type": "llama", "tie_word_embeddings": True},
@@ -124,6 +145,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_tied": {**ODD, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**ODD, "model_type": "qwen3", "head_dim": 14},
     "qwen3_moe": {**ODD, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 14},
+    "deepseek_v3": {**ODD, **LATENT, "model_type": "deepseek_v3"},
 }
 
 

@@ -142,7 +142,8 @@ def test_round_trip_of_any_sizes(
 ) -> None:
     """Any family, sizes and layout, resharded once on the way."""
     number = st.integers(1, 4)
-    name = data.draw(st.sampled_from(sorted(MODELS)))
+    # Latent attention has sizes of its own, and is in the round trips above.
+    name = data.draw(st.sampled_from(sorted(MODELS.keys() - {"deepseek_v3"})))
     sizes = st.sampled_from([1, 2, 4])
     groups, layers = data.draw(number) * 4, data.draw(st.integers(2, 5))
     config = {

@@ -104,7 +104,7 @@ def _value_difference(pairs: Iterator[tuple[Region, Tensor, Tensor]]) -> str | N
             flat = differs.view(torch.uint8).argmax()
             index = tuple(int(i) for i in torch.unravel_index(flat, differs.shape))
             at = [i + start for i, start in zip(index, box.start, strict=True)]
-            first = f"first at {at}: {a[index].item()!r} and {b[index].item()!r}"
+            first = f"first at {at}: {a[index].item():.9g} and {b[index].item():.9g}"
         gap = (a[differs].double() - b[differs].double()).abs()
         largest = max(largest, float(gap.nan_to_num(nan=0.0).max()))
     return f"{count:,} elements, {first}, largest difference {largest:.3g}" if count else None
