@@ -64,8 +64,8 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, json_file: JsonPat
     if not checked.evaluation.sets:
         raise ConfigError("evaluation.sets: empty; there is nothing to evaluate on")
     checkpoint = chosen[-1].partition("=")[2] if chosen else None
-    if checkpoint is not None and not (Path(checkpoint) / "state.json").exists():
-        raise ConfigError(f"checkpoint: {checkpoint} is not a checkpoint (no state.json)")
+    if checkpoint is not None and not (Path(checkpoint) / "config.json").exists():
+        raise ConfigError(f"checkpoint: {checkpoint} is not a checkpoint (no config.json)")
     _on_ranks(checked)
     from dapo_megatron import session
 

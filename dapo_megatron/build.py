@@ -189,7 +189,11 @@ def build_parts(
             core.policy,
             partial(export_hf, config, core.policy, ranks) if config.checkpoint.export_hf else None,
             {"mlflow_run": recorder.run_id},
-            partial(copy_companions, Path(config.model.path)),
+            partial(
+                copy_companions,
+                Path(config.model.path),
+                dtype=getattr(torch, config.policy.precision),
+            ),
         ),
     )
 

@@ -359,8 +359,10 @@ def _num_layers(hf: Mapping[str, Any]) -> int:
 
 
 def num_experts(hf: Mapping[str, Any]) -> int:
-    """0 for a dense model. Published checkpoints have the first name, transformers 5 the second."""
-    return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
+    """0 for a dense model. Qwen3-MoE has the first name in published checkpoints, the second as
+    transformers 5 writes it; DeepSeek-V3 the third."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return int(next((hf[name] for name in names if hf.get(name)), 0))
 
 
 def round_up(number: int, multiple: int) -> int:

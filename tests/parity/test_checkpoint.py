@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.bridge.stores import copy_companions, open_store
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.types import CheckpointError, StepStats
@@ -87,6 +88,8 @@ def save_and_load(exchange: Ranks, models: Path, folder: Path, layout: str) -> A
     policy = build(models, layout, exchange)
     update(policy, 0)
     policy.save(folder)
+    if exchange.rank == 0:
+        copy_companions(model_of(models, layout), folder)
     saved = weights(policy)
     export_hf(config_of(models, layout), policy, exchange, export)
     went_on = two_updates(policy)
@@ -172,6 +175,15 @@ def test_the_export_is_an_hf_checkpoint(layout: str, ranks: Any, root: Path, mod
         if path.suffix != ".safetensors":
             assert (export / path.name).read_bytes() == path.read_bytes()
     assert AutoTokenizer.from_pretrained(export)("12").input_ids
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whatever_the_layout_its_tensors_are_found_in_it(
+    layout: str, ranks: Any, root: Path
+) -> None:
+    store = open_store(root / layout)
+    found = {name: store.read(name) for name in store.tensors}
+    assert equal(found, ranks[0][layout][0])
 
 
 def test_what_does_not_fit_is_refused_by_name(ranks: Any, root: Path) -> None:
