@@ -32,6 +32,10 @@ _ENVIRONMENT = {
 }
 
 
+CPU_LATENT_SIZE = 576
+"""Of a token in the cache of latent attention: all that vLLM's kernels on CPU are made for."""
+
+
 def has_cuda() -> bool:
     """Whether engines run on a GPU."""
     return torch.cuda.is_available()
@@ -57,8 +61,14 @@ def arguments(config: EngineConfig) -> dict[str, Any]:
 
 
 def check_model(hf: Mapping[str, Any]) -> None:
-    """Refuse what vLLM on CPU would only fail on in its first step. Raises ConfigError."""
+    """Refuse what vLLM would only fail on later, or get wrong. Raises ConfigError."""
+    is_latent = hf.get("model_type") == "deepseek_v3"
+    if is_latent and hf.get("tie_word_embeddings"):
+        raise ConfigError("model.path: tie_word_embeddings; vLLM does not tie a DeepSeek-V3 head")
     if has_cuda():
+        return
+    if is_latent:
+        _check_latent_heads(hf)
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -68,6 +78,15 @@ def check_model(hf: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"model.path: attention heads of {head_dim}; vLLM on CPU takes "
             f"{', '.join(map(str, sizes))}"
+        )
+
+
+def _check_latent_heads(hf: Mapping[str, Any]) -> None:
+    size = hf["kv_lora_rank"] + hf["qk_rope_head_dim"]
+    if size != CPU_LATENT_SIZE:
+        raise ConfigError(
+            f"model.path: kv_lora_rank + qk_rope_head_dim = {size}; vLLM on CPU takes "
+            f"{CPU_LATENT_SIZE} (512 + 64)"
         )
 
 
@@ -151,6 +170,21 @@ def _adapt_cpu_platform() -> None:
         lambda communicator: f"/dapo-{job}-{plain(communicator).replace('/', '')}"
     )
     _mend_expert_parallel()
+    _mend_paired_rope()
+
+
+def _mend_paired_rope() -> None:
+    """Turn neighbouring columns (DeepSeek-V3 without yarn) as vLLM does in plain torch: its CPU
+    kernel (0.32) gets them wrong for queries of three dimensions, by nats."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    plain = RotaryEmbedding.forward_cpu
+
+    def forward(rope: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        turn = plain if rope.is_neox_style else RotaryEmbedding.forward_native
+        return turn(rope, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward
 
 
 def _mend_expert_parallel() -> None:

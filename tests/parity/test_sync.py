@@ -42,6 +42,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+        },
+    ),
     "llama_odd": (
         "llama",
         {
@@ -61,7 +70,7 @@ EVERY_DAY = {("qwen3_tied", "tp2x2"), ("qwen3_moe", "tp4")}
 def policies(model: str) -> dict[str, dict[str, int]]:
     if model == "llama_odd":
         return ODD
-    if not model.endswith("moe"):
+    if model not in ("qwen3_moe", "deepseek_v3"):
         return POLICIES
     # Megatron trains experts under tensor parallelism with sequence parallelism alone.
     both = POLICIES | EXPERTS
