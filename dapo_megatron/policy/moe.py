@@ -120,8 +120,6 @@ class BiasedRouter(Router):
         super()._apply(*args, **kwargs)
         bias = self.expert_bias
         bias.data = bias.data.to(torch.promote_types(bias.dtype, torch.float32))
-        # Where Megatron keeps the gradients of the others.
-        bias.main_grad = torch.zeros_like(bias.data)  # type: ignore[attr-defined]
         return self
 
     def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:

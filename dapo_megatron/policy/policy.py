@@ -111,7 +111,7 @@ class MegatronPolicy:
             sums = self._accumulate(mini, loss, num_tokens)
             value = self._means(sums, num_tokens)["loss"]
         self._unshard_gradients()
-        shards = self._shards_of(self._models(), lambda parameter: parameter.main_grad)
+        shards = self._shards_of(self._models(), _gradient)
         whole = gather_whole(shards, self._exchange, self._device)
         return value, {name: gradient.clone() for name, gradient in whole}
 
@@ -236,6 +236,11 @@ class MegatronPolicy:
                     parts = [torch.empty_like(part) for _ in range(group.size())]
                     dist.all_gather(parts, part, group=group)
                     bucket.grad_data.copy_(torch.cat(parts))
+
+
+def _gradient(parameter: Any) -> Tensor:
+    """The reduced gradient of a parameter; zeros for one that is not trained."""
+    return parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
 
 
 def _distribute(model: Decoder, *, first: bool) -> Any:
