@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dapo_megatron.bridge.families import architecture, hf_tensors
-from dapo_megatron.bridge.stores import HfWriter, TensorInfo, copy_companions
+from dapo_megatron.bridge.agree import agreed
+from dapo_megatron.bridge.families import Architecture, architecture, hf_tensors
+from dapo_megatron.bridge.stores import HfWriter, Store, TensorInfo, copy_companions, open_store
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.bridge.transfer import gather_whole
 from dapo_megatron.cluster.ranks import Ranks
@@ -42,7 +44,7 @@ from dapo_megatron.tracking import (
     RunRecorder,
     SilentRecorder,
 )
-from dapo_megatron.types import Prompt
+from dapo_megatron.types import ConfigError, Prompt
 
 
 @dataclass
@@ -131,6 +133,7 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
         config.sync,
         vocab=policy.architecture.vocab,
         max_tokens=config.rollout.max_prompt_tokens,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
     )
     return policy, engine, sync
 
@@ -200,20 +203,44 @@ def build_parts(
 
 def export_hf(config: Config, policy: Policy, ranks: Ranks, folder: Path) -> None:
     """The policy as an HF checkpoint in `folder`; every rank writes its share of the tensors.
-    Collective."""
-    source, dtype = Path(config.model.path), getattr(torch, config.policy.precision)
-    arch = architecture(read_model_config(config), config.model.ignore_fields)
-    infos = {name: TensorInfo(shape, dtype) for name, shape in hf_tensors(arch).items()}
+    Collective. Raises CheckpointError, on every rank."""
+    dtype = getattr(torch, config.policy.precision)
+    infos = {
+        name: TensorInfo(shape, dtype)
+        for name, shape in hf_tensors(read_architecture(config)).items()
+    }
     writer = HfWriter(folder, infos)
-    if ranks.rank == 0:
-        writer.create()
-    ranks.barrier()
     shards = policy.shards()
-    for name, tensor in gather_whole(shards, ranks, shards[0].view.device, deal=True):
-        writer.write(name, tensor)
-    ranks.barrier()
-    if ranks.rank == 0:
-        writer.finish(source, dtype)
+    weights = iter(gather_whole(shards, ranks, shards[0].view.device, deal=True))
+
+    def write() -> None:
+        for name, tensor in weights:
+            writer.write(name, tensor)
+
+    def on_first(action: Callable[[], None]) -> None:
+        agreed(ranks, action if ranks.rank == 0 else lambda: None)
+
+    on_first(writer.create)
+    agreed(ranks, write, drain=weights)
+    on_first(lambda: writer.finish(Path(config.model.path), dtype))
+
+
+def read_architecture(config: Config) -> Architecture:
+    """Of the model of the config. Raises ConfigError where it is not understood."""
+    return architecture(read_model_config(config), config.model.ignore_fields)
+
+
+def open_checkpoint(config: Config, checkpoint: Path) -> Store:
+    """Weights for the model of the config. Raises ConfigError if they are of another model: with
+    the same shapes, another rope would be wrong without a sign."""
+    store = open_store(checkpoint, config.model.ignore_fields)
+    wanted, found = (asdict(arch) for arch in (read_architecture(config), store.arch))
+    if other := [name for name in wanted if wanted[name] != found[name]]:
+        raise ConfigError(
+            f"checkpoint: {checkpoint} is of another model than model.path: "
+            + ", ".join(f"{name} {found[name]}, not {wanted[name]}" for name in other)
+        )
+    return store
 
 
 def build_recorder(

@@ -148,15 +148,15 @@ def _true_status(recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
 def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
     """Evaluate the model, or the weights of a checkpoint, of any layout; the figures on rank 0."""
     from dapo_megatron import build
-    from dapo_megatron.bridge.stores import open_store, read_into
+    from dapo_megatron.bridge.stores import read_into
 
     with open_session(config, with_folder=False) as session:
         ranks = session.ranks
+        store = build.open_checkpoint(config, Path(checkpoint)) if checkpoint else None
         prompts = build.load_prompts(config)
         core = build.build_core(config, ranks)
         try:
-            if checkpoint is not None:
-                store = open_store(Path(checkpoint), config.model.ignore_fields)
+            if store is not None:
                 read_into(store, core.policy.shards())
             core.sync(0)
             figures = build.build_evaluator(config, prompts, core).run()

@@ -16,16 +16,18 @@ from dapo_megatron.bridge.shards import Region
 _CHUNK = 2**22
 """Elements turned into integers at once: 32 MiB."""
 _MASK = 2**64 - 1
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Odd constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers.
 _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 @torch.no_grad()
 def fingerprint(value: Tensor, region: Region) -> int:
-    """The part of a tensor's fingerprint that lies in `region`; `value` has the region's shape.
+    """The part of a tensor's fingerprint that lies in `region`; `value` has the region's shape, and
+    elements of 4 bytes at most.
 
-    0.0 and -0.0 count as one. Waits for the device.
+    Numbers too small to be normal (1e-38 in bfloat16 and float32) count as 0, -0.0 too: kernels
+    through which weights are read back take them for 0. Waits for the device.
     """
     dims = len(region.shape)
     weights = [
@@ -36,8 +38,8 @@ def fingerprint(value: Tensor, region: Region) -> int:
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for first in range(0, rows.shape[0], step):
         part = rows[first : first + step]
-        # Adding 0 turns -0.0 into 0.0: a matrix product that reads weights back loses that sign.
-        part = part + 0 if part.element_size() > 1 else part
+        if part.element_size() > 1:
+            part = torch.where(part.abs() < torch.finfo(part.dtype).tiny, 0.0, part)
         sums = part.contiguous().view(_BITS[value.element_size()]).to(torch.int64)
         sums = sums.view(-1, *region.shape[1:])
         for dim in reversed(range(1, dims)):

@@ -8,11 +8,11 @@ the same log-probs for fixed sequences. Whatever fails ends the run and names te
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import TypeVar, cast
 
 from dapo_megatron.bridge import canary
+from dapo_megatron.bridge.agree import NAMED, agreed
 from dapo_megatron.bridge.fingerprint import fingerprint
 from dapo_megatron.bridge.plan import Plan, make_plan
 from dapo_megatron.bridge.shards import Piece, Shard
@@ -25,9 +25,6 @@ from dapo_megatron.types import SyncError, SyncReport
 SMALL_MODEL = 200_000_000
 """Up to so many elements, every sync is fingerprinted: 10 ms per million on one CPU core."""
 BIG_MODEL_PERIOD = 10
-NAMED = 5
-"""Faults that an error lists."""
-T = TypeVar("T")
 
 
 class WeightSync:
@@ -45,6 +42,7 @@ class WeightSync:
         *,
         vocab: int,
         max_tokens: int,
+        ranks_per_node: int,
     ) -> None:
         self._policy = policy
         self._engine = engine
@@ -54,18 +52,21 @@ class WeightSync:
         self._shards: Sequence[Shard] = policy.shards()
         self._held = exchange.all_gather([shard.piece for shard in self._shards])
         shapes = {p.name: (p.global_shape, p.dtype) for pieces in self._held for p in pieces}
-        wanted = self._together(lambda: engine.wanted(shapes))
-        self._wanted: list[list[Piece]] = exchange.all_gather(wanted)
-        self.plan: Plan = make_plan(self._held, self._wanted)
+        wanted = agreed(exchange, lambda: engine.wanted(shapes))
+        self.wanted: list[list[Piece]] = exchange.all_gather(wanted)
+        """The slices of each rank's engine."""
+        self.plan: Plan = make_plan(self._held, self.wanted, ranks_per_node=ranks_per_node)
         self._transfer = Transfer(
             self.plan, self._shards, wanted, exchange.rank, self._shards[0].view.device
         )
+        self.bytes_received: list[int] = exchange.all_gather(self._transfer.nbytes_received)
+        """By each rank in one sync."""
         size = sum(prod(shape) for shape, _ in shapes.values())
         self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
         """Of the whole model."""
         self._period = config.fingerprint_every or (1 if size <= SMALL_MODEL else BIG_MODEL_PERIOD)
         self._num_done = 0
-        self._canary = canary.sequences(vocab, min(config.canary_tokens, max_tokens))
+        self._canary = canary.sequences(vocab, max(2, min(config.canary_tokens, max_tokens)))
 
     def __call__(self, version: int) -> SyncReport:
         """Raises SyncError naming tensor and ranks; the engines must then not be used."""
@@ -78,8 +79,8 @@ class WeightSync:
         self._num_done += 1
         return SyncReport(
             version=version,
-            num_tensors=len({piece.name for piece in self._wanted[self._exchange.rank]}),
-            num_bytes=max(map(self.plan.bytes_received, range(self._exchange.world_size))),
+            num_tensors=len({piece.name for piece in self.wanted[self._exchange.rank]}),
+            num_bytes=max(self.bytes_received),
             seconds=moved - started,
             verify_seconds=time.perf_counter() - moved,
             fingerprinted=is_due,
@@ -90,7 +91,7 @@ class WeightSync:
     def _move(self, version: int) -> None:
         """The weights, and agreement on which they are."""
         stream = iter(self._transfer)
-        self._together(lambda: self._engine.receive(stream, version), drain=stream)
+        agreed(self._exchange, lambda: self._engine.receive(stream, version), drain=stream)
         versions = self._exchange.all_gather((version, self._engine.version))
         newest = max(asked for asked, _ in versions)
         for rank, (asked, running) in enumerate(versions):
@@ -99,24 +100,6 @@ class WeightSync:
                     f"weights {newest}: rank {rank} syncs weights {asked}, and its engine has "
                     f"weights {running}; the ranks are not at the same step"
                 )
-
-    def _together(self, action: Callable[[], T], drain: Iterable[object] = ()) -> T:
-        """Do something that may fail on some ranks: then all of them raise, with the reasons.
-
-        `drain` is finished even so: other ranks are waiting in it.
-        """
-        result, problem = None, ""
-        try:
-            result = action()
-        except SyncError as error:
-            problem = str(error)
-        for _ in drain:
-            pass
-        problems = self._exchange.all_gather(problem)
-        if any(problems):
-            found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-            raise SyncError("\n".join(found[:NAMED]))
-        return cast(T, result)
 
     def _check_fingerprints(self, version: int) -> list[str]:
         """Compare both sides; the names of tensors that an engine does not let be read."""

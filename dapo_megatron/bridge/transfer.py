@@ -17,14 +17,11 @@ from torch import Tensor
 
 from dapo_megatron.bridge.plan import Move, Plan, make_plan
 from dapo_megatron.bridge.shards import Piece, Region, Shard, whole
-from dapo_megatron.protocols import Exchange
+from dapo_megatron.protocols import Arrival, Exchange
 from dapo_megatron.types import SyncError
 
 ALIGNMENT_BYTES = 16
 """Where a box may start in a buffer: a multiple of the size of any dtype."""
-
-Arrived = tuple[str, list[tuple[Region, Tensor]]]
-"""A tensor's HF name; every region of it that is wanted here, with its elements, shaped alike."""
 
 _Key = tuple[str, Region]
 _Named = TypeVar("_Named", Piece, Shard)
@@ -71,17 +68,11 @@ class Transfer:
         """Bytes that one pass brings here from other ranks, alignment included."""
         return sum(sum(one.arriving.splits) for one in self._rounds)
 
-    @property
-    def nbytes_buffers(self) -> int:
-        """Bytes of the buffers of the largest round."""
-        sizes = (sum(one.arriving.splits) + sum(one.leaving.splits) for one in self._rounds)
-        return max(sizes, default=0)
-
-    def __iter__(self) -> Iterator[Arrived]:
+    def __iter__(self) -> Iterator[Arrival]:
         for one in self._rounds:
             yield from self._carry_out(one)
 
-    def _carry_out(self, one: _Round) -> Iterator[Arrived]:
+    def _carry_out(self, one: _Round) -> Iterator[Arrival]:
         received = one.arriving.allocate(self._device)
         if one.is_exchange:
             sent = one.leaving.allocate(self._device)

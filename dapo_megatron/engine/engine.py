@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from dapo_megatron.bridge.shards import Piece
     from dapo_megatron.engine.coverage import Offer
-    from dapo_megatron.engine.receiver import Arrival, WeightReceiver
+    from dapo_megatron.engine.receiver import WeightReceiver
+    from dapo_megatron.protocols import Arrival
 
 _TRANSFER = "dapo_megatron"  # our back end of vLLM's weight transfer
 _SYNC_FAILED = "a weight sync failed midway, it holds old weights and new ones"

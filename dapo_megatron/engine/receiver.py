@@ -29,13 +29,11 @@ from dapo_megatron.engine import device
 from dapo_megatron.engine.coverage import Offer, check_used
 from dapo_megatron.engine.loads import Load, trace
 from dapo_megatron.engine.slices import Sink, StandIn
+from dapo_megatron.protocols import Arrival
 from dapo_megatron.types import SyncError
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-Arrival = tuple[str, Sequence[tuple[Region, Tensor]]]
-"""(HF name, the slices of it that are wanted here): all that a rank gets of one tensor."""
 
 
 @dataclass

@@ -42,7 +42,9 @@ def rank_main(rank: int, folder: Path) -> dict[str, str]:
     engine = Saboteur(VllmEngine(config, rank=rank, world_size=2, local_rank=rank))
     policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
     vocab = policy.architecture.vocab
-    sync = WeightSync(policy, engine, exchange, config.sync, vocab=vocab, max_tokens=32)
+    sync = WeightSync(
+        policy, engine, exchange, config.sync, vocab=vocab, max_tokens=32, ranks_per_node=2
+    )
     old: dict[str, Any] = {}
     engine.stream = lambda weights: old.update(saboteur.kept(weights)) or old.items()
     said = {"nothing": attempt(sync, 0, SyncError)}
