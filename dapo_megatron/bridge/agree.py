@@ -1,0 +1,35 @@
+"""Failing together: a rank that gives up alone leaves the others waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar, cast
+
+from dapo_megatron.protocols import Exchange
+from dapo_megatron.types import DapoError
+
+NAMED = 5
+"""Reasons that an error lists."""
+T = TypeVar("T")
+
+
+def agreed(exchange: Exchange, action: Callable[[], T], *, drain: Iterable[object] = ()) -> T:
+    """Do something that may fail on some ranks: then all of them raise, with the reasons.
+    Collective.
+
+    `drain` is finished even so: it is a collective iteration that the other ranks are in. Anything
+    but a DapoError ends this rank, and its launcher the others.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except DapoError as raised:
+        error = raised
+    for _ in drain:
+        pass
+    errors = exchange.all_gather((type(error), str(error)) if error else None)
+    found = [(rank, *one) for rank, one in enumerate(errors) if one is not None]
+    if found:
+        kind = found[0][1]
+        raise kind("\n".join(f"rank {rank}: {text}" for rank, _, text in found[:NAMED]))
+    return cast(T, result)
