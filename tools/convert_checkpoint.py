@@ -207,6 +207,8 @@ def convert(
     infos = {name: TensorInfo(info.shape, to or info.dtype) for name, info in store.tensors.items()}
     started, baseline = time.monotonic(), memory("VmRSS")
     with publish(target, overwrite=overwrite) as folder:
+        if check:
+            check_copies(store)
         writer = make_writer(folder, infos)
         with bar(
             "writing", sum(store.extent_bytes(extent) for extent in writer.extents)
@@ -238,10 +240,22 @@ def convert(
     }
 
 
+def check_copies(source: Store) -> None:
+    """Raise CheckpointError if the source holds a tensor more than once, and not alike."""
+    with bar("comparing copies", replica_bytes(source)) as advance:
+        found = list(compare_replicas(source, advance))
+    if found:
+        raise CheckpointError(
+            f"{source.folder}: holds copies of a tensor that differ, and which is right is not "
+            f"known; --no-check takes the first of each:\n{listed(found)}"
+        )
+
+
 def read_back(source: Store, written: Store, *, same_dtype: bool) -> None:
-    """Raise CheckpointError unless what was written is what was read."""
-    with bar("reading back", num_bytes(source)) as advance:
+    """Raise CheckpointError unless what was written, each copy of it, is what was read."""
+    with bar("reading back", num_bytes(source) + replica_bytes(written)) as advance:
         found = list(compare(source, written, advance, same_dtype=same_dtype))
+        found += compare_replicas(written, advance)
     if found:
         raise CheckpointError(
             f"{written.folder}: not what was read from {source.folder}; the disk or this program "

@@ -134,6 +134,20 @@ def test_training_checkpoint_to_hf(tmp_path: Path) -> None:
     assert code == 0
 
 
+def test_copies_that_differ_are_not_converted(tmp_path: Path) -> None:
+    """Replicas that training let drift apart: which is right, nobody knows."""
+    source = open_store(write_random(tmp_path / "hf", config_of("qwen2"), torch.float32))
+    places = {rank: [Place(rank % 3, 3, 0, 2, True, True)] for rank in range(6)}
+    step = training_checkpoint(source, tmp_path / "step_000040", places)
+    flip_bit(step / "rank_00004.safetensors", "model/decoder.layers.0.mlp.linear_fc1.weight")
+    code, output = call("megatron-to-hf", step, tmp_path / "out")
+    assert code == 2 and "holds copies of a tensor that differ" in output
+    assert "layers.0.mlp.up_proj.weight: replica: rank_00001" in output
+    assert not (tmp_path / "out").exists()
+    assert call("megatron-to-hf", step, tmp_path / "out", "--no-check")[0] == 0
+    assert not differences(source, open_store(tmp_path / "out"))
+
+
 def test_verify_names_tensor_and_element(hf: Path, tmp_path: Path) -> None:
     call("hf-to-megatron", hf, tmp_path / "m", "--tensor-parallel", 3)
     key = "model/decoder.layers.1.self_attention.linear_proj.weight"
@@ -277,17 +291,29 @@ def test_a_disk_without_room(hf: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "expected"),
+    [
+        ("stage_00_tensor_00", "embedding.word_embeddings", "embed_tokens.weight: value: 1 elem"),
+        ("stage_00_tensor_01", "decoder.layers.0.input_layernorm", "layernorm.weight: replica: "),
+        ("stage_01_tensor_01", "output_layer", "embed_tokens.weight: replica: "),
+    ],
+)
 def test_what_is_read_back_must_be_what_was_written(
-    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, key: str, expected: str
 ) -> None:
+    """Every copy: norms of each rank, and the tied embedding of the last stage."""
+
     def damaged(folder: Path, *arguments: Any) -> Any:
         if folder.name.endswith(".partial"):
-            flip_bit(folder / "stage_00_tensor_00.safetensors", "model/output_layer.weight")
+            flip_bit(folder / f"{file}.safetensors", f"model/{key}.weight")
         return open_store(folder, *arguments)
 
     monkeypatch.setattr(convert_checkpoint, "open_store", damaged)
-    code, output = call("hf-to-megatron", hf, tmp_path / "m")
-    assert code == 2 and "lm_head.weight: value: 1 elements" in output
+    hf = write_random(tmp_path / "hf", config_of("llama_tied", vocab_size=36))
+    options = ["--tensor-parallel", 3, "--pipeline-parallel", 2]
+    code, output = call("hf-to-megatron", hf, tmp_path / "m", *options)
+    assert code == 2 and "not what was read" in output and expected in output
     assert not (tmp_path / "m").exists()
 
 
