@@ -1,45 +1,62 @@
-"""`doctor sync`, for real, on a converted model in a third layout; and a checkpoint of one layout
-evaluated in another."""
+"""`doctor sync`, for real, on a converted model in a third layout; and weights of one layout
+evaluated in another, if they are of the same model."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.configs import REPOSITORY, TINY
 
+BASE = REPOSITORY / "model_configs" / "tiny_qwen3"
 
-def run(*command: str) -> str:
-    done = subprocess.run(
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model cut in four."""
-    target = tmp_path_factory.mktemp("converted") / "megatron"
-    source = REPOSITORY / "model_configs" / "tiny_qwen3"
+def convert(source: Path, target: Path) -> Path:
+    """Cut in four."""
     cut = ("--tensor-parallel", "2", "--pipeline-parallel", "2")
-    run("tools/convert_checkpoint.py", "hf-to-megatron", str(source), str(target), *cut)
+    done = run("tools/convert_checkpoint.py", "hf-to-megatron", str(source), str(target), *cut)
+    assert done.returncode == 0, done.stdout + done.stderr
     return target
 
 
-def test_a_sync_of_a_converted_model_is_proved(converted: Path, tmp_path: Path) -> None:
-    figures = tmp_path / "sync.json"
+def evaluate(checkpoint: Path, figures: Path) -> subprocess.CompletedProcess[str]:
+    small = ("evaluation.sets.0.size=40", "evaluation.samples=2", f"checkpoint={checkpoint}")
+    return run("-m", "dapo_megatron", "evaluate", str(TINY), *small, "--json", str(figures))
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a final norm of zeros: it never finds an answer."""
+    folder = tmp_path_factory.mktemp("silent") / "hf"
+    shutil.copytree(BASE, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].zero_()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_sync_of_a_converted_model_is_proved(tmp_path: Path) -> None:
+    converted, figures = convert(BASE, tmp_path / "megatron"), tmp_path / "sync.json"
     layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "engine.tensor_parallel=2")
-    said = run(
+    done = run(
         "-m", "dapo_megatron", "doctor", "sync", str(TINY), f"model.path={converted}", *layout,
         "--json", str(figures),
     )  # fmt: skip
-    assert "engines hold and compute with what the policy holds" in said
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "engines hold and compute with what the policy holds\n" in done.stdout
     proof: dict[str, Any] = json.loads(figures.read_text())
     assert proof["num_tensors"] == 46
     assert len(proof["syncs"]) == 3
@@ -50,12 +67,19 @@ def test_a_sync_of_a_converted_model_is_proved(converted: Path, tmp_path: Path) 
     assert proof["lower_bound_bytes"] < 0.5 * proof["num_bytes"]
 
 
-def test_the_converted_model_evaluates_as_the_first(converted: Path, tmp_path: Path) -> None:
-    figures = []
-    for number, checkpoint in enumerate(((), (f"checkpoint={converted}",))):
-        file = tmp_path / f"{number}.json"
-        small = ("evaluation.sets.0.size=40", "evaluation.samples=2")
-        run("-m", "dapo_megatron", "evaluate", str(TINY), *small, *checkpoint, "--json", str(file))
-        figures.append(json.loads(file.read_text()))
-    assert figures[0] == figures[1]
-    assert 0.1 < next(iter(figures[0].values())) < 0.9
+def test_what_is_evaluated_are_the_weights_of_the_checkpoint(silent: Path, tmp_path: Path) -> None:
+    done = evaluate(convert(silent, tmp_path / "megatron"), tmp_path / "figures.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["eval/chain_sum_held_out/avg@2"] < 0.05  # the base model's is 0.37
+
+
+def test_weights_of_another_model_are_refused(silent: Path, tmp_path: Path) -> None:
+    config = json.loads((silent / "config.json").read_text())
+    config["rms_norm_eps"] = 0.5
+    other = tmp_path / "other"
+    shutil.copytree(silent, other)
+    (other / "config.json").write_text(json.dumps(config))
+    done = evaluate(other, tmp_path / "figures.json")
+    assert done.returncode == 2
+    assert "is of another model than model.path: norm_eps 0.5, not 1e-06" in done.stdout
