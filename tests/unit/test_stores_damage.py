@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from dapo_megatron.bridge.shards import Piece, Shard, whole
 from dapo_megatron.bridge.stores import TensorInfo, open_store, read_into
-from dapo_megatron.bridge.stores.file import TensorFileWriter
+from dapo_megatron.bridge.stores.file import TensorFile, TensorFileWriter
 from dapo_megatron.bridge.stores.megatron import MegatronLayout
 from dapo_megatron.types import CheckpointError, ConfigError
 from tests.helpers.checkpoints import (
@@ -57,6 +60,16 @@ HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         f"{SHARD}: the tensor {NORM} is not in it",
     ),
+    "tensor in two files": (
+        lambda folder: edit_tensors(folder / SHARD, lambda t: t.update({NORM: torch.ones(36)})),
+        rf"{NORM} is in model-00004-of-00004.safetensors and in {SHARD} too",
+    ),
+    "index of numbers": (
+        lambda folder: edit_json(
+            folder / INDEX, lambda index: index["weight_map"].update({NORM: 4})
+        ),
+        f"{INDEX}: has no weight_map",
+    ),
     "index empty": (
         lambda folder: (folder / INDEX).write_text("{}"),
         f"{INDEX}: has no weight_map",
@@ -80,6 +93,38 @@ def test_a_damaged_hf_folder_is_refused(tmp_path: Path, fault: str) -> None:
         open_store(folder)
 
 
+def entry(start: int, stop: int, *shape: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": list(shape), "data_offsets": [start, stop]}
+
+
+HEADERS: dict[str, tuple[dict[str, Any], str]] = {
+    "overlap": ({"a": entry(0, 8, 2), "b": entry(4, 12, 2)}, "b overlaps the tensor before it"),
+    "twice": ({"a": entry(0, 12, 3), "b": entry(0, 12, 3)}, "b overlaps the tensor before it"),
+    "gap": ({"a": entry(0, 4, 1), "b": entry(8, 12, 1)}, "b leaves a gap before it"),
+    "late start": ({"a": entry(4, 12, 2)}, "a leaves a gap before it"),
+    "negative size": ({"a": entry(8, 0, -2), "b": entry(0, 12, 3)}, "a: cannot read the header"),
+    "two negative sizes": ({"a": entry(0, 12, -1, -3)}, "a: cannot read the header"),
+    "text for a size": ({"a": {**entry(0, 12), "shape": "3"}}, "a: cannot read the header"),
+    "bytes over": ({"a": entry(0, 8, 2)}, r"too long: .* speaks of \d+ bytes, the file has"),
+    "cut off": ({"a": entry(0, 16, 4)}, "cut off: its header speaks of"),
+    "entry is a list": ({"a": [1]}, "a: cannot read the header"),
+    "metadata is a number": ({"__metadata__": 3, "a": entry(0, 12, 3)}, "its metadata is no obj"),
+}
+
+
+@pytest.mark.parametrize("fault", HEADERS)
+def test_a_wrong_header_is_refused(tmp_path: Path, fault: str) -> None:
+    """Wherever the library refuses, so must we."""
+    header, message = HEADERS[fault]
+    path = tmp_path / "a.safetensors"
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
+    with pytest.raises(SafetensorError):
+        safe_open(path, "pt")
+    with pytest.raises(CheckpointError, match=message):
+        TensorFile(path)
+
+
 Q = "model.layers.0.self_attn.q_proj.weight"
 TENSOR_DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "missing": (lambda tensors: tensors.pop(Q), f"the tensor {Q} is missing"),
@@ -89,6 +134,12 @@ TENSOR_DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] =
     ),
     "quantised": (lambda tensors: tensors.update({Q: tensors[Q].to(torch.int8)}), f"{Q} is int8"),
     "foreign": (lambda tensors: tensors.update(spare=torch.ones(2)), "spare is no tensor of this"),
+    "tied head alone": (
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+        ),
+        "the tensor model.embed_tokens.weight is missing",
+    ),
     "tied head differs": (
         lambda tensors: tensors.update(
             {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0).contiguous()}
@@ -151,6 +202,10 @@ MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "megatron.json").unlink(),
         "megatron.json is missing",
     ),
+    "no list of files": (
+        lambda folder: edit_json(folder / "megatron.json", lambda about: about.update(files=3)),
+        "megatron.json: has no list of files",
+    ),
     "newer version": (
         lambda folder: edit_json(folder / "megatron.json", lambda about: about.update(version=2)),
         "version 2; this program reads version 1",
@@ -179,6 +234,37 @@ def test_a_damaged_megatron_folder_is_refused(tmp_path: Path, fault: str) -> Non
     damage, message = MEGATRON_DAMAGE[fault]
     damage(tmp_path / "megatron")
     with pytest.raises(CheckpointError, match=message):
+        open_store(tmp_path / "megatron")
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ("5", "not iterable"),
+        ("{", "Expecting property name"),
+        ("[[]]", "mapping"),
+        ({"num_layers": "2"}, "num_layers is '2'"),
+        ({"tp_rank": 0.0}, "tp_rank is 0.0"),
+        ({"has_head": 1}, "has_head is 1"),
+        ({"ep_size": None}, "ep_size is None"),
+        ({"first_layer": -1}, "first_layer is -1"),
+        ({"first_layer": 1}, "the model has 2 layers"),
+        ({"tp_size": 0}, "a rank is not below its size"),
+        ({"ep_rank": 1}, "a rank is not below its size"),
+        ({"size": 1}, "unexpected keyword"),
+    ],
+)
+def test_wrong_places_are_refused(
+    tmp_path: Path, places: str | dict[str, Any], message: str
+) -> None:
+    source = open_store(write_random(tmp_path / "hf", config_of("llama")))
+    to_megatron(source, tmp_path / "megatron", MegatronLayout(1, (2,)))
+    path = tmp_path / "megatron" / "stage_00_tensor_00.safetensors"
+    if isinstance(places, dict):
+        [place] = json.loads(TensorFile(path).metadata["places"])
+        places = json.dumps([{**place, **places}])
+    save_file(load_file(path), path, metadata={"places": places})
+    with pytest.raises(CheckpointError, match=f"{path.name}: cannot read its `places`.*{message}"):
         open_store(tmp_path / "megatron")
 
 

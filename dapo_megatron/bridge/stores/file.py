@@ -73,17 +73,21 @@ class TensorFile:
         self.path = path
         header, self._data_start, file_bytes = _read_header(path)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        if not isinstance(self.metadata, dict):
+            raise CheckpointError(f"{path}: not a safetensors file (its metadata is no object)")
         self.tensors: dict[str, TensorInfo] = {}
         self._offsets: dict[str, int] = {}
-        end = self._data_start
+        stretches = []
         for key, entry in header.items():
             info, start, stop = _parse(path, key, entry)
             self.tensors[key] = info
             self._offsets[key] = self._data_start + start
-            end = max(end, self._data_start + stop)
-        if file_bytes < end:
+            stretches.append((start, stop, key))
+        end = self._data_start + _end_of(path, sorted(stretches))
+        if file_bytes != end:
+            what = "cut off" if file_bytes < end else "too long"
             raise CheckpointError(
-                f"{path}: cut off: its header speaks of {end:,} bytes, the file has "
+                f"{path}: {what}: its header speaks of {end:,} bytes, the file has "
                 f"{file_bytes:,}; copy or download it again"
             )
 
@@ -236,17 +240,31 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 def _parse(path: Path, key: str, entry: Any) -> tuple[TensorInfo, int, int]:
     try:
-        info = TensorInfo(tuple(map(int, entry["shape"])), DTYPES[entry["dtype"]])
-        start, stop = map(int, entry["data_offsets"])
+        info = TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        start, stop = entry["data_offsets"]
+        if not all(type(size) is int and size >= 0 for size in (*info.shape, start, stop)):
+            raise ValueError("sizes and offsets are integers from 0 on")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: {key}: cannot read the header's {entry} ({error})"
         ) from None
-    if start < 0 or stop - start != info.nbytes:
+    if stop - start != info.nbytes:
         raise CheckpointError(
             f"{path}: {key}: {info.nbytes:,} bytes by its shape, {stop - start:,} by its offsets"
         )
     return info, start, stop
+
+
+def _end_of(path: Path, stretches: list[tuple[int, int, str]]) -> int:
+    """Where the last of (start, stop, key) ends, in order. As safetensors, it refuses bytes that
+    two tensors share or that none has."""
+    end = 0
+    for start, stop, key in stretches:
+        if start != end:
+            fault = "overlaps the tensor before it" if start < end else "leaves a gap before it"
+            raise CheckpointError(f"{path}: {key} {fault}; the file is damaged, download it again")
+        end = stop
+    return end
 
 
 def _runs(shape: tuple[int, ...], box: Region) -> Iterator[tuple[int, int]]:

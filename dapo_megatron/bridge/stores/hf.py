@@ -34,7 +34,7 @@ def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
     arch = architecture(config, ignore)
     files, places = _find_tensors(folder)
     infos = {name: files[file].tensors[name] for name, file in places.items()}
-    if arch.tied and _HEAD in infos:
+    if arch.tied and {_EMBEDDING, _HEAD} <= infos.keys():
         _check_tied_head(files[places[_EMBEDDING]], files[places[_HEAD]])
         del infos[_HEAD]
     infos = {name: info for name, info in infos.items() if not name.endswith(_BUFFER)}
@@ -111,8 +111,8 @@ def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
     if not index.exists():
         raise CheckpointError(_why_no_weights(folder))
     places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise CheckpointError(f"{index}: has no weight_map")
+    if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
+        raise CheckpointError(f"{index}: has no weight_map of tensors to file names")
     files = {}
     for name in sorted(set(places.values())):
         if not (folder / name).exists():
@@ -132,6 +132,11 @@ def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
                 raise CheckpointError(
                     f"{index}: has no entry for {name}, which is in {file_name}; "
                     "index and files are not of one download"
+                )
+            if places[name] != file_name:
+                raise CheckpointError(
+                    f"{folder}: {name} is in {places[name]} and in {file_name} too; "
+                    "the files are not of one download"
                 )
     return files, places
 

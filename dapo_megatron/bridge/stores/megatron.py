@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -67,7 +67,9 @@ def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
             f"{folder / MEGATRON_JSON}: version {about.get('version')!r}; "
             f"this program reads version {VERSION}"
         )
-    names = about.pop("files", [])
+    names = about.pop("files", None)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{folder / MEGATRON_JSON}: has no list of files")
     for name in names:
         if not (folder / name).exists():
             raise CheckpointError(f"{folder / name}: missing, though {MEGATRON_JSON} names it")
@@ -116,7 +118,7 @@ def _open(
 def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
     """(key, what it holds) for all parameters of a file."""
     slots = []
-    for place in _places(file):
+    for place in _places(file, arch):
         slots.append(layout_of(arch, place) | layout_of(arch, place, fused=True))
     for key, info in file.tensors.items():
         match = _KEY.match(key)
@@ -133,7 +135,7 @@ def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
         yield from ((key, part) for part in slot.parts)
 
 
-def _places(file: TensorFile) -> list[Place]:
+def _places(file: TensorFile, arch: Architecture) -> list[Place]:
     text = file.metadata.get("places")
     if text is None:
         raise CheckpointError(
@@ -141,9 +143,24 @@ def _places(file: TensorFile) -> list[Place]:
             "metadata); it was written by an older version"
         )
     try:
-        return [Place(**fields) for fields in json.loads(text)]
+        places = [Place(**fields) for fields in json.loads(text)]
+        for place in places:
+            _check_place(place, arch)
+        return places
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{file.path}: cannot read its `places` ({error})") from None
+
+
+def _check_place(place: Place, arch: Architecture) -> None:
+    """Raise ValueError for what no rank of the model can be."""
+    kinds = get_type_hints(Place)
+    for field, value in asdict(place).items():
+        if type(value) is not kinds[field] or value < 0:
+            raise ValueError(f"{field} is {value!r}")
+    if place.tp_rank >= place.tp_size or place.ep_rank >= place.ep_size:
+        raise ValueError("a rank is not below its size")
+    if place.first_layer + place.num_layers > arch.num_layers:
+        raise ValueError(f"the model has {arch.num_layers} layers")
 
 
 def _extent(part: Part, file: str, key: str) -> Extent:
