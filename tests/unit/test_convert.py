@@ -272,6 +272,53 @@ def test_what_a_killed_command_left_is_removed(hf: Path, tmp_path: Path) -> None
     assert not (tmp_path / "m" / "old").exists()
 
 
+def test_an_interrupt_while_a_model_is_replaced(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two renames TARGET has no name; whatever happens there, it gets it back."""
+    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    rename = Path.rename
+
+    def interrupted(path: Path, to: Path) -> Path:
+        rename(path, to)
+        if to.name == ".m.replaced":
+            raise KeyboardInterrupt
+        return to
+
+    options = ["--tensor-parallel", 3, "--overwrite"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        assert call("hf-to-megatron", hf, tmp_path / "m", *options)[0] == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
+    assert open_store(tmp_path / "m").layout["tensor_parallel"] == 1
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_kill_while_a_model_is_replaced(hf: Path, tmp_path: Path, overwrite: bool) -> None:
+    """The next command puts the old model back before it looks whether there is one."""
+    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    (tmp_path / "m").rename(tmp_path / ".m.replaced")
+    (tmp_path / "m.partial").mkdir()
+    code, output = call("reshard", tmp_path / "m", tmp_path / "n")
+    assert code == 2 and f"killed while replacing it: rename {tmp_path}/.m.replaced" in output
+    options = ["--tensor-parallel", 3, *(["--overwrite"] if overwrite else [])]
+    code, output = call("hf-to-megatron", hf, tmp_path / "m", *options)
+    assert code == (0 if overwrite else 2) and overwrite != ("m: exists; choose" in output)
+    assert open_store(tmp_path / "m").layout["tensor_parallel"] == (3 if overwrite else 1)
+    assert not (tmp_path / ".m.replaced").exists()
+
+
+def test_an_old_model_outlives_a_command_that_fails(hf: Path, tmp_path: Path) -> None:
+    assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
+    (tmp_path / "m").rename(tmp_path / ".m.replaced")
+    with (
+        pytest.raises(KeyboardInterrupt),
+        convert_checkpoint.publish(tmp_path / "m", overwrite=True),
+    ):
+        raise KeyboardInterrupt
+    assert open_store(tmp_path / "m").layout["tensor_parallel"] == 1
+
+
 def test_two_commands_do_not_write_one_folder(hf: Path, tmp_path: Path) -> None:
     with convert_checkpoint.publish(tmp_path / "m"):
         code, output = call("hf-to-megatron", hf, tmp_path / "m")

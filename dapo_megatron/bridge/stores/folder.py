@@ -67,16 +67,18 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A new folder to fill. It becomes `target` when the block ends, and is removed when the block
     raises (an interrupt included).
 
-    Until then it is `<target>.partial`; one that a killed process left behind is removed first.
+    Until then it is `<target>.partial`; one that a killed process left behind is removed first,
+    and a `target` that it was about to replace is put back.
     Raises CheckpointError if `target` exists (with `overwrite`: if it holds anything but a model),
     or if another process is filling the same folder.
     """
-    if target.exists():
-        _check_replaceable(target, overwrite)
     partial = target.with_name(f"{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(f".{target.name}.lock")):
+            _settle(target)
+            if target.exists():
+                _check_replaceable(target, overwrite)
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir()
@@ -101,13 +103,28 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
 
 
 def _put(partial: Path, target: Path) -> None:
-    replaced = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        if target.exists():
+            target.rename(replaced_by(target))
+        partial.rename(target)
+        _sync([target.parent])
+    finally:
+        _settle(target)
+
+
+def replaced_by(target: Path) -> Path:
+    """Where a folder lies while another takes its name."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _settle(target: Path) -> None:
+    """After a replacement, or one cut short: the old folder goes if the new one is there, and else
+    gets its name back."""
+    replaced = replaced_by(target)
     if target.exists():
-        target.rename(replaced)
-    partial.rename(target)
-    _sync([target.parent])
-    shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+    elif replaced.exists():
+        replaced.rename(target)
 
 
 @contextmanager

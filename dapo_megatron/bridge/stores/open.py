@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from dapo_megatron.bridge.stores.folder import MEGATRON_JSON
+from dapo_megatron.bridge.stores.folder import MEGATRON_JSON, replaced_by
 from dapo_megatron.bridge.stores.hf import open_hf
 from dapo_megatron.bridge.stores.megatron import open_megatron, open_training
 from dapo_megatron.bridge.stores.store import Store
@@ -19,7 +19,9 @@ def open_store(folder: Path, ignore: Collection[str] = ()) -> Store:
     CheckpointError naming the file at fault, ConfigError for a model that is not understood.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
+        replaced = replaced_by(folder)
+        hint = f"; a command was killed while replacing it: rename {replaced}"
+        raise CheckpointError(f"{folder}: no such folder{hint if replaced.exists() else ''}")
     if (folder / MEGATRON_JSON).exists():
         return open_megatron(folder, ignore)
     if any(folder.glob("rank_*.safetensors")):
