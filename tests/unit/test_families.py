@@ -606,6 +606,14 @@ def test_rope_that_is_not_supported_is_refused_by_name(
         ("llama", "attention_dropout", 0.1),
         ("llama", "sliding_window", 4096),  # HF's Llama has none; vLLM reads it
         ("llama", "rope_interleaved", True),
+        ("llama", "is_causal", False),
+        ("qwen2", "is_causal", False),
+        ("qwen3", "is_causal", 0),
+        ("deepseek_v3", "is_encoder_decoder", True),
+        ("llama", "qkv_bias", True),
+        ("mistral", "bias", True),
+        ("qwen2", "use_mrope", True),
+        ("qwen3_moe", "use_qk_norm", False),
         ("llama", "num_key_value_heads", 3),
         ("llama", "hidden_size", "large"),
         ("mistral", "sliding_window", 255),
@@ -690,9 +698,44 @@ def test_a_field_that_is_known_to_matter_cannot_be_ignored() -> None:
 
 
 def test_a_field_that_says_none_is_no_reason_to_refuse() -> None:
-    for field in ("shared_expert_intermediate_size", "n_shared_experts", "mlp_only_layers"):
-        for value in (None, 0, [], {}, "", False):
+    for field in ("n_shared_experts", "mlp_only_layers", "no_such_field"):
+        for value in (None, [], {}, ""):
             assert architecture(config(**{field: value})) == architecture(config())
+
+
+@pytest.mark.parametrize("value", [False, 0, 0.0])
+def test_false_and_zero_of_an_unknown_field_are_refused(value: Any) -> None:
+    # What is absent may stand for true, as vLLM's is_causal does.
+    with pytest.raises(ConfigError, match=f"no_such_field = {value}.*model.ignore_fields"):
+        architecture(config("llama", no_such_field=value))
+    rope = {"rope_type": "default", "no_such_field": value}
+    with pytest.raises(ConfigError, match=f"rope_parameters.no_such_field = {value}"):
+        architecture(config("llama", rope_parameters=rope))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_leaves_out_when_it_is_the_default_is_understood(family: str) -> None:
+    # Older versions wrote all of these.
+    old = {
+        "add_cross_attention": False,
+        "chunk_size_feed_forward": 0,
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "min_length": 0,
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "pruned_heads": {},
+        "remove_invalid_values": False,
+        "tie_encoder_decoder": False,
+        "torchscript": False,
+        "use_bfloat16": False,
+    }
+    assert architecture(config(family, is_causal=True, **old)) == architecture(config(family))
+
+
+def test_what_qwen3_coder_is_published_with_is_understood() -> None:
+    extra = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+    assert architecture(config(**extra)) == architecture(config())
 
 
 @pytest.mark.parametrize(

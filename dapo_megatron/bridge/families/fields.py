@@ -1,7 +1,7 @@
 """An HF config.json as an `Architecture`; what is not understood is refused by name.
 
-A field is read here, or must have a certain value, or is known to be harmless. Any other that says
-more than "none" may change what the model computes, and stops the run.
+A field is read here, or must have a certain value, or is known to be harmless (names.py). Any other
+that says more than "none" may change what the model computes, and stops the run.
 """
 
 from __future__ import annotations
@@ -11,99 +11,16 @@ from typing import Any
 
 from dapo_megatron.bridge.families.architecture import Architecture, Latent, Rope, Scoring
 from dapo_megatron.bridge.families.family import Family
+from dapo_megatron.bridge.families.names import (
+    HARMLESS,
+    READ,
+    READ_OF_EXPERTS,
+    READ_OF_LATENT,
+    READ_OF_SCORING,
+    REQUIRED,
+)
 from dapo_megatron.bridge.families.registry import FAMILIES
 from dapo_megatron.types import ConfigError
-
-READ = frozenset(
-    {
-        "model_type",
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "vocab_size",
-        "tie_word_embeddings",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "layer_types",
-    }
-)
-READ_OF_EXPERTS = frozenset(
-    {
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-    }
-)
-READ_OF_LATENT = frozenset(
-    {
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-        "qk_head_dim",
-    }
-)
-READ_OF_SCORING = frozenset(
-    {
-        "n_routed_experts",
-        "n_shared_experts",
-        "first_k_dense_replace",
-        "n_group",
-        "topk_group",
-        "routed_scaling_factor",
-        "scoring_func",
-        "topk_method",
-    }
-)
-REQUIRED: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
-}
-HARMLESS = frozenset(
-    {
-        # About the checkpoint's making, saving and tools.
-        "architectures",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "transformers.js_config",
-        "unsloth_fixed",
-        "unsloth_version",
-        "_name_or_path",
-        "name_or_path",
-        "_attn_implementation_autoset",
-        "initializer_range",
-        "use_cache",
-        "tokenizer_class",
-        # About tokens and sampling: the tokenizer's and generation_config.json's business.
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "unk_token_id",
-        "max_length",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "repetition_penalty",
-        # Of other tasks, and of how HF's classes answer.
-        "id2label",
-        "label2id",
-        "problem_type",
-        "task_specific_params",
-        "return_dict",
-    }
-)
 
 
 def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Architecture:
@@ -171,12 +88,17 @@ def _refuse_unknown(hf: Mapping[str, Any], family: Family, ignore: Collection[st
     known |= READ_OF_LATENT if family.has_latent else frozenset()
     known |= READ_OF_SCORING if family.has_scoring else frozenset()
     for key, value in hf.items():
-        if key not in known and key not in ignore and value:
+        if key not in known and key not in ignore and not _says_none(value):
             raise ConfigError(
                 f"model.path: the field {key} = {value!r} of config.json is not known for "
                 f"{family.model_type}, and may change what the model computes; if it does not, add "
                 f"{key} to model.ignore_fields"
             )
+
+
+def _says_none(value: Any) -> bool:
+    """False and 0 do say something: what is absent may stand for true, or 1."""
+    return value is None or value in ([], {}, "")
 
 
 def _refuse_windows(hf: Mapping[str, Any], family: Family) -> None:
@@ -212,7 +134,7 @@ def _rope(
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *fields}
     known |= {"mscale", "truncate"} if kind == "yarn" else set()
     for key, value in given.items():
-        if key not in known and f"{where}.{key}" not in ignore and value:
+        if key not in known and f"{where}.{key}" not in ignore and not _says_none(value):
             raise ConfigError(
                 f"model.path: {where}.{key} = {value!r} is not known for the rope type {kind!r}; "
                 f"if it does not matter, add {where}.{key} to model.ignore_fields"

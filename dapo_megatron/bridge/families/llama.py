@@ -6,7 +6,15 @@ from dapo_megatron.bridge.families.family import Family
 LLAMA = Family(
     model_type="llama",
     layer=(*ATTENTION, *DENSE_MLP),
-    required={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+    required={
+        "attention_bias": False,
+        "mlp_bias": False,
+        # vLLM's other names for biases in attention.
+        "bias": False,
+        "qkv_bias": False,
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+    },
     harmless=frozenset({"is_llama_config"}),
     defaults={"num_key_value_heads": None},
 )

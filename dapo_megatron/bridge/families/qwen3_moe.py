@@ -12,6 +12,10 @@ QWEN3_MOE = Family(
         "use_sliding_window": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+        # Published with some Qwen3-MoE models, always so.
+        "qkv_bias": False,
+        "use_qk_norm": True,
+        "shared_expert_intermediate_size": 0,
     },
     harmless=frozenset(
         {
