@@ -640,6 +640,56 @@ def test_what_is_not_supported_is_refused_by_name(family: str, field: str, value
     assert str(value).strip("[]") in str(caught.value) or field == "quantization_config"
 
 
+@pytest.mark.parametrize("value", [None, "x", True, [2], -1, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+        *("vocab_size", "max_position_embeddings", "num_experts_per_tok", "moe_intermediate_size"),
+        *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor"),
+        *("first_k_dense_replace", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+        *("v_head_dim", "rms_norm_eps", "rope_scaling.factor", "rope_scaling.beta_fast"),
+        *("rope_scaling.original_max_position_embeddings", "rope_scaling.mscale_all_dim"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(key: str, value: Any) -> None:
+    fields = config("deepseek_v3")
+    if key.startswith("rope_scaling."):
+        changed = {key.removeprefix("rope_scaling."): value}
+        fields["rope_scaling"] = {**fields["rope_scaling"], **changed}
+    else:
+        fields[key] = value
+    with pytest.raises(ConfigError, match=key.removeprefix("rope_scaling.")):
+        architecture(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_dim": "x"}, "head_dim = 'x'"),
+        ({"head_dim": 0}, "head_dim = 0"),
+        ({"num_key_value_heads": 2.0}, "num_key_value_heads = 2.0"),
+        ({"sliding_window": "x"}, "sliding_window = 'x'"),
+        ({"rope_theta": "abc"}, "rope_theta = 'abc'"),
+        ({"rope_theta": 0}, "rope_theta = 0; must be a number above 0"),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_theta": "x"}},
+            "rope_parameters.rope_theta",
+        ),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear'; must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "rope_scaling.factor = 'x'"),
+        ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, "rope type"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'; must be true or false"),
+        ({"layer_types": 5}, "layer_types has 5"),
+        ({"layer_types": [["full_attention"]]}, "layer_types has"),
+        ({"model_type": ["mistral"]}, "model_type"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        architecture(config("mistral", **fields))
+
+
 def test_latent_attention_is_read() -> None:
     arch = architecture(config("deepseek_v3"))
     assert arch.latent == Latent(5, 7, 3, 2, 5)

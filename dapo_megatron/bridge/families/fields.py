@@ -7,6 +7,7 @@ that says more than "none" may change what the model computes, and stops the run
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import isfinite
 from typing import Any
 
 from dapo_megatron.bridge.families.architecture import Architecture, Latent, Rope, Scoring
@@ -28,7 +29,7 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
 
     Raises ConfigError on a family, a field or a value that is not understood, and on a missing one:
     what changes the computation is refused, never ignored."""
-    family = FAMILIES.get(hf.get("model_type", ""))
+    family = FAMILIES.get(str(hf.get("model_type")))
     if family is None:
         raise ConfigError(
             f"model.path: model_type {hf.get('model_type')!r} is not supported; known: "
@@ -60,10 +61,10 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
         head_dim=latent.rope_dim if latent else _head_dim(hf, heads),
         ffn=_size(hf, "intermediate_size"),
         vocab=_size(hf, "vocab_size"),
-        tied=bool(hf.get("tie_word_embeddings", False)),
+        tied=_flag(hf, "tie_word_embeddings"),
         qkv_bias=family.has("self_attention.linear_qkv.bias"),
         qk_norm=family.has("self_attention.k_layernorm.weight"),
-        norm_eps=float(_required(hf, "rms_norm_eps")),
+        norm_eps=_number(hf, "rms_norm_eps"),
         rope=_rope(hf, ignore, _LATENT_ROPE_KINDS if latent else _ROPE_KINDS),
         max_positions=_size(hf, "max_position_embeddings"),
         latent=latent,
@@ -103,13 +104,18 @@ def _says_none(value: Any) -> bool:
 
 def _refuse_windows(hf: Mapping[str, Any], family: Family) -> None:
     """Attention here sees the whole sequence."""
-    others = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
+    types = hf.get("layer_types") or []
+    others = (
+        [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else [types]
+    )
     if others:
         raise ConfigError(
             f"model.path: layer_types has {others[0]!r}; only 'full_attention' is supported"
         )
-    window, positions = hf.get("sliding_window"), _size(hf, "max_position_embeddings")
-    if family.has_window and window is not None and window < positions:
+    if not family.has_window or not _given(hf, "sliding_window"):
+        return
+    window, positions = _size(hf, "sliding_window"), _size(hf, "max_position_embeddings")
+    if window < positions:
         raise ConfigError(
             f"model.path: sliding_window = {window} is shorter than max_position_embeddings = "
             f"{positions}; only null, or a longer one, is supported"
@@ -146,15 +152,23 @@ def _rope(
         )
     if kind == "yarn":
         _refuse_other_yarn(given, where)
-    theta = float(given.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
-    numbers = {ours: _required(given, theirs, where) for theirs, ours in fields.items()}
-    rope = Rope(theta, kind, **numbers)
+    numbers: dict[str, Any] = {
+        ours: (_size if ours == "original_max_positions" else _number)(given, theirs, where)
+        for theirs, ours in fields.items()
+    }
+    rope = Rope(_theta(hf, given, where), kind, **numbers)
     if not rope.low_freq_factor < rope.high_freq_factor:
         raise ConfigError(
             f"model.path: {where}.low_freq_factor = {rope.low_freq_factor} must be below "
             f"high_freq_factor = {rope.high_freq_factor}"
         )
     return rope
+
+
+def _theta(hf: Mapping[str, Any], given: Mapping[str, Any], where: str) -> float:
+    if given.get("rope_theta") is not None:
+        return _number(given, "rope_theta", where)
+    return _number(hf, "rope_theta") if hf.get("rope_theta") is not None else 10_000.0
 
 
 def _refuse_other_yarn(given: Mapping[str, Any], where: str) -> None:
@@ -201,6 +215,8 @@ def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         raise ConfigError("model.path: rope_parameters and rope_scaling differ; keep one of them")
     where = given[0] if given else "rope_parameters"
     settings: Mapping[str, Any] = hf.get(where) or {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"model.path: {where} = {settings!r}; must be an object, or null")
     inner, outer = settings.get("rope_theta"), hf.get("rope_theta")
     if inner and outer and inner != outer:
         raise ConfigError(
@@ -210,7 +226,9 @@ def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _head_dim(hf: Mapping[str, Any], heads: int) -> int:
-    return hf.get("head_dim") or _size(hf, "hidden_size") // heads
+    if hf.get("head_dim") is not None:
+        return _size(hf, "head_dim")
+    return _size(hf, "hidden_size") // heads
 
 
 def _latent(hf: Mapping[str, Any]) -> Latent:
@@ -250,9 +268,9 @@ def _scoring(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"{experts // groups} experts; there are not so many"
         )
     return {
-        "num_dense_layers": _required(hf, "first_k_dense_replace"),
+        "num_dense_layers": _size(hf, "first_k_dense_replace", least=0),
         "shared_ffn": _size(hf, "n_shared_experts") * _size(hf, "moe_intermediate_size"),
-        "scoring": Scoring(groups, chosen, float(_required(hf, "routed_scaling_factor"))),
+        "scoring": Scoring(groups, chosen, _number(hf, "routed_scaling_factor")),
     }
 
 
@@ -260,21 +278,21 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     # Qwen3-MoE is published with the first name, and saved by transformers 5 with the second.
     known = ("num_experts", "num_local_experts", "n_routed_experts")
     names = [name for name in known if hf.get(name)]
-    if len({hf[name] for name in names}) > 1:
+    if len({_size(hf, name) for name in names}) > 1:
         given = " and ".join(f"{name} = {hf[name]}" for name in names)
         raise ConfigError(f"model.path: {given} differ; keep one of them")
-    total = _size(hf, names[0] if names else "num_experts")
-    per_token = _required(hf, "num_experts_per_tok")
-    if not 1 <= per_token <= total:
+    total = _size(hf, next((name for name in (*names, *known) if name in hf), "num_experts"))
+    per_token = _size(hf, "num_experts_per_tok")
+    if per_token > total:
         raise ConfigError(
             f"model.path: num_experts_per_tok = {per_token} of num_experts = {total}; "
-            "at least 1 and not more than all"
+            "not more than all"
         )
     return {
         "num_experts": total,
         "experts_per_token": per_token,
         "expert_ffn": _size(hf, "moe_intermediate_size"),
-        "normalize_topk": bool(hf.get("norm_topk_prob", False)),
+        "normalize_topk": _flag(hf, "norm_topk_prob"),
     }
 
 
@@ -288,8 +306,30 @@ def _required(hf: Mapping[str, Any], key: str, where: str = "config.json") -> An
     return hf[key]
 
 
-def _size(hf: Mapping[str, Any], key: str) -> int:
-    value = _required(hf, key)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"model.path: {key} = {value!r}; must be a whole number, at least 1")
+def _size(hf: Mapping[str, Any], key: str, where: str = "config.json", *, least: int = 1) -> int:
+    value = _required(hf, key, where)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        name = _name(key, where)
+        raise ConfigError(
+            f"model.path: {name} = {value!r}; must be a whole number, at least {least}"
+        )
     return value
+
+
+def _number(hf: Mapping[str, Any], key: str, where: str = "config.json") -> float:
+    value = _required(hf, key, where)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not isfinite(value) or value <= 0:
+        raise ConfigError(f"model.path: {_name(key, where)} = {value!r}; must be a number above 0")
+    return float(value)
+
+
+def _flag(hf: Mapping[str, Any], key: str) -> bool:
+    value = hf.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"model.path: {key} = {value!r}; must be true or false")
+    return bool(value)
+
+
+def _name(key: str, where: str) -> str:
+    return key if where == "config.json" else f"{where}.{key}"
