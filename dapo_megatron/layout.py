@@ -351,7 +351,9 @@ def _heads(hf: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _head_dim(hf: Mapping[str, Any]) -> int:
-    return int(hf.get("head_dim") or hf.get("hidden_size", 1) // _heads(hf)[0])
+    # The family's default, as bridge/families has it (which is heavy to import).
+    default = 128 if hf.get("model_type") == "qwen3" else None
+    return int(hf.get("head_dim", default) or hf.get("hidden_size", 1) // _heads(hf)[0])
 
 
 def _num_layers(hf: Mapping[str, Any]) -> int:

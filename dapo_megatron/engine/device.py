@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dapo_megatron.bridge.families.fields import head_dim
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -73,11 +74,9 @@ def check_model(hf: Mapping[str, Any]) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    if head_dim not in sizes:
+    if (size := head_dim(hf)) not in sizes:
         raise ConfigError(
-            f"model.path: attention heads of {head_dim}; vLLM on CPU takes "
-            f"{', '.join(map(str, sizes))}"
+            f"model.path: attention heads of {size}; vLLM on CPU takes {', '.join(map(str, sizes))}"
         )
 
 

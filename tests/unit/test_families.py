@@ -36,6 +36,7 @@ from dapo_megatron.bridge.families import (
     shards_of,
 )
 from dapo_megatron.bridge.shards import Piece, Region
+from dapo_megatron.engine.device import check_model, has_cuda
 from dapo_megatron.types import ConfigError
 from tests.helpers.models import FAMILIES, make_random_model
 from tests.helpers.published import PUBLISHED
@@ -522,6 +523,16 @@ def test_absent_fields_are_what_transformers_takes_them_for() -> None:
     without = config("llama")
     del without["head_dim"]
     assert architecture({**without, "hidden_size": 12}).head_dim == 3
+
+
+def test_an_engine_is_refused_by_the_heads_that_the_model_has() -> None:
+    if has_cuda():
+        pytest.skip("only vLLM on CPU takes a few sizes")
+    absent = config("qwen3", hidden_size=64)
+    del absent["head_dim"]
+    check_model({**absent, "attn_scale": 0.5})  # 128; the field is model.ignore_fields' business
+    with pytest.raises(ConfigError, match="attention heads of 16"):
+        check_model({**absent, "head_dim": None})
 
 
 LLAMA3 = {

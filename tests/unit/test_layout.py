@@ -12,9 +12,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.bridge.families import FAMILIES
+from dapo_megatron.bridge.families.fields import head_dim
 from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.config_file import load_config
 from dapo_megatron.layout import (
+    _head_dim,
     check_layout,
     data_parallel,
     describe,
@@ -237,6 +240,13 @@ def test_an_engine_with_whole_experts_needs_some_for_every_rank(tmp_path: Path) 
 def test_a_model_without_grouped_heads_has_as_many_key_value_heads(tmp_path: Path) -> None:
     model = {"num_attention_heads": 4, "num_key_value_heads": None, "num_hidden_layers": 2}
     assert layout_problems(tmp_path, 4, "tp=4", model) == []
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"deepseek_v3"}))
+@pytest.mark.parametrize("given", [{}, {"head_dim": None}, {"head_dim": 96}])
+def test_heads_are_as_large_as_the_bridge_has_them(family: str, given: dict[str, Any]) -> None:
+    hf = {"model_type": family, "hidden_size": 256, "num_attention_heads": 4, **given}
+    assert _head_dim(hf) == head_dim(hf)
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:

@@ -29,12 +29,7 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
 
     Raises ConfigError on a family, a field or a value that is not understood, and on a missing one:
     what changes the computation is refused, never ignored."""
-    family = FAMILIES.get(str(hf.get("model_type")))
-    if family is None:
-        raise ConfigError(
-            f"model.path: model_type {hf.get('model_type')!r} is not supported; known: "
-            f"{', '.join(FAMILIES)}"
-        )
+    family = _family(hf)
     hf = {**family.defaults, **hf}
     _refuse_unknown(hf, family, ignore)
     _refuse_windows(hf, family)
@@ -58,7 +53,7 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
         hidden=_size(hf, "hidden_size"),
         num_heads=heads,
         num_groups=groups,
-        head_dim=latent.rope_dim if latent else _head_dim(hf, heads),
+        head_dim=latent.rope_dim if latent else head_dim(hf),
         ffn=_size(hf, "intermediate_size"),
         vocab=_size(hf, "vocab_size"),
         tied=_flag(hf, "tie_word_embeddings"),
@@ -71,6 +66,24 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
         **(_experts(hf) if family.expert else {}),
         **(_scoring(hf) if family.has_scoring else {}),
     )
+
+
+def head_dim(hf: Mapping[str, Any]) -> int:
+    """Columns of an attention head, of a family without latent attention. Raises ConfigError."""
+    hf = {**_family(hf).defaults, **hf}
+    if hf.get("head_dim") is not None:
+        return _size(hf, "head_dim")
+    return _size(hf, "hidden_size") // _size(hf, "num_attention_heads")
+
+
+def _family(hf: Mapping[str, Any]) -> Family:
+    family = FAMILIES.get(str(hf.get("model_type")))
+    if family is None:
+        raise ConfigError(
+            f"model.path: model_type {hf.get('model_type')!r} is not supported; known: "
+            f"{', '.join(FAMILIES)}"
+        )
+    return family
 
 
 def _refuse_unknown(hf: Mapping[str, Any], family: Family, ignore: Collection[str]) -> None:
@@ -223,12 +236,6 @@ def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
             f"model.path: rope_theta = {outer} and {where}.rope_theta = {inner} differ; keep one"
         )
     return where, settings
-
-
-def _head_dim(hf: Mapping[str, Any], heads: int) -> int:
-    if hf.get("head_dim") is not None:
-        return _size(hf, "head_dim")
-    return _size(hf, "hidden_size") // heads
 
 
 def _latent(hf: Mapping[str, Any]) -> Latent:
