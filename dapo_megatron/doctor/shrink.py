@@ -52,7 +52,7 @@ def shrink(hf: Mapping[str, Any], policy: PolicyConfig) -> dict[str, Any]:
         small["head_dim"] = HEAD_DIM
     for of_every_layer in ("layer_types", "max_window_layers"):
         small.pop(of_every_layer, None)
-    return small | _experts(hf, policy)
+    return small | _experts(hf, policy) | _latent(hf)
 
 
 def _num_layers(policy: PolicyConfig, most: int) -> int:
@@ -66,7 +66,8 @@ def _num_layers(policy: PolicyConfig, most: int) -> int:
 
 
 def _experts(hf: Mapping[str, Any], policy: PolicyConfig) -> dict[str, Any]:
-    key = next((key for key in ("num_experts", "num_local_experts") if hf.get(key)), None)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    key = next((key for key in names if hf.get(key)), None)
     if key is None:
         return {}
     ranks = lcm(policy.expert_parallel, 2)
@@ -74,6 +75,24 @@ def _experts(hf: Mapping[str, Any], policy: PolicyConfig) -> dict[str, Any]:
         key: -(-min(hf[key], MIN_EXPERTS) // ranks) * ranks,
         "num_experts_per_tok": min(hf["num_experts_per_tok"], 2),
         "moe_intermediate_size": 48,
+    }
+
+
+def _latent(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3's attention, its first dense layers, and routing by groups of experts."""
+    if not hf.get("kv_lora_rank"):
+        return {}
+    return {
+        "q_lora_rank": 40 if hf.get("q_lora_rank") else None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": HEAD_DIM,
+        "qk_rope_head_dim": HEAD_DIM // 2,
+        "v_head_dim": HEAD_DIM,
+        "qk_head_dim": HEAD_DIM + HEAD_DIM // 2,
+        "head_dim": HEAD_DIM // 2,  # as transformers writes it
+        "first_k_dense_replace": min(hf["first_k_dense_replace"], 1),
+        "n_group": min(hf["n_group"], 4),
+        "topk_group": min(hf["topk_group"], 2),
     }
 
 
@@ -105,3 +124,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         else:
             weight.normal_(0.0, 0.1, generator=generator)
         weight.copy_(weight.bfloat16())
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # small, so that every expert has tokens
+            bias.uniform_(-0.2, 0.2, generator=generator)
+            bias.copy_(bias.bfloat16())

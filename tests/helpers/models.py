@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
     DeepseekV3Config,
@@ -130,19 +129,9 @@ def make_random_model(family: str, folder: Path, seed: int = 0, **overrides: Any
     }
     model = model_class(config_class(**{**settings, **sizes, **overrides}))
     randomize(model, seed)
-    _randomize_biases(model, seed)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@torch.no_grad()
-def _randomize_biases(model: torch.nn.Module, seed: int) -> None:
-    """Of routers: buffers, and small, so that every expert is taken by some token."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            bias.uniform_(-0.2, 0.2, generator=generator)
 
 
 def per_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
