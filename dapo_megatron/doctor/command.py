@@ -36,7 +36,8 @@ def layouts(config: Config, *, precision: str, only: str, json_file: Path | None
         from dapo_megatron.policy.device import claim
 
         claim(int(os.environ.get("LOCAL_RANK", rank)))
-        architecture(read_model_config(config))  # refuses a model that is not supported
+        # Refuses a model that is not supported.
+        architecture(read_model_config(config), config.model.ignore_fields)
         proof = Proof(config, precision, only, terminal)
         with tempfile.TemporaryDirectory(prefix="doctor_layouts_") as folder:
             if rank == 0:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dapo_megatron.bridge.families.fields import head_dim
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.layout import pipeline_problems
 
@@ -32,8 +33,7 @@ def shrink(hf: Mapping[str, Any], policy: PolicyConfig) -> dict[str, Any]:
     # As many as tensor-parallel ranks, or fewer where the policy has more ranks than the model has.
     groups = tensor if old_groups >= max(policy.tensor_parallel, 2) else old_groups
     heads = groups * (old_heads // old_groups)
-    old_head_dim = hf.get("head_dim") or hf["hidden_size"] // old_heads
-    is_apart = old_head_dim * old_heads != hf["hidden_size"]
+    is_apart = head_dim(hf) * old_heads != hf["hidden_size"]
     small = {
         **hf,
         "num_attention_heads": heads,
