@@ -21,6 +21,9 @@ from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 4
 GAP = 1e-5  # nats, float32
+ODD_GAP = 5e-5
+"""For seven wide layers of random weights: there HF in float32 is 2.6e-5 from HF in float64, and
+the engine as near to it (2.5e-5)."""
 POLICIES: dict[str, dict[str, int]] = {
     "tp1": {},  # four data-parallel copies
     "tp2": {"tensor_parallel": 2},  # and two copies
@@ -193,14 +196,15 @@ def test_engine_equals_policy_equals_hf(model: str, engine: str, tmp_path: Path)
     folder = make_random_model(family, tmp_path, **{"num_hidden_layers": 4, **overrides})
     seen, *others = run_ranks(rank_main, NUM_RANKS, folder, ENGINES[engine], model)
     assert all(other.keys() == seen.keys() for other in others)
+    bound = ODD_GAP if model == "llama_odd" else GAP
     for layout, figures in seen.items():
         where = f"{layout} -> {engine}"
         print(where, figures)
-        assert figures["hf_policy"] < GAP, where
-        assert figures["hf_engine"] < GAP, where
-        assert figures["gap"] < GAP, where
+        assert figures["hf_policy"] < bound, where
+        assert figures["hf_engine"] < bound, where
+        assert figures["gap"] < bound, where
         assert figures["moved"] > 1e-3, where  # the updates were worth a sync
         assert figures["table"], where
         assert figures["fingerprinted"] and not figures["unread"], where
-        for received, bound in zip(figures["bytes"], figures["bound"], strict=True):
-            assert received <= 1.05 * bound, where
+        for received, least in zip(figures["bytes"], figures["bound"], strict=True):
+            assert received <= 1.05 * least, where
