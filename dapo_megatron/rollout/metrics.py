@@ -82,5 +82,5 @@ def sync_metrics(report: SyncReport) -> dict[str, float]:
         "sync/tensors": float(report.num_tensors),
         "sync/fingerprinted": float(report.fingerprinted),
         "sync/canary_gap": report.canary_gap,
-        "sync/verify_seconds": report.verify_seconds,
+        "time/sync_verify": report.verify_seconds,
     }

@@ -49,10 +49,11 @@ METRICS = {
     *(
         f"time/{name}"
         for name in (
-            "step", "generate", "grade", "logprobs", "update", "sync", "checkpoint", "evaluate",
+            "step", "generate", "grade", "logprobs", "update", "sync", "sync_verify", "checkpoint",
+            "evaluate",
         )
     ),
-    "sync/bytes", "sync/tensors",
+    *(f"sync/{name}" for name in ("bytes", "tensors", "fingerprinted", "canary_gap")),
     "throughput/tokens_per_second", "throughput/tokens_per_second_per_device",
     *(f"eval/chain_sum_held_out/{name}" for name in ("avg@4", "pass@4", "cons@4")),
 }  # fmt: skip

@@ -498,5 +498,20 @@ def test_metrics_of_the_gap_and_of_a_sync() -> None:
         "mismatch/gap_max": 0.3,
         "mismatch/kl": 0.2,
     }
-    report = SyncReport(version=1, num_tensors=3, num_bytes=12, seconds=0.1)
-    assert sync_metrics(report) == {"sync/bytes": 12.0, "sync/tensors": 3.0}
+    report = SyncReport(
+        version=1,
+        num_tensors=3,
+        num_bytes=12,
+        seconds=0.1,
+        verify_seconds=0.2,
+        fingerprinted=True,
+        unread_tensors=0,
+        canary_gap=1e-6,
+    )
+    assert sync_metrics(report) == {
+        "sync/bytes": 12.0,
+        "sync/tensors": 3.0,
+        "sync/fingerprinted": 1.0,
+        "sync/canary_gap": 1e-6,
+        "time/sync_verify": 0.2,
+    }
