@@ -72,9 +72,12 @@ EndLayers = Annotated[
     int | None, typer.Option(min=1, help="Layers of that stage; the others share the rest equally.")
 ]
 AsDtype = Annotated[Dtype | None, typer.Option(help="Convert to it; by default nothing changes.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the model in TARGET.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace TARGET whole, if it has a model."),
+]
 Check = Annotated[
-    bool, typer.Option(help="Read TARGET back and compare it with SOURCE before it appears.")
+    bool, typer.Option(help="Compare the copies in SOURCE, and TARGET, read back, with it.")
 ]
 Ignore = Annotated[
     list[str] | None,
@@ -86,8 +89,8 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the fi
 # ------------------------------------------------------------------------------- commands
 
 
-@app.command("hf-to-megatron", help="An HF folder into a Megatron folder of a layout.")
-@app.command("reshard", help="A Megatron folder or training checkpoint into another layout.")
+@app.command("hf-to-megatron", help="Any folder with a model into a Megatron folder of a layout.")
+@app.command("reshard", help="The same by the name for a folder that has a layout already.")
 def to_megatron(
     source: Source,
     target: Target,
@@ -125,7 +128,7 @@ def megatron_to_hf(
     ignore: Ignore = None,
     json_file: JsonPath = None,
 ) -> None:
-    """A Megatron folder or training checkpoint into an HF folder."""
+    """Any folder with a model (Megatron, training checkpoint, HF) into an HF folder."""
 
     def writer(folder: Path, tensors: Mapping[str, TensorInfo]) -> HfWriter:
         return HfWriter(folder, tensors, int(max_file_gib * GIB))

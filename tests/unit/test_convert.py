@@ -126,7 +126,7 @@ def test_training_checkpoint_to_hf(tmp_path: Path) -> None:
     assert call("verify", step, tmp_path / "out")[0] == 0
     assert not (tmp_path / "out" / "state.json").exists()
     code, output = call("megatron-to-hf", step, step, "--overwrite")
-    assert code == 2 and "holds no model" in output
+    assert code == 2 and "never replaces one" in output
     flip_bit(step / "rank_00001.safetensors", "model/decoder.layers.0.input_layernorm.weight")
     code, output = call("verify", step, tmp_path / "hf")
     assert code == 1 and "input_layernorm.weight: replica: rank_00000" in output
@@ -267,9 +267,19 @@ def test_an_interrupt_leaves_nothing(
 def test_what_a_killed_command_left_is_removed(hf: Path, tmp_path: Path) -> None:
     (tmp_path / "m.partial").mkdir()
     (tmp_path / "m.partial" / "old").touch()
+    (tmp_path / ".m.lock").touch()
     assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
     assert not (tmp_path / "m" / "old").exists()
+
+
+def test_a_folder_of_somebody_else_stays(hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.partial").mkdir()
+    (tmp_path / "m.partial" / "thesis").touch()
+    code, output = call("hf-to-megatron", hf, tmp_path / "m")
+    assert code == 2 and "m.partial: in the way" in output
+    assert (tmp_path / "m.partial" / "thesis").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m.partial"]
 
 
 def test_an_interrupt_while_a_model_is_replaced(
@@ -299,6 +309,7 @@ def test_a_kill_while_a_model_is_replaced(hf: Path, tmp_path: Path, overwrite: b
     assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
     (tmp_path / "m").rename(tmp_path / ".m.replaced")
     (tmp_path / "m.partial").mkdir()
+    (tmp_path / ".m.lock").touch()
     code, output = call("reshard", tmp_path / "m", tmp_path / "n")
     assert code == 2 and f"killed while replacing it: rename {tmp_path}/.m.replaced" in output
     options = ["--tensor-parallel", 3, *(["--overwrite"] if overwrite else [])]

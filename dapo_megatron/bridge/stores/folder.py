@@ -67,19 +67,25 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A new folder to fill. It becomes `target` when the block ends, and is removed when the block
     raises (an interrupt included).
 
-    Until then it is `<target>.partial`; one that a killed process left behind is removed first,
-    and a `target` that it was about to replace is put back.
+    Until then it is `<target>.partial`; one that a killed process left behind, with its lock, is
+    removed first, and a `target` that it was about to replace is put back.
     Raises CheckpointError if `target` exists (with `overwrite`: if it holds anything but a model),
-    or if another process is filling the same folder.
+    if a folder of the other name is somebody else's, or if another process is filling it.
     """
     partial = target.with_name(f"{target.name}.partial")
+    lock = target.with_name(f".{target.name}.lock")
+    is_left_over = lock.exists()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_name(f".{target.name}.lock")):
+        with _locked(lock):
             _settle(target)
             if target.exists():
                 _check_replaceable(target, overwrite)
             if partial.exists():
+                if not is_left_over:
+                    raise CheckpointError(
+                        f"{partial}: in the way, and no killed command left it; move it elsewhere"
+                    )
                 shutil.rmtree(partial)
             partial.mkdir()
             try:
@@ -95,7 +101,9 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not overwrite:
         raise CheckpointError(f"{target}: exists; choose another name, or --overwrite")
-    is_model = (target / "config.json").exists() and not (target / _RUN_JSON).exists()
+    if (target / _RUN_JSON).exists():
+        raise CheckpointError(f"{target}: a training checkpoint; --overwrite never replaces one")
+    is_model = (target / "config.json").exists()
     if not is_model and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(
             f"{target}: holds no model; --overwrite replaces only a model's folder"
