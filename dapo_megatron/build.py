@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from dapo_megatron.bridge.agree import agreed
-from dapo_megatron.bridge.families import Architecture, architecture, hf_tensors
+from dapo_megatron.bridge.families import hf_tensors, read_architecture
 from dapo_megatron.bridge.stores import HfWriter, Store, TensorInfo, copy_companions, open_store
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.bridge.transfer import gather_whole
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.config import Config, PolicyConfig, TrainConfig, read_model_config
+from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
@@ -223,11 +223,6 @@ def export_hf(config: Config, policy: Policy, ranks: Ranks, folder: Path) -> Non
     on_first(writer.create)
     agreed(ranks, write, drain=weights)
     on_first(lambda: writer.finish(Path(config.model.path), dtype))
-
-
-def read_architecture(config: Config) -> Architecture:
-    """Of the model of the config. Raises ConfigError where it is not understood."""
-    return architecture(read_model_config(config), config.model.ignore_fields)
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Store:

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
 from dapo_megatron.layout import num_experts
 from dapo_megatron.session import redirect_output
 from dapo_megatron.types import ConfigError, DapoError
@@ -30,14 +30,13 @@ def layouts(config: Config, *, precision: str, only: str, json_file: Path | None
     log, terminal = _redirect(rank)
     proof: Proof | None = None
     try:
-        from dapo_megatron.bridge.families import architecture
+        from dapo_megatron.bridge.families import read_architecture
         from dapo_megatron.doctor.layouts import Proof
         from dapo_megatron.doctor.shrink import write_random_model
         from dapo_megatron.policy.device import claim
 
         claim(int(os.environ.get("LOCAL_RANK", rank)))
-        # Refuses a model that is not supported.
-        architecture(read_model_config(config), config.model.ignore_fields)
+        read_architecture(config)  # refuses a model that is not supported
         proof = Proof(config, precision, only, terminal)
         with tempfile.TemporaryDirectory(prefix="doctor_layouts_") as folder:
             if rank == 0:

@@ -16,11 +16,11 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
-from dapo_megatron.bridge.families import Architecture, architecture, shards_of
+from dapo_megatron.bridge.families import read_architecture, shards_of
 from dapo_megatron.bridge.shards import Shard
 from dapo_megatron.bridge.stores import open_store, read_into
 from dapo_megatron.bridge.transfer import gather_whole
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
 from dapo_megatron.layout import row_multiple, sequence_multiple
 from dapo_megatron.policy import checkpoint
 from dapo_megatron.policy.device import device, megatron_device
@@ -40,9 +40,7 @@ class MegatronPolicy:
         self._exchange = exchange
         self._plan = plan
         self._device = device()
-        self.architecture: Architecture = architecture(
-            read_model_config(config), config.model.ignore_fields
-        )
+        self.architecture = read_architecture(config)
         with megatron_device():
             initialize_parallel(config.policy, config.seed)
             chunks = build_model(self.architecture, config.policy)

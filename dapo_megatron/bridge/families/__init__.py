@@ -7,7 +7,7 @@ is a new file and its name in `registry.py`.
 
 from dapo_megatron.bridge.families.architecture import Architecture, Latent, Place, Rope, Scoring
 from dapo_megatron.bridge.families.cuts import Part, Slot
-from dapo_megatron.bridge.families.fields import architecture
+from dapo_megatron.bridge.families.fields import architecture, read_architecture
 from dapo_megatron.bridge.families.layout import engine_pieces, hf_tensors, layout_of, shards_of
 from dapo_megatron.bridge.families.registry import FAMILIES
 
@@ -24,5 +24,6 @@ __all__ = [
     "engine_pieces",
     "hf_tensors",
     "layout_of",
+    "read_architecture",
     "shards_of",
 ]

@@ -21,7 +21,13 @@ from dapo_megatron.bridge.families.names import (
     REQUIRED,
 )
 from dapo_megatron.bridge.families.registry import FAMILIES
+from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.types import ConfigError
+
+
+def read_architecture(config: Config) -> Architecture:
+    """Of the model of a run's config. Raises ConfigError as `architecture`."""
+    return architecture(read_model_config(config), config.model.ignore_fields)
 
 
 def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Architecture:

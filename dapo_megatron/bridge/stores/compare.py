@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.bridge.shards import Region, whole
+from dapo_megatron.bridge.stores.file import dtype_name
 from dapo_megatron.bridge.stores.store import Extent, Store
 from dapo_megatron.bridge.stores.writer import blocks
 
@@ -52,7 +53,9 @@ def compare(
         if info.shape != other.shape:
             yield Difference("shape", name, f"{list(info.shape)} and {list(other.shape)}")
         elif same_dtype and info.dtype != other.dtype:
-            yield Difference("dtype", name, f"{_short(info.dtype)} and {_short(other.dtype)}")
+            yield Difference(
+                "dtype", name, f"{dtype_name(info.dtype)} and {dtype_name(other.dtype)}"
+            )
         else:
             boxes = _told(whole(info.shape), info.dtype, progress)
             pairs = (
@@ -117,7 +120,3 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _where(store: Store, extent: Extent) -> str:
     return f"{extent.file}:{extent.key}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from dapo_megatron.bridge.stores.file import dtype_name
 from dapo_megatron.bridge.stores.store import Store
 
 
@@ -21,7 +22,7 @@ def describe(store: Store) -> dict[str, Any]:
         "tensors": {
             name: {
                 "shape": list(info.shape),
-                "dtype": str(info.dtype).removeprefix("torch."),
+                "dtype": dtype_name(info.dtype),
                 "bytes": info.nbytes,
                 "files": sorted({extent.file for extent in store.extents[name]}),
             }

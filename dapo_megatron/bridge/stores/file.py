@@ -99,14 +99,11 @@ class TensorFile:
         target = _bytes_of(tensor)
         size, done = info.dtype.itemsize, 0
         try:
-            handle = os.open(self.path, os.O_RDONLY)
-            try:
+            with self.path.open("rb", buffering=0) as file:
                 for start, count in _runs(info.shape, box):
                     into = target[done : done + count * size]
-                    self._fill(handle, into, self._offsets[key] + start * size, key)
+                    self._fill(file.fileno(), into, self._offsets[key] + start * size, key)
                     done += count * size
-            finally:
-                os.close(handle)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {key} cannot be read ({error.strerror})") from None
         return tensor
@@ -172,27 +169,22 @@ class TensorFileWriter:
         source = _bytes_of(value.detach().to("cpu").contiguous())
         size, done = info.dtype.itemsize, 0
         try:
-            handle = os.open(self.path, os.O_WRONLY)
-            try:
+            with self.path.open("r+b", buffering=0) as file:
                 for start, count in _runs(info.shape, box):
                     part = source[done : done + count * size]
-                    _drain(handle, part, self._starts[key] + start * size)
+                    _drain(file.fileno(), part, self._starts[key] + start * size)
                     done += count * size
-            finally:
-                os.close(handle)
         except OSError as error:
             raise self._failure(error) from None
 
     def finish(self) -> None:
         """Bring everything to the disk, then make the file valid."""
+        length = memoryview(len(self._header).to_bytes(_LENGTH_BYTES, "little"))
         try:
-            handle = os.open(self.path, os.O_WRONLY)
-            try:
-                os.fsync(handle)
-                _drain(handle, memoryview(len(self._header).to_bytes(_LENGTH_BYTES, "little")), 0)
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            with self.path.open("r+b", buffering=0) as file:
+                os.fsync(file.fileno())
+                _drain(file.fileno(), length, 0)
+                os.fsync(file.fileno())
         except OSError as error:
             raise self._failure(error) from None
 
@@ -204,6 +196,11 @@ class TensorFileWriter:
             f"{self.path}: no room ({error.strerror}): the file needs {self.nbytes:,} bytes, "
             f"{free:,} are free there"
         )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As config.json and people write it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_room(folder: Path, num_bytes: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dapo_megatron.bridge.stores.file import dtype_name
 from dapo_megatron.types import CheckpointError
 
 MEGATRON_JSON = "megatron.json"
@@ -48,7 +49,7 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None
     if dtype is not None:
         config = read_json(source / "config.json")
         for field in [name for name in _DTYPE_FIELDS if name in config] or [_DTYPE_FIELDS[0]]:
-            config[field] = str(dtype).removeprefix("torch.")
+            config[field] = dtype_name(dtype)
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 

@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 import torch
 
 from dapo_megatron.bridge.families import Architecture, Part, Place, architecture, layout_of
-from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo
+from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo, dtype_name
 from dapo_megatron.bridge.stores.folder import MEGATRON_JSON, read_json
 from dapo_megatron.bridge.stores.store import Extent, Store, checked_tensors, disjoint
 from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter
@@ -187,7 +187,7 @@ class MegatronWriter(StoreWriter):
     ) -> None:
         plans = [plan for plan in _plan_files(arch, layout, tensors) if plan.tensors]
         super().__init__(folder, plans)
-        dtypes = {str(info.dtype).removeprefix("torch.") for info in tensors.values()}
+        dtypes = {dtype_name(info.dtype) for info in tensors.values()}
         self._about = {
             "version": VERSION,
             "tensor_parallel": layout.tensor,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dapo_megatron.bridge.families import Architecture, hf_tensors
 from dapo_megatron.bridge.shards import Region, Shard, whole
-from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo
+from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo, dtype_name
 from dapo_megatron.types import CheckpointError
 
 
@@ -123,8 +123,8 @@ def checked_tensors(
             )
         if not found[name].dtype.is_floating_point or found[name].dtype.itemsize < 2:
             raise CheckpointError(
-                f"{folder}: {name} is {_short(found[name].dtype)}; weights of 16 bits or more are "
-                "read, not quantised ones"
+                f"{folder}: {name} is {dtype_name(found[name].dtype)}; weights of 16 bits or more "
+                "are read, not quantised ones"
             )
     if extra := sorted(found.keys() - wanted.keys()):
         raise CheckpointError(
@@ -159,7 +159,3 @@ def disjoint(
                 "a file of another rank is missing"
             )
     return {name: list(boxes.values()) for name, boxes in by_name.items()}, replicas
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
