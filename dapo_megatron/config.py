@@ -105,17 +105,31 @@ class RolloutConfig(Section):
     max_response_tokens: Count
     """Generation limit per completion, in tokens, end-of-sequence included."""
     on_policy: bool
-    """True: nothing is carried to the next step (the paper). False: surplus groups are."""
+    """True: the paper's rule, strictly in ticket order and nothing carried to the next step.
+    False: groups finished beyond N and groups still running are carried."""
     dynamic_sampling: bool
     """Train on mixed groups alone (eq. 11). False: on every group."""
-    max_rounds: Count
-    """Rounds of prompts per step before the step trains on what it has."""
-    at_bound: Literal["train_partial", "fail"]
-    """What to do if `max_rounds` did not fill the step."""
-    max_age: Count
-    """Versions after which a carried group expires; acts only with on_policy false."""
+    lookahead: Annotated[float, Field(ge=1.0)] = 2.0
+    """Mixed groups expected of the prompts in flight, and waiting, in units of prompts_per_step.
+    By Little's law the mean age in versions of what is trained on is at most this; acts only with
+    on_policy false."""
+    max_overtake: Annotated[int, Field(ge=0)] = 8
+    """Steps for which later groups may be trained on while a group is still running; then the step
+    waits for it. 0: strictly in ticket order. Acts only with on_policy false."""
+    max_age: Count = 16
+    """Versions after which a finished group that waits its turn expires; a group is never dropped
+    for being slow. More than max_overtake. Acts only with on_policy false."""
+    max_prompts_per_step: Count | None = None
+    """Prompts issued in one step, at most; null: 30 times prompts_per_step (as in the paper's
+    script, 10 batches of 3 times as many)."""
+    at_bound: Literal["train_partial", "wait", "fail"] = "train_partial"
+    """What to do if that did not fill the step: train on fewer groups (the loss is normalised by
+    their tokens), issue more until it is full, or stop the run."""
     expected_keep_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """First guess of the share of mixed groups; replaced by what is observed."""
+    deterministic: bool = False
+    """Let decisions depend on engine steps alone, never on the clock: a run on CPU then repeats,
+    and resumes, bit by bit. Replicas and gradings are waited for; leave it off on a cluster."""
 
 
 class OverlongConfig(Section):
@@ -126,7 +140,10 @@ class OverlongConfig(Section):
     penalty: bool
     """Add the soft overlong penalty to the reward."""
     filter: bool
-    """Keep truncated completions out of the loss (section 3.4); they still enter the group mean."""
+    """Keep truncated completions out of the loss (section 3.4)."""
+    filtered_in_mean: bool
+    """With `filter`: whether they still enter their group's mean and verdict (the reference
+    implementations), or are as if never sampled."""
 
 
 class LossConfig(Section):
@@ -184,8 +201,9 @@ class FileSource(Section):
     name: str
     path: str
     """A file in the DAPO-Math schema (docs/data.md)."""
-    grader: str
-    """dapo_math, math_verify, or a function of yours as module:function."""
+    grader: str | dict[str, str]
+    """dapo_math, math_verify, code, or a function of yours as module:function; or a mapping from
+    the rows' data_source to one of these."""
     limit: Count | None = None
     """Rows to read; null for all."""
 
@@ -207,13 +225,19 @@ class EvaluationConfig(Section):
     """Completions per problem (k)."""
     temperature: NonNegative = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    max_response_tokens: Count | None = None
+    """Generation limit per completion; null: that of rollouts."""
+    resamples: Annotated[int, Field(ge=0)] = 1000
+    """Bootstrap resamples of the problems, for a 95% interval beside each figure; 0 for none."""
 
 
 class RewardsConfig(Section):
     workers: Count = 1
     """Grading processes per engine replica."""
     timeout_seconds: Positive = 10.0
-    """Wall-clock limit of one grading; then its worker is killed and the completion abstains."""
+    """Wall-clock limit of one grading; then its worker is killed and the group abstains."""
+    memory_mib: Count = 2048
+    """Memory limit (address space) of a grading process; above, its grading fails."""
 
 
 class SyncConfig(Section):
@@ -304,6 +328,18 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"overlong.max_tokens: {overlong.max_tokens} is more than rollout.max_response_tokens "
             f"= {rollout.max_response_tokens}, so the penalty could never reach -1"
         )
+    if rollout.max_age <= rollout.max_overtake:
+        yield (
+            f"rollout.max_age: {rollout.max_age} must be more than rollout.max_overtake = "
+            f"{rollout.max_overtake}, or a group could expire for being slow"
+        )
+    if (bound := rollout.max_prompts_per_step or 0) and bound < rollout.prompts_per_step:
+        yield (
+            f"rollout.max_prompts_per_step: {bound} prompts can never make "
+            f"rollout.prompts_per_step = {rollout.prompts_per_step} groups"
+        )
+    if overlong.filtered_in_mean and not overlong.filter:
+        yield "overlong.filtered_in_mean: true without overlong.filter; nothing is filtered"
     if not config.data.train:
         yield "data.train: empty; there is nothing to train on"
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt

@@ -112,13 +112,23 @@ class RolloutEngine(Protocol):
     """Whether this rank speaks for its replica: it alone hands completions on."""
     version: int
     """Of the weights it samples with: completions carry it."""
+    max_sequences: int
+    """Requests that can run at once; more are queued."""
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests."""
         ...
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Advance by one engine step; (ticket, completion) of what finished in it."""
+        """Advance by one engine step; (ticket, completion) of what finished in it. A completion is
+        whole: what the request brought as `so_far`, then what was sampled here."""
+        ...
+
+    def interrupt(self) -> list[tuple[int, Completion]]:
+        """Drop all requests; (ticket, completion) of those with at least one token, unfinished.
+
+        What a request brought as `so_far` is not lost, even if nothing was added to it.
+        """
         ...
 
     def has_work(self) -> bool:

@@ -26,10 +26,12 @@ class Verdict(StrEnum):
 
 
 class Finish(StrEnum):
-    """Why a completion ended: at an end-of-sequence token, or at the length limit."""
+    """Why a completion ended: at an end-of-sequence token, at the length limit, or not yet (it was
+    interrupted by the end of a step, and goes on in the next)."""
 
     STOP = "stop"
     LENGTH = "length"
+    UNFINISHED = "unfinished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +53,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A grader's answer: raw score (usually +1 / -1), correctness, and the answer it read."""
+    """A grader's answer: raw score (usually +1 / -1), correctness, and the answer it read.
+    `parsed` is False if it found none, which is counted per data set."""
 
     score: float
     correct: bool
     pred: str
+    parsed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """One completion asked of an engine. `seed` depends on run, ticket and sample alone."""
+class Segment:
+    """So many consecutive tokens of a completion, sampled by the weights of one version."""
 
-    ticket: int
-    sample: int
-    tokens: tuple[int, ...]
-    seed: int
-    max_tokens: int
-    temperature: float
-    top_p: float
+    version: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +76,11 @@ class Completion:
 
     `tokens` holds the response alone, end-of-sequence token included; `logprobs` are the
     engine's, of each sampled token under the distribution it was drawn from before top-p;
-    `version` is the weight version that sampled it. `grade` is None until graded, and stays
-    None if the grader hung or died: such a completion is counted and not trained on.
+    `segments` say, first to last, which weight version sampled which tokens. `grade` is None until
+    graded, and stays None if the grader hung, died or raised: its group then abstains.
 
     Example: `Completion(sample=3, tokens=(9, 2), logprobs=(-.1, -.7), text="7",
-    finish=Finish.STOP, version=12, grade=Grade(1.0, True, "7"))`.
+    finish=Finish.STOP, segments=(Segment(12, 2),), grade=Grade(1.0, True, "7"))`.
     """
 
     sample: int
@@ -89,8 +88,32 @@ class Completion:
     logprobs: tuple[float, ...]
     text: str
     finish: Finish
-    version: int
+    segments: tuple[Segment, ...]
     grade: Grade | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled its first token."""
+        return self.segments[0].version
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One completion asked of an engine: a new one, or the rest of one that was interrupted.
+
+    `tokens` is the prompt; `so_far` what an earlier version sampled of the response (at least one
+    token), or None. `max_tokens` limits the whole response. `seed` depends on run, ticket, sample
+    and the number of tokens so far alone.
+    """
+
+    ticket: int
+    sample: int
+    tokens: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    so_far: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True)
