@@ -10,9 +10,9 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from dapo_megatron.types import CheckpointError, Completion, Group
+from dapo_megatron.codec import group_to_json
+from dapo_megatron.types import CheckpointError, Group, Verdict
 
 
 class JsonlTracker:
@@ -63,49 +63,37 @@ class JsonlTracker:
 
 
 def write_samples(folder: Path, step: int, groups: Iterable[tuple[Group, str]]) -> Path:
-    """Write `folder/step_000012.jsonl`, one group per line with its verdict; whole or not at all.
+    """Write `folder/step_000012.jsonl`, one group per line, exactly; whole or not at all.
 
-    The verdict is a Verdict, or another word for the group's end (expired, carried, ...).
-    Returns the path.
+    `groups` are those whose fate became final in the step, with it (trained, all_correct, ...).
+    A line is codec.group_to_json and, before it, `fate`, `verdict` (of the grades alone; null
+    without any) and the weight `versions` that sampled it. Returns the path.
     """
     path = folder / f"step_{step:06d}.jsonl"
     partial = path.with_suffix(".partial")
     folder.mkdir(parents=True, exist_ok=True)
     with partial.open("w", encoding="utf-8") as file:
-        for group, verdict in groups:
-            file.write(json.dumps(_group(group, verdict), ensure_ascii=False) + "\n")
+        for group, fate in groups:
+            line = {
+                "fate": str(fate),
+                "verdict": _verdict(group),
+                "versions": sorted({s.version for c in group.completions for s in c.segments}),
+                **group_to_json(group),
+            }
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
     return path
 
 
-def _group(group: Group, verdict: str) -> dict[str, Any]:
-    return {
-        "ticket": group.ticket,
-        "source": group.prompt.source,
-        "index": group.prompt.index,
-        "prompt": group.prompt.text,
-        "truth": group.prompt.truth,
-        "verdict": str(verdict),
-        "versions": sorted({completion.version for completion in group.completions}),
-        "completions": [_completion(completion) for completion in group.completions],
-    }
-
-
-def _completion(completion: Completion) -> dict[str, Any]:
-    grade = completion.grade
-    return {
-        "sample": completion.sample,
-        "text": completion.text,
-        "tokens": completion.tokens,
-        "logprobs": completion.logprobs,
-        "finish": str(completion.finish),
-        "version": completion.version,
-        "score": None if grade is None else grade.score,
-        "correct": None if grade is None else grade.correct,
-        "pred": None if grade is None else grade.pred,
-    }
+def _verdict(group: Group) -> str | None:
+    found = {c.grade.correct for c in group.completions if c.grade is not None}
+    if not found:
+        return None
+    if found == {True, False}:
+        return Verdict.MIXED.value
+    return (Verdict.ALL_CORRECT if found == {True} else Verdict.ALL_WRONG).value
 
 
 def _finite(value: float) -> float | None:

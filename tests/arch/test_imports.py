@@ -31,13 +31,14 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 
 EVERYTHING = (
-    "types config config_file layout protocols algo data rewards bridge policy engine rollout loop "
-    "tracking cluster "
+    "types codec config config_file layout protocols algo data rewards bridge policy engine "
+    "rollout loop tracking cluster "
     "run_folder session build doctor"
 )
 ROOMS = {
     "__init__": room(),
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
+    "codec": room("types"),
     "config": room("types", "pydantic"),
     "config_file": room("types config", "pydantic yaml"),
     "layout": room("types config layout_search"),
@@ -53,9 +54,9 @@ ROOMS = {
         "types config layout protocols bridge", "torch megatron transformer_engine safetensors"
     ),
     "engine": room("types config protocols bridge", "torch vllm numpy"),
-    "rollout": room("types config protocols algo data rewards", "torch"),
+    "rollout": room("types codec config protocols algo data rewards", "torch"),
     "loop": room("types config protocols algo data rewards rollout", "torch"),
-    "tracking": room("types config config_file protocols", "mlflow rich"),
+    "tracking": room("types codec config config_file protocols", "mlflow rich"),
     "cluster": room("types config protocols", "torch rich"),
     "doctor": room(
         "types config layout protocols algo data bridge policy cluster tracking session build",
@@ -175,8 +176,8 @@ def test_the_giants_have_one_room_each() -> None:
 
 HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
 LIGHT = (
-    "types config config_file layout protocols run_folder cluster.launch cluster.ranks rewards "
-    "session __main__"
+    "types codec config config_file layout protocols run_folder cluster.launch cluster.ranks "
+    "rewards session __main__"
 )
 
 

@@ -7,8 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.rollout.codec import group_from_json, group_to_json
-from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt
+from dapo_megatron.codec import group_from_json, group_to_json
+from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
 
 TEXT = st.text(max_size=8)
 FLOAT = st.floats(allow_nan=False)
@@ -25,8 +25,11 @@ COMPLETIONS = st.builds(
     logprobs=st.lists(FLOAT, max_size=4).map(tuple),
     text=TEXT,
     finish=st.sampled_from(Finish),
-    version=st.integers(0, 10_000),
-    grade=st.none() | st.builds(Grade, score=FLOAT, correct=st.booleans(), pred=TEXT),
+    segments=st.lists(
+        st.builds(Segment, version=st.integers(0, 10_000), num_tokens=st.integers(1)), max_size=3
+    ).map(tuple),
+    grade=st.none()
+    | st.builds(Grade, score=FLOAT, correct=st.booleans(), pred=TEXT, parsed=st.booleans()),
 )
 GROUPS = st.builds(
     Group,

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dapo_megatron
+from dapo_megatron.codec import group_from_json
 from dapo_megatron.config import Config
 from dapo_megatron.config_file import dump_config, load_config, parse_config
 from dapo_megatron.tracking import (
@@ -38,7 +40,7 @@ from dapo_megatron.types import (
     Grade,
     Group,
     Prompt,
-    Verdict,
+    Segment,
 )
 
 METRICS = {
@@ -123,55 +125,83 @@ def test_a_broken_line_in_the_middle_is_refused_and_left_alone(metrics_file: Pat
 
 
 def group() -> Group:
+    older, newer = Segment(3, 1), Segment(4, 1)
     return Group(
         12,
         Prompt("chain_sum", 17, (12, 9, 3), "4 + 3 =", "7", {"entry": {}}),
         (
-            Completion(0, (9, 2), (-0.1, -0.7), "7", Finish.STOP, 4, Grade(1.0, True, "7")),
-            Completion(1, (8,), (-2.5,), "é", Finish.LENGTH, 3, None),
+            Completion(
+                0, (9, 2), (-0.1, -0.7), "7", Finish.STOP, (older, newer), Grade(1.0, True, "7")
+            ),
+            Completion(1, (8,), (-2.5,), "é", Finish.LENGTH, (older,), None),
         ),
     )
 
 
 def test_samples_hold_everything_of_a_group(tmp_path: Path) -> None:
-    path = write_samples(tmp_path / "samples", 12, [(group(), Verdict.MIXED), (group(), "expired")])
+    path = write_samples(tmp_path / "samples", 12, [(group(), "trained"), (group(), "expired")])
     assert list((tmp_path / "samples").iterdir()) == [path]
     assert path.name == "step_000012.jsonl"
     first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     assert first == {
+        "fate": "trained",
+        "verdict": "all_correct",
+        "versions": [3, 4],
         "ticket": 12,
         "source": "chain_sum",
         "index": 17,
         "prompt": "4 + 3 =",
         "truth": "7",
-        "verdict": "mixed",
-        "versions": [3, 4],
+        "extra": {"entry": {}},
+        "prompt_tokens": [12, 9, 3],
         "completions": [
             {
                 "sample": 0,
                 "text": "7",
-                "tokens": [9, 2],
-                "logprobs": [-0.1, -0.7],
                 "finish": "stop",
-                "version": 4,
                 "score": 1.0,
                 "correct": True,
                 "pred": "7",
+                "parsed": True,
+                "segments": [[3, 1], [4, 1]],
+                "tokens": [9, 2],
+                "logprobs": [-0.1, -0.7],
             },
             {
                 "sample": 1,
                 "text": "é",
-                "tokens": [8],
-                "logprobs": [-2.5],
                 "finish": "length",
-                "version": 3,
                 "score": None,
                 "correct": None,
                 "pred": None,
+                "parsed": None,
+                "segments": [[3, 1]],
+                "tokens": [8],
+                "logprobs": [-2.5],
             },
         ],
     }
-    assert second["verdict"] == "expired"
+    assert second["fate"] == "expired"
+    assert group_from_json(first) == group()
+
+
+@pytest.mark.parametrize(
+    ("correct", "verdict"),
+    [
+        ((True, False), "mixed"),
+        ((True, None), "all_correct"),
+        ((False, False), "all_wrong"),
+        ((None, None), None),
+    ],
+)
+def test_the_verdict_is_readable(
+    tmp_path: Path, correct: tuple[bool | None, ...], verdict: str | None
+) -> None:
+    one = group().completions[0]
+    grades = [None if it is None else Grade(1.0, it, "7") for it in correct]
+    judged = replace(group(), completions=tuple(replace(one, grade=grade) for grade in grades))
+    path = write_samples(tmp_path, 1, [(judged, "abstained")])
+    assert json.loads(path.read_text())["verdict"] == verdict
 
 
 def test_samples_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -205,11 +235,14 @@ def config(folder: Path, **changes: Any) -> Config:
             "max_response_tokens": 16,
             "on_policy": True,
             "dynamic_sampling": True,
-            "max_rounds": 4,
-            "at_bound": "train_partial",
-            "max_age": 4,
         },
-        "overlong": {"max_tokens": 16, "buffer_tokens": 8, "penalty": True, "filter": False},
+        "overlong": {
+            "max_tokens": 16,
+            "buffer_tokens": 8,
+            "penalty": True,
+            "filter": False,
+            "filtered_in_mean": False,
+        },
         "loss": {
             "clip_low": 0.2,
             "clip_high": 0.28,
