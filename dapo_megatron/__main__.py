@@ -33,6 +33,12 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YA
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Replace values of the YAML.")
 ]
+Overlays = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--overlay", metavar="FILE", help="A YAML of some keys, laid over CONFIG; repeatable."
+    ),
+]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")]
 
 
@@ -45,9 +51,9 @@ class Precision(StrEnum):
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
+def train(config: ConfigPath, overrides: Overrides = None, overlay: Overlays = None) -> None:
     """Train. Outside a launcher, starts its own ranks; under torchrun, joins."""
-    checked = _load(config, overrides or [])
+    checked = _load(config, overrides, overlay)
     _on_ranks(checked)
     from dapo_megatron import session
 
@@ -56,11 +62,16 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def evaluate(config: ConfigPath, overrides: Overrides = None, json_file: JsonPath = None) -> None:
+def evaluate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    overlay: Overlays = None,
+    json_file: JsonPath = None,
+) -> None:
     """Evaluate the model, or with checkpoint=PATH the weights of a checkpoint."""
     overrides = overrides or []
     chosen = [text for text in overrides if text.startswith("checkpoint=")]
-    checked = _load(config, [text for text in overrides if text not in chosen])
+    checked = _load(config, [text for text in overrides if text not in chosen], overlay)
     if not checked.evaluation.sets:
         raise ConfigError("evaluation.sets: empty; there is nothing to evaluate on")
     checkpoint = chosen[-1].partition("=")[2] if chosen else None
@@ -95,6 +106,7 @@ def env(json_file: JsonPath = None) -> None:
 def layouts(
     config: ConfigPath,
     overrides: Overrides = None,
+    overlay: Overlays = None,
     json_file: JsonPath = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default the GPUs, or 4 without one.")
@@ -105,7 +117,7 @@ def layouts(
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases with it in the name.")] = "",
 ) -> None:
     """Prove that any layout of the model gives the gradient of one process."""
-    checked = load_config(config, overrides or [])
+    checked = load_config(config, overrides or [], overlay or [])
     hf = read_model_config(checked)
     from dapo_megatron.doctor import command
     from dapo_megatron.doctor.matrix import smallest_world
@@ -120,9 +132,14 @@ def layouts(
 
 
 @doctor.command()
-def sync(config: ConfigPath, overrides: Overrides = None, json_file: JsonPath = None) -> None:
+def sync(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    overlay: Overlays = None,
+    json_file: JsonPath = None,
+) -> None:
     """Prove that the engines of a config get the policy's weights, and what a sync moves."""
-    checked = _load(config, overrides or [])
+    checked = _load(config, overrides, overlay)
     _on_ranks(checked)
     from dapo_megatron.doctor import sync as proof
 
@@ -130,8 +147,8 @@ def sync(config: ConfigPath, overrides: Overrides = None, json_file: JsonPath = 
         proof.sync(checked, json_file)
 
 
-def _load(path: Path, overrides: list[str]) -> Config:
-    config = load_config(path, overrides)
+def _load(path: Path, overrides: list[str] | None, overlays: list[Path] | None) -> Config:
+    config = load_config(path, overrides or [], overlays or [])
     check_layout(config, num_processes(config))
     for key, sources in (
         ("data.train", config.data.train),

@@ -1,10 +1,14 @@
-"""Reading a Config: YAML, `key.path=value` overrides, and errors that name the dotted key."""
+"""Reading a Config: YAML, overlays, `key.path=value` overrides; errors name the dotted key.
+
+An overlay is a YAML file of some keys: its mappings are merged into those of the config, everything
+else replaces what stood there.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +38,30 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `key.path=value` overrides, check everything that needs no model.
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), overlays: Sequence[str | Path] = ()
+) -> Config:
+    """Read `path`, lay `overlays` over it in their order, apply `key.path=value` overrides, check
+    everything that needs no model.
 
-    Raises ConfigError naming every offending dotted key.
+    Raises ConfigError naming every offending dotted key, and the overlay it is from.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read ({why})") from error
-    tree = _parse(text, str(path))
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: the top level must be a mapping of keys")
+    tree = _read(path)
+    origins: dict[str, str] = {}
+    for overlay in overlays:
+        _merge(tree, _read(overlay), str(overlay), origins)
     for override in overrides:
-        _apply(tree, override)
-    return parse_config(tree)
+        origins[_apply(tree, override)] = ""
+    return parse_config(tree, origins)
 
 
-def parse_config(tree: dict[str, Any]) -> Config:
-    """A checked Config from plain values. Raises ConfigError."""
+def parse_config(tree: dict[str, Any], origins: Mapping[str, str] | None = None) -> Config:
+    """A checked Config from plain values; `origins` says which dotted keys are from which overlay.
+    Raises ConfigError."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]  # type: ignore[arg-type]
+        lines = [_explain(item, origins or {}) for item in error.errors()]  # type: ignore[arg-type]
         raise ConfigError("\n".join(lines)) from None
     check_values(config)
     return config
@@ -66,6 +70,44 @@ def parse_config(tree: dict[str, Any]) -> Config:
 def dump_config(config: Config) -> str:
     """YAML that `load_config` reads back to an equal Config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read ({why})") from error
+    tree = _parse(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping of keys")
+    return tree
+
+
+def _merge(
+    tree: dict[str, Any],
+    overlay: dict[str, Any],
+    where: str,
+    origins: dict[str, str],
+    above: str = "",
+) -> None:
+    """Lay `overlay` over `tree`; `origins` then knows what is from `where`."""
+    for key, value in overlay.items():
+        dotted = f"{above}{key}"
+        below = tree.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            _merge(below, value, where, origins, f"{dotted}.")
+        else:
+            tree[key] = value
+            origins[dotted] = where
+
+
+def _origin(dotted: str, origins: Mapping[str, str]) -> str:
+    """The overlay that set a key or what it stands in; empty for none."""
+    parts = dotted.split(".")
+    above = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+    return next((origins[name] for name in above if name in origins), "")
 
 
 def _parse(text: str, where: str) -> Any:
@@ -91,7 +133,8 @@ def _repeated(node: yaml.Node | None, where: str, above: str = "") -> Iterable[s
             yield from _repeated(child, where, f"{above}{index}.")
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply(tree: dict[str, Any], override: str) -> str:
+    """Set one value; the dotted key that it was for."""
     dotted, equals, value = override.partition("=")
     if not equals or not dotted:
         raise ConfigError(f"{override!r}: an override is written key.path=value")
@@ -105,6 +148,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         node[int(last)] = _parse(value, dotted)
     else:
         node[last] = _parse(value, dotted)
+    return dotted
 
 
 def _child(node: Any, part: str, dotted: str) -> Any:
@@ -135,11 +179,16 @@ _WORDS = {
 }
 
 
-def _explain(item: dict[str, Any]) -> str:
-    """One pydantic error as `dotted.key: what is wrong; what to do`."""
-    loc, error, given = item["loc"], item["type"], item.get("input")
+def _explain(item: dict[str, Any], origins: Mapping[str, str]) -> str:
+    """One pydantic error as `dotted.key: what is wrong; what to do`, and the overlay it is from."""
     # The kind of a source is part of pydantic's location; users never typed it there.
-    dotted = ".".join(str(part) for part in loc if part not in _SOURCES)
+    dotted = ".".join(str(part) for part in item["loc"] if part not in _SOURCES)
+    overlay = _origin(dotted, origins)
+    return _what_is_wrong(item, dotted) + (f" (in {overlay})" if overlay else "")
+
+
+def _what_is_wrong(item: dict[str, Any], dotted: str) -> str:
+    loc, error, given = item["loc"], item["type"], item.get("input")
     if error == "extra_forbidden":
         known = _fields(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1]), known, n=1)

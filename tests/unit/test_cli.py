@@ -98,6 +98,22 @@ def test_mistakes_are_told_before_anything_starts(arguments: tuple[str, ...], sa
     assert ran.stderr.startswith(f"error: {said}")
 
 
+@pytest.mark.parametrize(
+    "command", [("train",), ("evaluate",), ("doctor", "layouts"), ("doctor", "sync")], ids=" ".join
+)
+def test_a_mistake_in_an_overlay_is_told_with_its_file(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    fine, wrong = tmp_path / "fine.yaml", tmp_path / "wrong.yaml"
+    fine.write_text("seed: 3\n")
+    wrong.write_text("loss: {clip_hihg: 0.3}\n")
+    ran = command_line(*command, TINY, "--overlay", str(fine), "--overlay", str(wrong))
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        f"error: loss.clip_hihg: unknown key; did you mean 'clip_high'? (in {wrong})\n"
+    )
+
+
 @pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
 def test_under_a_launcher_one_rank_tells_the_mistake(rank: str, speaks: bool) -> None:
     ran = command_line("train", TINY, "loss.clip_hihg=0.3", RANK=rank, WORLD_SIZE="2")

@@ -173,6 +173,77 @@ def test_a_malformed_override_is_refused(override: str, said: str) -> None:
     assert refusal(override).startswith(said)
 
 
+# ---------------------------------------------------------------------------- overlays
+
+
+def overlay(folder: Path, text: str, name: str = "overlay.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_overlay_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
+    first = overlay(
+        tmp_path,
+        "loss: {clip_high: 0.5, aggregation: prompt}\n"
+        "tracking: {mlflow: false}\n"  # a section that the YAML does not have
+        "data:\n  train:\n    - {kind: jsonl, name: a, path: b, grader: dapo_math}\n",
+        "first.yaml",
+    )
+    second = overlay(tmp_path, "loss: {aggregation: sequence}\nseed: 5\n", "second.yaml")
+    base, config = load_config(TINY), load_config(TINY, ["loss.clip_low=1e-1"], [first, second])
+    assert (config.loss.clip_low, config.loss.clip_high) == (0.1, 0.5)
+    assert config.loss.aggregation == "sequence"  # the later overlay wins
+    assert config.loss.advantage_eps == base.loss.advantage_eps
+    assert config.seed == 5
+    assert config.tracking.mlflow is False
+    assert [source.name for source in config.data.train] == ["a"]
+    assert config.data.shuffle == base.data.shuffle
+    assert load_config(TINY, ["seed=6"], [second]).seed == 6  # an override wins over an overlay
+    # What is saved with a run is complete: it loads without the overlays.
+    resolved = overlay(tmp_path, dump_config(config), "config.yaml")
+    assert load_config(resolved) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "loss: {clip_hihg: 0.3}",
+            "loss.clip_hihg: unknown key; did you mean 'clip_high'? (in {file})",
+        ),
+        ("polciy: {precision: float32}", "polciy: unknown key; did you mean 'policy'? (in {file})"),
+        (
+            "data: {train: [{kind: jsonl, nam: a, name: a, path: b, grader: c}]}",
+            "data.train.0.nam: unknown key; did you mean 'name'? (in {file})",
+        ),
+        ("loss: 3", "loss: must be a mapping of keys (given: 3) (in {file})"),
+        ("seed: one", "seed: Input should be a valid integer (given: 'one') (in {file})"),
+        ("seed: 1\nseed: 2", "seed: given twice ({file}, line 2)"),
+        ("", "{file}: the top level must be a mapping of keys"),
+        ("- 1", "{file}: the top level must be a mapping of keys"),
+    ],
+)
+def test_a_mistake_in_an_overlay_names_it(tmp_path: Path, text: str, said: str) -> None:
+    path = overlay(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(TINY, overlays=[overlay(tmp_path, "seed: 1", "fine.yaml"), path])
+    assert str(caught.value) == said.replace("{file}", str(path))
+
+
+def test_what_an_override_mends_or_breaks_is_not_the_overlay_s_fault(tmp_path: Path) -> None:
+    path = overlay(tmp_path, "seed: one\nloss: {clip_high: 0.5}")
+    assert load_config(TINY, ["seed=1"], [path]).seed == 1
+    with pytest.raises(ConfigError) as caught:
+        load_config(TINY, ["loss.clip_high=x", "seed=1", "loss.clip_hihg=1"], [path])
+    assert str(path) not in str(caught.value)
+
+
+def test_an_overlay_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: cannot be read \(No such file"):
+        load_config(TINY, overlays=[tmp_path / "nowhere.yaml"])
+
+
 # ---------------------------------------------------------------------------- keys and types
 
 
@@ -265,6 +336,12 @@ def test_a_missing_field_is_named(dotted: str) -> None:
 OBJECTIVE_DEFAULTS = {
     "train.packing": "how rows are filled; the loss of a token is the same",
     "rollout.expected_keep_rate": "a first guess of how many prompts to issue, not of what to keep",
+    "rollout.lookahead": "acts only with on_policy false, which a YAML states",
+    "rollout.max_overtake": "the same",
+    "rollout.max_age": "the same",
+    "rollout.max_prompts_per_step": "a bound that a healthy run never meets",
+    "rollout.at_bound": "what to do at that bound",
+    "rollout.deterministic": "whether a run repeats bit by bit, not what it aims at",
 }
 
 
@@ -287,6 +364,10 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
     ("overrides", "said"),
     [
         (["overlong.buffer_tokens=16"], "overlong.buffer_tokens: 16 must be less than"),
+        (["rollout.max_age=8"], "rollout.max_age: 8 must be more than rollout.max_overtake = 8"),
+        (["rollout.max_age=1", "rollout.max_overtake=0"], None),
+        (["rollout.max_prompts_per_step=31"], "rollout.max_prompts_per_step: 31 prompts can never"),
+        (["overlong.filtered_in_mean=true"], "overlong.filtered_in_mean: true without overlong.fi"),
         (["overlong.max_tokens=17"], "overlong.max_tokens: 17 is more than rollout.max_response"),
         (["train.updates_per_step=5"], "train.updates_per_step: 5 does not divide the 512 seq"),
         (["rollout.prompts_per_step=31"], None),  # 31 x 16 is divisible by 4
