@@ -10,6 +10,7 @@ default of every public reproduction, divides by those of the mini-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -101,7 +102,8 @@ def make_loss(
 
     Its `total` is sum(weights * [tis *] per-token loss). Its `sums` are scalar sums over the
     masked tokens, unweighted and without gradient: clip_fraction_high, clip_fraction_low,
-    dual_clip_fraction, and approx_kl = old - new log-prob.
+    dual_clip_fraction, and approx_kl = old - new log-prob. With `tis_cap` also tis_weight and
+    tis_capped_fraction (tokens whose weight would be more).
     """
 
     def loss(logp: Tensor, micro: MicroTokens) -> LossOutput:
@@ -116,20 +118,19 @@ def make_loss(
             dual_clip=dual_clip,
         )
         weights = torch.where(keep, micro.weights, 0.0)
-        if tis_cap is not None:
-            weights = weights * tis_weights(
-                micro.old_logprobs, micro.engine_logprobs, keep, cap=tis_cap
-            )
         approx_kl = torch.where(keep, micro.old_logprobs - logp.detach(), 0.0)
-        return LossOutput(
-            total=(weights * terms.per_token).sum(),
-            sums={
-                "clip_fraction_high": terms.high.sum(dtype=logp.dtype),
-                "clip_fraction_low": terms.low.sum(dtype=logp.dtype),
-                "dual_clip_fraction": terms.dual.sum(dtype=logp.dtype),
-                "approx_kl": approx_kl.sum(),
-            },
-        )
+        sums = {
+            "clip_fraction_high": terms.high.sum(dtype=logp.dtype),
+            "clip_fraction_low": terms.low.sum(dtype=logp.dtype),
+            "dual_clip_fraction": terms.dual.sum(dtype=logp.dtype),
+            "approx_kl": approx_kl.sum(),
+        }
+        if tis_cap is not None:
+            tis = tis_weights(micro.old_logprobs, micro.engine_logprobs, keep, cap=math.inf)
+            weights = weights * tis.clamp(max=tis_cap)
+            sums["tis_weight"] = tis.clamp(max=tis_cap).sum()
+            sums["tis_capped_fraction"] = (tis > tis_cap).sum(dtype=logp.dtype)
+        return LossOutput(total=(weights * terms.per_token).sum(), sums=sums)
 
     return loss
 

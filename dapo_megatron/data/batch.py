@@ -5,7 +5,7 @@ T tokens (all sequences end to end), S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -15,55 +15,48 @@ from torch import Tensor
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.loss import Aggregation, aggregation_weights
 from dapo_megatron.algo.overlong import overlong_penalty
-from dapo_megatron.types import Completion, Finish, Grade, Group, TokenBatch
+from dapo_megatron.config import OverlongConfig
+from dapo_megatron.types import Completion, Finish, Group, TokenBatch
 
 
-def graded(groups: Sequence[Group]) -> Iterator[tuple[Group, Completion, Grade]]:
-    """The sequences of a batch, in its order: every completion that has a grade."""
-    for group in groups:
-        for completion in group.completions:
-            if completion.grade is not None:
-                yield group, completion, completion.grade
+def counted(group: Group, overlong: OverlongConfig) -> list[Completion]:
+    """The completions that count for their group: its verdict, its mean, its place in a batch.
+
+    All of them; but with `overlong.filter`, and not `overlong.filtered_in_mean`, truncated ones are
+    as if never sampled.
+    """
+    if not overlong.filter or overlong.filtered_in_mean:
+        return list(group.completions)
+    return [one for one in group.completions if one.finish is not Finish.LENGTH]
 
 
-def assemble(
-    groups: Sequence[Group],
-    *,
-    max_tokens: int,
-    buffer_tokens: int,
-    penalty: bool,
-    filter_truncated: bool,
-    eps: float,
-) -> TokenBatch:
-    """One batch of all graded completions of `groups`, in their order; weights are 1.
+def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -> TokenBatch:
+    """One batch of the counted completions of `groups`, in their order; weights are 1.
 
     reward = grade.score (+ overlong_penalty); the advantage of a completion is relative to the
-    graded ones of its group. `filter_truncated` keeps completions that hit the length limit out of
-    the loss mask; they still enter the mean of their group. No sequence at all gives an empty
-    batch (T = S = 0).
+    counted ones of its group. Truncated completions that are filtered but counted stay out of the
+    loss mask. No sequence at all gives an empty batch (T = S = 0). Raises ValueError naming a
+    completion that has no grade, or whose log-probs do not cover its tokens.
     """
-    sequences = list(graded(groups))
+    sequences = _sequences(groups, overlong)
     rewards = torch.tensor(
-        [
-            grade.score + (_penalty(completion, max_tokens, buffer_tokens) if penalty else 0.0)
-            for _, completion, grade in sequences
-        ],
+        [_reward(group, completion, overlong) for group, completion in sequences],
         dtype=torch.float32,
     )
-    group_ids = torch.tensor([group.ticket for group, _, _ in sequences], dtype=torch.int64)
+    group_ids = torch.tensor([group.ticket for group, _ in sequences], dtype=torch.int64)
     advantages = group_advantage(rewards, group_ids, eps=eps).tolist()
     tokens: list[tuple[int, ...]] = []
     mask: list[list[bool]] = []
     advantage: list[list[float]] = []
     logprobs: list[tuple[float, ...]] = []
-    for (group, completion, _), value in zip(sequences, advantages, strict=True):
+    for (group, completion), value in zip(sequences, advantages, strict=True):
         prompt, response = group.prompt.tokens, completion.tokens
         if len(completion.logprobs) != len(response):
             raise ValueError(
                 f"{_name(group, completion)}: {len(completion.logprobs)} log-probs for "
                 f"{len(response)} tokens"
             )
-        in_loss = not (filter_truncated and completion.finish is Finish.LENGTH)
+        in_loss = not (overlong.filter and completion.finish is Finish.LENGTH)
         tokens += [prompt, response]
         mask.append([False] * len(prompt) + [in_loss] * len(response))
         advantage.append([0.0] * len(prompt) + [value] * len(response))
@@ -77,21 +70,26 @@ def assemble(
         weights=torch.ones(flat_tokens.shape, dtype=torch.float32),
         engine_logprobs=_flat(logprobs, torch.float32),
         group_ids=group_ids,
-        sequence_names=tuple(_name(group, completion) for group, completion, _ in sequences),
+        sequence_names=tuple(_name(group, completion) for group, completion in sequences),
     )
 
 
-def fresh_mask(groups: Sequence[Group], version: int) -> Tensor:
-    """bool [T] over `assemble(groups)`: response tokens sampled by weights `version`.
+def fresh_mask(groups: Sequence[Group], *, version: int, overlong: OverlongConfig) -> Tensor:
+    """bool [T] over the batch that `assemble` makes of the same groups: response tokens sampled by
+    weights `version`.
 
     The gap between engine and policy is measured on these alone: older ones differ because the
-    weights do.
+    weights do. Raises ValueError if the segments of a completion do not add up to its tokens.
     """
-    rows = [
-        [False] * len(group.prompt.tokens)
-        + [completion.version == version] * len(completion.tokens)
-        for group, completion, _ in graded(groups)
-    ]
+    rows: list[list[bool]] = []
+    for group, completion in _sequences(groups, overlong):
+        if sum(part.num_tokens for part in completion.segments) != len(completion.tokens):
+            raise ValueError(
+                f"{_name(group, completion)}: {completion.segments} for "
+                f"{len(completion.tokens)} tokens"
+            )
+        rows.append([False] * len(group.prompt.tokens))
+        rows += [[part.version == version] * part.num_tokens for part in completion.segments]
     return _flat(rows, torch.bool)
 
 
@@ -112,9 +110,19 @@ def _name(group: Group, completion: Completion) -> str:
     return f"ticket {group.ticket}, sample {completion.sample}"
 
 
-def _penalty(completion: Completion, max_tokens: int, buffer_tokens: int) -> float:
-    return overlong_penalty(
-        len(completion.tokens), max_tokens=max_tokens, buffer_tokens=buffer_tokens
+def _sequences(groups: Sequence[Group], overlong: OverlongConfig) -> list[tuple[Group, Completion]]:
+    return [(group, one) for group in groups for one in counted(group, overlong)]
+
+
+def _reward(group: Group, completion: Completion, overlong: OverlongConfig) -> float:
+    if completion.grade is None:
+        raise ValueError(f"{_name(group, completion)}: no grade; such a group abstains")
+    if not overlong.penalty:
+        return completion.grade.score
+    return completion.grade.score + overlong_penalty(
+        len(completion.tokens),
+        max_tokens=overlong.max_tokens,
+        buffer_tokens=overlong.buffer_tokens,
     )
 
 

@@ -12,11 +12,13 @@ distribution a token was drawn from. (`raw_logprobs` are before both: wrong at o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.engine import device
+from dapo_megatron.engine.partial import joined, prompt_of, sampled_so_far, tokens_left
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -64,6 +66,7 @@ class VllmEngine:
         self.num_replicas = world_size // ranks
         self.is_leader = rank % ranks == 0
         self.version = 0
+        self.max_sequences = config.engine.max_sequences
         self._unusable = _NO_WEIGHTS if is_empty else ""
         self._requests: dict[str, SampleRequest] = {}
         device.prepare_environment(rank, local_rank)
@@ -74,7 +77,8 @@ class VllmEngine:
         self._receiver: WeightReceiver | None = None
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight."""
+        """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight, or to
+        be continued beyond its limit."""
         self._require_usable()
         for request in requests:
             name = f"{request.ticket}/{request.sample}"
@@ -82,9 +86,10 @@ class VllmEngine:
                 raise DapoError(
                     f"ticket {request.ticket}, sample {request.sample}: asked for twice"
                 )
+            sampling = self._sampling(request)
             self._requests[name] = request
             self._llm.llm_engine.add_request(
-                name, {"prompt_token_ids": list(request.tokens)}, self._sampling(request)
+                name, {"prompt_token_ids": prompt_of(request)}, sampling
             )
 
     def step(self) -> list[tuple[int, Completion]]:
@@ -98,12 +103,18 @@ class VllmEngine:
         """Whether any request is queued or running."""
         return bool(self._requests)
 
-    def abort(self, requests: Sequence[SampleRequest]) -> None:
-        """Forget requests, wherever they are; those that have finished are passed over."""
-        names = [f"{request.ticket}/{request.sample}" for request in requests]
-        self._llm.llm_engine.abort_request([name for name in names if name in self._requests])
-        for name in names:
-            self._requests.pop(name, None)
+    def interrupt(self) -> list[tuple[int, Completion]]:
+        """Drop all requests, running or queued; (ticket, completion) of those with at least one
+        token, unfinished and without text, in the order in which they were submitted."""
+        sampled = sampled_so_far(self._llm)
+        unfinished = [
+            (request.ticket, joined(request, *sampled[name], self.version))
+            for name, request in self._requests.items()
+            if request.so_far is not None or sampled[name][0]
+        ]
+        self._llm.llm_engine.abort_request(list(self._requests))
+        self._requests.clear()
+        return unfinished
 
     def wanted(self, offered: Offer) -> list[Piece]:
         """The slices that this rank needs of whole HF tensors, offered by name, shape and dtype.
@@ -187,7 +198,7 @@ class VllmEngine:
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,
-            max_tokens=request.max_tokens,
+            max_tokens=tokens_left(request),
             stop_token_ids=self._stop_ids,
             logprobs=0,
             flat_logprobs=True,
@@ -199,17 +210,17 @@ class VllmEngine:
     def _finished(self, output: RequestOutput) -> tuple[int, Completion]:
         request = self._requests.pop(output.request_id)
         (sampled,) = output.outputs
-        tokens = tuple(sampled.token_ids)
-        finish = Finish.STOP if tokens[-1] in self._stop_ids else Finish.LENGTH
-        text = tokens[:-1] if finish is Finish.STOP else tokens
-        return request.ticket, Completion(
-            sample=request.sample,
-            tokens=tokens,
-            logprobs=tuple(sampled.logprobs.logprobs),
-            text=self._tokenizer.decode(text, skip_special_tokens=True),
-            finish=finish,
-            version=self.version,
+        stopped = sampled.token_ids[-1] in self._stop_ids
+        completion = joined(
+            request,
+            sampled.token_ids,
+            sampled.logprobs.logprobs,
+            self.version,
+            Finish.STOP if stopped else Finish.LENGTH,
         )
+        tokens = completion.tokens[:-1] if stopped else completion.tokens
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return request.ticket, replace(completion, text=text)
 
 
 def _start(config: Config, load_format: str) -> LLM:

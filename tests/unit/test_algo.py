@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -27,7 +28,9 @@ from dapo_megatron.algo import (
     verdict,
     warmup_lr,
 )
-from dapo_megatron.types import MicroTokens
+from dapo_megatron.config import OverlongConfig
+from dapo_megatron.data.batch import assemble, fresh_mask
+from dapo_megatron.types import Completion, Finish, Grade, Group, MicroTokens, Prompt, Segment
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
 FIELDS = tuple(MicroTokens.__dataclass_fields__)
@@ -178,6 +181,51 @@ def test_tis_weight_multiplies_the_token_loss_and_carries_no_gradient() -> None:
         for name in FIELDS
     )))  # fmt: skip
     torch.testing.assert_close(corrected(logp, micro).total, expected.total)
+
+
+def test_tis_of_a_completion_that_two_versions_sampled() -> None:
+    """Each token against the version that sampled it; the ratio is against the old policy alone.
+
+    Old policy 0.25 each. Version 1 sampled the first two tokens, at 0.5 and 0.0625: policy / engine
+    is 0.5 and 4, capped at 2. Version 2, the policy's own, the others, at 0.25 and 0.2: 1, 1.25.
+    """
+    engine = (0.5, 0.0625, 0.25, 0.2)
+    prompt = Prompt("s", 0, (10,), "4 + 3 =", "7")
+    segments = (Segment(1, 2), Segment(2, 2))
+    logprobs = tuple(map(math.log, engine))
+    mixed = Completion(0, (5, 6, 7, 8), logprobs, "7", Finish.STOP, segments, Grade(1.0, True, "7"))
+    other = replace(mixed, sample=1, grade=Grade(-1.0, False, "8"))
+    overlong = OverlongConfig(
+        max_tokens=8, buffer_tokens=4, penalty=False, filter=False, filtered_in_mean=False
+    )
+    batch = assemble([Group(0, prompt, (mixed, other))], overlong=overlong, eps=1e-6)
+    assert fresh_mask([Group(0, prompt, (mixed,))], version=2, overlong=overlong).tolist() == [
+        False, False, False, True, True
+    ]  # fmt: skip
+    response = slice(1, 5)  # of `mixed`, whose advantage is 2 ** -0.5
+    old = torch.full((4,), math.log(0.25))
+    micro = MicroTokens(
+        old_logprobs=old,
+        advantages=batch.advantages[response],
+        weights=batch.weights[response],
+        engine_logprobs=batch.engine_logprobs[response],
+        mask=batch.loss_mask[response],
+    )
+    # The policy has moved to 0.275, a ratio of 1.1 for every token, within the clip.
+    out = make_loss(**CLIP, tis_cap=2.0)(torch.full((4,), math.log(0.275)), micro)
+    assert float(out.total) == pytest.approx(-(2**-0.5) * 1.1 * (0.5 + 2 + 1 + 1.25), rel=1e-5)
+    assert float(out.sums["tis_weight"]) == pytest.approx(0.5 + 2 + 1 + 1.25)
+    assert float(out.sums["tis_capped_fraction"]) == 1.0
+    plain = make_loss(**CLIP, tis_cap=None)(torch.full((4,), math.log(0.275)), micro)
+    assert float(plain.total) == pytest.approx(-(2**-0.5) * 1.1 * 4, rel=1e-5)
+    assert not [name for name in plain.sums if name.startswith("tis")]
+
+
+def test_a_weight_at_the_cap_is_not_capped() -> None:
+    like, ones = torch.zeros(2), torch.ones(2)
+    out = make_loss(**CLIP, tis_cap=1.0)(like, MicroTokens(like, ones, ones, like, ones))
+    assert float(out.sums["tis_weight"]) == 2.0
+    assert float(out.sums["tis_capped_fraction"]) == 0.0
 
 
 # ------------------------------------------------------------------------ aggregation

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.data.batch import assemble, fresh_mask, graded, split
-from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, TokenBatch
+from dapo_megatron.config import OverlongConfig
+from dapo_megatron.data.batch import assemble, counted, fresh_mask, split
+from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment, TokenBatch
 
 RIGHT, WRONG = Grade(1.0, True, "7"), Grade(-1.0, False, "8")
 
@@ -21,11 +22,12 @@ def completion(
     grade: Grade | None,
     *,
     finish: Finish = Finish.STOP,
-    version: int = 3,
+    segments: tuple[Segment, ...] | None = None,
 ) -> Completion:
     tokens = tuple(range(100, 100 + num_tokens))
     logprobs = tuple(-0.5 - sample - place / 8 for place in range(num_tokens))
-    return Completion(sample, tokens, logprobs, "", finish, version, grade)
+    segments = segments or (Segment(3, num_tokens),)
+    return Completion(sample, tokens, logprobs, "", finish, segments, grade)
 
 
 def group(ticket: int, *completions: Completion, num_prompt_tokens: int = 2) -> Group:
@@ -33,15 +35,21 @@ def group(ticket: int, *completions: Completion, num_prompt_tokens: int = 2) -> 
     return Group(ticket, Prompt("s", ticket, tokens, "4 + 3 =", "7"), completions)
 
 
-def assembled(*groups: Group, penalty: bool = False, filter_truncated: bool = False) -> TokenBatch:
-    return assemble(
-        groups,
-        max_tokens=8,
-        buffer_tokens=4,
-        penalty=penalty,
-        filter_truncated=filter_truncated,
-        eps=1e-6,
+def overlong(
+    *, penalty: bool = False, filter: bool = False, in_mean: bool = False
+) -> OverlongConfig:
+    return OverlongConfig(
+        max_tokens=8, buffer_tokens=4, penalty=penalty, filter=filter, filtered_in_mean=in_mean
     )
+
+
+def assembled(*groups: Group, **mode: bool) -> TokenBatch:
+    return assemble(groups, overlong=overlong(**mode), eps=1e-6)
+
+
+def advantages(batch: TokenBatch) -> list[float]:
+    """Of each sequence: that of its last token."""
+    return [float(batch.advantages[end - 1]) for end in batch.lengths.cumsum(0).tolist()]
 
 
 def test_layout_of_a_batch() -> None:
@@ -71,15 +79,9 @@ def test_layout_of_a_batch() -> None:
     assert {tensor.dtype for tensor in floats} == {torch.float32}
 
 
-def test_ungraded_completions_are_left_out_of_everything() -> None:
-    with_it = group(1, completion(0, 2, RIGHT), completion(1, 5, None), completion(2, 2, WRONG))
-    without = group(1, completion(0, 2, RIGHT), completion(2, 2, WRONG))
-    left, right = assembled(with_it), assembled(without)
-    assert left.sequence_names == right.sequence_names
-    assert torch.equal(left.tokens, right.tokens)
-    assert torch.equal(left.advantages, right.advantages)
-    assert len(list(graded([with_it]))) == 2
-    assert fresh_mask([with_it], 3).numel() == left.tokens.numel()
+def test_a_completion_without_a_grade_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ticket 7, sample 1: no grade"):
+        assembled(group(7, completion(0, 2, RIGHT), completion(1, 5, None)))
 
 
 def test_overlong_penalty_shapes_the_reward_of_long_answers() -> None:
@@ -94,36 +96,74 @@ def test_overlong_penalty_shapes_the_reward_of_long_answers() -> None:
     assert float(plain.advantages[2]) == float(plain.advantages[6])
 
 
-def test_filtered_truncated_completions_still_enter_the_group_mean() -> None:
-    cut = group(
-        1,
-        completion(0, 2, RIGHT),
-        completion(1, 2, WRONG),
-        completion(2, 8, WRONG, finish=Finish.LENGTH),
-    )
-    kept, filtered = assembled(cut), assembled(cut, filter_truncated=True)
-    assert (kept.num_loss_tokens, filtered.num_loss_tokens) == (12, 4)
-    assert not filtered.loss_mask[8:].any()
-    assert torch.equal(kept.advantages, filtered.advantages)
-    assert kept.num_sequences == filtered.num_sequences == 3
+# Two that stopped, of 2 and 6 tokens, and one cut off at 8: rewards 1, -1, 1; penalties 0, -.5, -1.
+CUT = group(
+    1,
+    completion(0, 2, RIGHT),
+    completion(1, 6, WRONG),
+    completion(2, 8, RIGHT, finish=Finish.LENGTH),
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ({}, [0.57735, -1.15470, 0.57735]),  # rewards 1, -1, 1: mean 1/3, std 1.15470
+        ({"penalty": True}, [0.92717, -1.05963, 0.13245]),  # 1, -1.5, 0: mean -1/6, std 1.25831
+        ({"filter": True}, [0.70711, -0.70711]),  # 1, -1
+        ({"filter": True, "penalty": True}, [0.70711, -0.70711]),  # 1, -1.5
+        ({"filter": True, "in_mean": True}, [0.57735, -1.15470, 0.57735]),
+        ({"filter": True, "in_mean": True, "penalty": True}, [0.92717, -1.05963, 0.13245]),
+    ],
+)
+def test_overlong_modes(mode: dict[str, bool], expected: list[float]) -> None:
+    batch = assembled(CUT, **mode)
+    assert advantages(batch) == pytest.approx(expected, abs=1e-5)
+    assert batch.num_sequences == len(counted(CUT, overlong(**mode))) == len(expected)
+    assert batch.num_loss_tokens == (8 if mode.get("filter") else 16)
+    assert not mode.get("filter") or not batch.loss_mask[12:].any()
+    fresh = fresh_mask([CUT], version=3, overlong=overlong(**mode))
+    assert fresh.numel() == batch.tokens.numel()
+
+
+def test_filtered_as_if_never_sampled() -> None:
+    without = replace(CUT, completions=CUT.completions[:2])
+    for penalty in (False, True):
+        left = assembled(CUT, filter=True, penalty=penalty)
+        right = assembled(without, penalty=penalty)
+        assert left.sequence_names == right.sequence_names
+        for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs"):
+            assert torch.equal(getattr(left, name), getattr(right, name)), name
+
+
+def test_a_group_all_cut_off_leaves_nothing() -> None:
+    nothing = replace(CUT, completions=CUT.completions[2:])
+    assert counted(nothing, overlong(filter=True)) == []
+    batch = assembled(nothing, filter=True)
+    assert (batch.num_sequences, batch.num_loss_tokens, batch.tokens.numel()) == (0, 0, 0)
+    assert split(batch, 4, "token") == []
 
 
 def test_fresh_tokens_are_response_tokens_of_this_version() -> None:
-    mixed = group(1, completion(0, 2, RIGHT, version=3), completion(1, 1, WRONG, version=2))
-    assert fresh_mask([mixed], 3).tolist() == [False, False, True, True, False, False, False]
-    assert fresh_mask([mixed], 2).tolist() == [False] * 6 + [True]
+    old = completion(0, 5, RIGHT, segments=(Segment(1, 2), Segment(2, 1), Segment(3, 2)))
+    groups = [group(1, old, completion(1, 1, WRONG, segments=(Segment(2, 1),)))]
+    no, yes = False, True
+
+    def fresh(version: int) -> list[bool]:
+        return fresh_mask(groups, version=version, overlong=overlong()).tolist()
+
+    assert fresh(3) == [no, no, no, no, no, yes, yes, no, no, no]
+    assert fresh(2) == [no, no, no, no, yes, no, no, no, no, yes]
+    assert not any(fresh(4))
+    short = completion(5, 3, RIGHT, segments=(Segment(1, 2),))
+    with pytest.raises(ValueError, match=r"ticket 9, sample 5: .* for 3 tokens"):
+        fresh_mask([group(9, short)], version=1, overlong=overlong())
 
 
 def test_logprobs_that_do_not_cover_the_tokens_are_refused() -> None:
     broken = replace(completion(4, 2, RIGHT), logprobs=(-0.5,))
     with pytest.raises(ValueError, match=r"ticket 9, sample 4: 1 log-probs for 2 tokens"):
         assembled(group(9, broken))
-
-
-def test_no_graded_completion_gives_an_empty_batch_and_no_update() -> None:
-    batch = assembled(group(1, completion(0, 2, None)))
-    assert (batch.num_sequences, batch.num_loss_tokens, batch.tokens.numel()) == (0, 0, 0)
-    assert split(batch, 4, "token") == []
 
 
 @settings(deadline=None)  # cores are shared
