@@ -27,7 +27,7 @@ from dapo_megatron.loop import Parts
 from dapo_megatron.protocols import Planner, Policy, RolloutEngine, Tracker
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.rollout.driver import RolloutDriver
+from dapo_megatron.rollout.driver import Driver, EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.run_folder import (
     FolderCheckpoints,
@@ -64,7 +64,7 @@ class Core:
     engine: RolloutEngine
     sync: WeightSync
     grading: GradingPool | None
-    driver: RolloutDriver
+    driver: Driver
 
     def close(self) -> None:
         """End the grading processes."""
@@ -149,7 +149,8 @@ def build_core(config: Config, ranks: Ranks) -> Core:
             config.rewards.workers,
             config.rewards.timeout_seconds,
         )
-    return Core(policy, engine, sync, grading, RolloutDriver(engine, grading, ranks))
+    driver = EngineDriver(engine, grading, ranks, deterministic=config.rollout.deterministic)
+    return Core(policy, engine, sync, grading, driver)
 
 
 def build_evaluator(config: Config, prompts: Prompts, core: Core) -> Evaluator:

@@ -13,12 +13,19 @@ from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.algo.mismatch import GapStatistics, gap_statistics
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import assemble, fresh_mask, split
+from dapo_megatron.data.batch import assemble, first_groups, fresh_mask, split
 from dapo_megatron.protocols import Policy, RolloutEngine
 from dapo_megatron.rollout import metrics as figures
-from dapo_megatron.rollout.coordinator import Collected, Coordinator
+from dapo_megatron.rollout.coordinator import Collected
 from dapo_megatron.rollout.evaluate import Evaluator
-from dapo_megatron.types import Group, StepStats, SyncError, SyncReport, TokenBatch
+from dapo_megatron.types import (
+    Group,
+    StarvedError,
+    StepStats,
+    SyncError,
+    SyncReport,
+    TokenBatch,
+)
 
 
 class Recorder(Protocol):
@@ -27,6 +34,14 @@ class Recorder(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None: ...
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]: ...
+
+
+class Collector(Protocol):
+    """Where a step's groups come from: the coordinator, or a recorded run (rollout/replay.py)."""
+
+    def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Checkpoints(Protocol):
@@ -46,7 +61,7 @@ class Parts:
     engine: RolloutEngine
     sync: Callable[[int], SyncReport]
     """Policy weights into the engines, which then carry this version."""
-    coordinator: Coordinator
+    coordinator: Collector
     evaluator: Evaluator
     recorder: Recorder
     checkpoints: Checkpoints
@@ -77,7 +92,13 @@ def train(config: Config, parts: Parts, progress: Progress, *, started: float) -
     while progress.step < last:
         step = progress.step + 1
         clock = Clock()
-        collected, metrics = train_step(config, parts, step, clock)
+        try:
+            collected, metrics = train_step(config, parts, step, clock)
+        except StarvedError as error:
+            save_at_end(parts, progress, started)
+            raise StarvedError(
+                f"{error}. Saved after step {progress.step}: resume=auto goes on from there"
+            ) from error
         progress.step = step
         progress.max_gap = max(progress.max_gap, metrics.get("mismatch/gap_max", 0.0))
         if parts.evaluator.due(step, last):
@@ -87,16 +108,28 @@ def train(config: Config, parts: Parts, progress: Progress, *, started: float) -
         publish = None
         if parts.checkpoints.due(step):
             with clock("checkpoint"):
-                progress.seconds = time.time() - started
-                state = {"progress": vars(progress), "coordinator": parts.coordinator.state()}
-                publish = parts.checkpoints.save(step, state)
-        parts.recorder.samples(step, collected.seen)
+                publish = save(parts, progress, started)
+        parts.recorder.samples(step, collected.ended)
         parts.recorder.log(step, metrics | clock.metrics())
         # Published last: a checkpoint that exists has its metrics and samples on disk.
         if publish is not None:
             publish()
     progress.seconds = time.time() - started
     return progress
+
+
+def save(parts: Parts, progress: Progress, started: float) -> Callable[[], None]:
+    """A checkpoint after the steps done so far; calling what is returned publishes it."""
+    progress.seconds = time.time() - started
+    state = {"progress": vars(progress), "coordinator": parts.coordinator.state()}
+    return parts.checkpoints.save(progress.step, state)
+
+
+def save_at_end(parts: Parts, progress: Progress, started: float) -> None:
+    """A checkpoint from the middle of a step that cannot be finished."""
+    parts.engine.sleep()
+    parts.policy.onload()
+    save(parts, progress, started)()
 
 
 def train_step(
@@ -108,13 +141,13 @@ def train_step(
         # Policy and engine take turns in the accelerator's memory.
         parts.engine.sleep()
         parts.policy.onload()
-    measured = make_batch(config, collected.to_measure)
+    groups = collected.train + collected.fresh
+    measured = assemble(groups, overlong=config.overlong, eps=config.loss.advantage_eps)
     with clock("logprobs"):
         old = parts.policy.logprobs(measured).logprobs
     measured = dataclasses.replace(measured, old_logprobs=old)
-    gap = check_gap(config, measured, collected.to_measure, version=step - 1)
-    batch = make_batch(config, collected.train)  # the first of `measured`
-    batch = dataclasses.replace(batch, old_logprobs=old[: batch.tokens.numel()])
+    gap = check_gap(config, measured, groups, version=step - 1)
+    batch = first_groups(measured, len(collected.train))
     with clock("update"):
         stats = update(config, parts.policy, batch, step)
     with clock("sync"):
@@ -130,25 +163,13 @@ def train_step(
     }
 
 
-def make_batch(config: Config, groups: list[Group]) -> TokenBatch:
-    """The step's tokens with advantages from shaped rewards."""
-    return assemble(
-        groups,
-        max_tokens=config.overlong.max_tokens,
-        buffer_tokens=config.overlong.buffer_tokens,
-        penalty=config.overlong.penalty,
-        filter_truncated=config.overlong.filter,
-        eps=config.loss.advantage_eps,
-    )
-
-
 def check_gap(
     config: Config, batch: TokenBatch, groups: list[Group], version: int
 ) -> GapStatistics:
     """The gap on what the weights `version`, the policy's own, sampled. Raises SyncError naming
     the worst token."""
     assert batch.old_logprobs is not None
-    fresh = fresh_mask(groups, version)
+    fresh = fresh_mask(groups, version=version, overlong=config.overlong)
     gap = gap_statistics(batch.engine_logprobs, batch.old_logprobs, fresh)
     if gap.max > config.sync.max_gap and gap.worst_token is not None:
         where = gap.worst_token

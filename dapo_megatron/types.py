@@ -244,5 +244,10 @@ class CheckpointError(DapoError):
     """A checkpoint cannot be used; names the file and what to do."""
 
 
+class StarvedError(DapoError):
+    """Dynamic sampling cannot fill a step; names the data sets and what to change. Raised by all
+    ranks together, with the coordinator's state whole: the run saves a checkpoint and ends."""
+
+
 class Diverged(DapoError):
     """A non-finite loss or gradient, caught before the optimizer step."""

@@ -1,50 +1,39 @@
-"""Dynamic sampling, first form: rounds of prompts until a step has its N mixed groups.
+"""Dynamic sampling as a reorder buffer: issue ahead, finish in any order, train in ticket order.
 
-A round is sized by the observed share of mixed groups. Groups are taken in ticket order; mixed
-ones beyond N are carried to the next step (or, with `on_policy`, expire: the paper's rule, and its
-algorithm 1 discards them too). Every ticket's fate is in the ledger.
+Prompts get tickets in the order of the stream, as many as a forecast of the keep rate wants in
+flight. Completions are graded as they finish, and a group is decided with its last grade. A step
+ends as soon as its N mixed groups can be committed (`groups.commit`); the engines are then stopped,
+and what they were at goes on in the next step, under its weights. Nothing waits for a batch, and
+nothing that could be trained on is lost. With `on_policy`, the paper's rule: strict order, and what
+is open at the end of a step expires. The picture is in docs/rollout.md.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_megatron.algo.sampling import verdict
 from dapo_megatron.config import OverlongConfig, RolloutConfig
+from dapo_megatron.data.batch import counted
 from dapo_megatron.data.stream import PromptStream
-from dapo_megatron.rollout.codec import group_from_json, group_to_json
-from dapo_megatron.rollout.driver import RolloutDriver, Sampling
-from dapo_megatron.rollout.ledger import Fate, Ledger
-from dapo_megatron.types import DapoError, Finish, Group, Verdict
+from dapo_megatron.rollout.dispatch import Dispatcher, Sampling
+from dapo_megatron.rollout.driver import Driver, News
+from dapo_megatron.rollout.forecast import KeepRate
+from dapo_megatron.rollout.groups import OpenGroup, commit
+from dapo_megatron.rollout.ledger import Fate, Ledger, State
+from dapo_megatron.types import Completion, Group, Prompt, StarvedError, Verdict
 
+logger = logging.getLogger(__name__)
 
-@dataclass
-class KeepRate:
-    """The share of groups that are mixed: a mean that forgets, with the configured guess as
-    prior. Half of what was seen before counts as one step goes by."""
-
-    prior: float
-    prior_weight: float
-    kept: float = 0.0
-    issued: float = 0.0
-
-    @property
-    def value(self) -> float:
-        """The forecast."""
-        return (self.kept + self.prior * self.prior_weight) / (self.issued + self.prior_weight)
-
-    def observe(self, kept: int, issued: int) -> None:
-        """Take in one step."""
-        self.kept = self.kept / 2 + kept
-        self.issued = self.issued / 2 + issued
-
-    def prompts_for(self, num_groups: int) -> int:
-        """Prompts that should give `num_groups` mixed groups; at most four times as many, so that
-        a rate near zero is found out in bounded rounds."""
-        return min(math.ceil(num_groups / self.value), 4 * num_groups)
+BOUND = 30
+"""Default of rollout.max_prompts_per_step, in units of prompts_per_step."""
+FRESH_GROUPS = 8
+"""Groups with tokens of the current weights on which engine and policy are compared, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,144 +41,308 @@ class Collected:
     """What a rollout step trains on, and what it saw."""
 
     train: list[Group]
-    seen: list[tuple[Group, Fate]]
-    """Groups issued in this step with their fate so far, in ticket order."""
+    ended: list[tuple[Group, Fate]]
+    """Groups that ended in this step, by ticket; each ticket ends once in a run."""
+    decided: list[Group]
+    """Groups whose last grade came in this step, whatever it said: what the policy does, before
+    any filtering."""
+    fresh: list[Group]
+    """Carried groups with tokens of the current weights, some to compare engine and policy on."""
+    version: int
     counts: dict[str, int]
     """The ledger's books of this step."""
-    rounds: int
+    outcomes: Counter[tuple[str, str]]
+    """Gradings of this step by (data set, outcome): graded, unparsed (graded, but no answer was
+    found in the text), timeout, crash, memory, error."""
+    keep_rate: float
+    """Forecast of the share of mixed groups."""
+    interrupted: int
+    """Completions that go on in the next step."""
     grade_seconds: float
-    """Waited for grading after the last token."""
-    abstentions: dict[str, int]
-    """Completions of this step without a grade, by cause."""
-
-    @property
-    def to_measure(self) -> list[Group]:
-        """Groups on which engine and policy are compared: those trained on, then the fresh ones
-        that a later step will train on, when their weights are gone."""
-        return self.train + [group for group, fate in self.seen if fate is Fate.CARRIED]
+    """Waited for graders with an idle engine."""
 
 
 @dataclass
+class _Step:
+    """What happened since `collect` began."""
+
+    version: int
+    issued: int = 0
+    decided: list[Group] = field(default_factory=list)
+    ended: list[tuple[Group, Fate]] = field(default_factory=list)
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    interrupted: int = 0
+
+
 class Coordinator:
     """Collects the groups of one step after another. The same on every rank."""
 
-    config: RolloutConfig
-    overlong: OverlongConfig
-    stream: PromptStream
-    driver: RolloutDriver
-    seed: int
-    ledger: Ledger = field(default_factory=Ledger)
-    carried: list[Group] = field(default_factory=list)
-    keep_rate: KeepRate = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.keep_rate = KeepRate(self.config.expected_keep_rate, self.config.prompts_per_step)
+    def __init__(
+        self,
+        config: RolloutConfig,
+        overlong: OverlongConfig,
+        stream: PromptStream,
+        driver: Driver,
+        seed: int,
+    ) -> None:
+        self.ledger = Ledger()
+        self.groups: dict[int, OpenGroup] = {}
+        """All open tickets, in ticket order."""
+        self.keep_rate = KeepRate(
+            config.expected_keep_rate if config.dynamic_sampling else 1.0, config.prompts_per_step
+        )
+        self._config = config
+        self._overlong = overlong
+        self._stream = stream
+        self._driver = driver
+        self._sampling = Sampling(
+            num_samples=config.samples_per_prompt,
+            max_tokens=config.max_response_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            seed_name=f"{seed}/train",
+        )
+        self._dispatcher = Dispatcher(driver, self._sampling.seed_name)
+        self._fates: dict[str, Counter[str]] = {}  # by data set, over the run
+        self._answered: set[str] = set()  # data sets of which some completion was graded
+        self._regrade: list[tuple[int, Prompt, Completion]] = []  # of a resumed run
+        self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
+        self._max_overtake = 0 if config.on_policy else config.max_overtake
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected:
-        """The groups for one step, sampled by weights `version` or carried from before.
+        """The groups for one step: sampled by weights `version`, or begun by earlier ones.
 
-        Raises DapoError if the bound is reached with nothing to train on, or, with
-        at_bound `fail`, with too little.
+        Raises StarvedError if the bound is reached with nothing to train on (at_bound `fail`: with
+        too little), or if no completion of a data set can be graded; `state` is then as after a
+        step, and can be saved.
         """
-        wanted = self.config.prompts_per_step
-        mixed = self._take_carried(version)
-        seen: list[tuple[Group, Fate]] = []
-        rounds, graded_before = 0, self.driver.grade_seconds
-        abstained_before = self.driver.abstentions.copy()
-        while len(mixed) < wanted and rounds < self.config.max_rounds:
-            rounds += 1
-            for group in self._round(wanted - len(mixed), len(mixed), on_progress):
-                fate = self._judge(group)
-                seen.append((group, fate))
-                if fate is Fate.CARRIED:
-                    mixed.append(group)
-                else:
-                    self.ledger.settle(group.ticket, fate)
-        self._check_filled(len(mixed), rounds)
-        self.keep_rate.observe(sum(fate is Fate.CARRIED for _, fate in seen), len(seen))
-        train, beyond = mixed[:wanted], mixed[wanted:]
-        fates = {group.ticket: Fate.TRAINED for group in train}
-        leftover = Fate.EXPIRED if self.config.on_policy else Fate.CARRIED
-        fates |= {group.ticket: leftover for group in beyond}
-        for ticket, fate in fates.items():
-            self.ledger.settle(ticket, fate)
-        self.carried = [] if self.config.on_policy else beyond
-        return Collected(
-            train=train,
-            seen=[(group, fates.get(group.ticket, fate)) for group, fate in seen],
-            counts=self.ledger.close_step(),
-            rounds=rounds,
-            grade_seconds=self.driver.grade_seconds - graded_before,
-            abstentions=dict(self.driver.abstentions - abstained_before),
-        )
+        step = _Step(version)
+        waited = self._driver.grade_seconds
+        self._expire(step)
+        for group in self.groups.values():
+            self._submit(group)
+        while (chosen := self._commit(step)) is None:
+            self._top_up(step)
+            news = self._dispatcher.advance(self._regrade)
+            self._regrade = []
+            self._hear(news, step)
+            self._check_graders(step)
+            on_progress(min(self._num_mixed(), self._config.prompts_per_step))
+        return self._close(step, chosen, self._driver.grade_seconds - waited)
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint, taken between steps."""
+        """Plain values for a checkpoint. Taken while engines run, it lacks what they are at."""
         return {
-            "position": self.stream.position,
+            "position": self._stream.position,
             "ledger": self.ledger.state(),
-            "carried": [group_to_json(group) for group in self.carried],
-            "keep_rate": [self.keep_rate.kept, self.keep_rate.issued],
+            "groups": [group.to_json() for group in self.groups.values()],
+            "keep_rate": [self.keep_rate.kept, self.keep_rate.decided],
+            "fates": {source: dict(fates) for source, fates in self._fates.items()},
+            "answered": sorted(self._answered),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
-        self.stream.seek(state["position"])
+        """Go on where `state` was taken, with any number of replicas."""
+        self._stream.seek(state["position"])
         self.ledger = Ledger.from_state(state["ledger"])
-        self.carried = [group_from_json(group) for group in state["carried"]]
-        self.keep_rate.kept, self.keep_rate.issued = state["keep_rate"]
+        found = [OpenGroup.from_json(group) for group in state["groups"]]
+        self.groups = {group.ticket: group for group in found}
+        # Graders have not heard of these: what they were at died with the run.
+        self._regrade = [(g.ticket, g.prompt, c) for g in found for c in g.to_grade()]
+        self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
+        self._fates = {source: Counter(fates) for source, fates in state["fates"].items()}
+        self._answered = set(state["answered"])
 
-    def _round(self, needed: int, have: int, on_progress: Callable[[int], None]) -> list[Group]:
-        num_prompts = self.keep_rate.prompts_for(needed) if self.config.dynamic_sampling else needed
-        tickets = list(
-            zip(self.ledger.issue(num_prompts), self.stream.take(num_prompts), strict=True)
-        )
-        sampling = Sampling(
-            num_samples=self.config.samples_per_prompt,
-            max_tokens=self.config.max_response_tokens,
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-            seed_name=f"{self.seed}/train",
-        )
-        share = needed / num_prompts
-        return self.driver.run(
-            tickets, sampling, lambda done: on_progress(have + int(done * share))
-        )
+    # ------------------------------------------------------------------ issuing
 
-    def _take_carried(self, version: int) -> list[Group]:
-        """Carried groups that are young enough, in ticket order; the others expire."""
-        fresh = []
-        for group in self.carried:
-            oldest = min(completion.version for completion in group.completions)
-            if version - oldest > self.config.max_age:
-                self.ledger.settle(group.ticket, Fate.EXPIRED)
-            else:
-                fresh.append(group)
-        return fresh
+    def _top_up(self, step: _Step) -> None:
+        """Issue as many prompts as are wanted in flight and find room in the engines."""
+        room = math.ceil(self._dispatcher.room / self._config.samples_per_prompt)
+        left = math.inf if self._config.at_bound == "wait" else self._bound - step.issued
+        num_prompts = int(min(self._num_wanted(), room, left))
+        if num_prompts <= 0:
+            return
+        before, step.issued = step.issued, step.issued + num_prompts
+        if before < self._bound <= step.issued and self._config.at_bound == "wait":
+            logger.warning("%s; going on (rollout.at_bound: wait)", self._shortage(step))
+        tickets = self.ledger.issue(num_prompts)
+        for ticket, prompt in zip(tickets, self._stream.take(num_prompts), strict=True):
+            group = OpenGroup(ticket, prompt, self._config.samples_per_prompt)
+            self.groups[ticket] = group
+            self._submit(group)
 
-    def _judge(self, group: Group) -> Fate:
-        """A final fate, or CARRIED for a group that can be trained on. On raw correctness, never
-        on the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431)."""
-        correct = [c.grade.correct for c in group.completions if c.grade is not None]
-        if len(correct) < 2:  # a mean of one is no baseline
-            return Fate.UNGRADED
-        if self.config.dynamic_sampling:
-            said = verdict(correct)
+    def _num_wanted(self) -> int:
+        """Prompts to issue now, were there room."""
+        num_mixed = self._num_mixed()
+        undecided = len(self.groups) - num_mixed
+        wanted = self._config.prompts_per_step
+        if self._config.on_policy:
+            return self.keep_rate.prompts_for(wanted - num_mixed) - undecided
+        # Little's law: groups spend as many steps in flight as there are steps' worth of them.
+        ahead = self._config.lookahead * wanted
+        return math.ceil((ahead - num_mixed) / self.keep_rate.mean) - undecided
+
+    def _submit(self, group: OpenGroup) -> None:
+        missing = group.to_sample()
+        if missing:
+            self.ledger.move(group.ticket, State.RUNNING)
+            self._dispatcher.submit(
+                self._sampling.order(group.ticket, group.prompt, sample, so_far)
+                for sample, so_far in missing
+            )
+
+    # ------------------------------------------------------------------ hearing
+
+    def _hear(self, news: News, step: _Step) -> None:
+        for ticket, completion in news.sampled:
+            group = self.groups[ticket]
+            group.completions[completion.sample] = completion
+            if not group.to_sample():
+                self.ledger.move(ticket, State.GRADING)
+        for ticket, sample, grade, why in news.graded:
+            found = self.groups.get(ticket)
+            if found is None:  # expired at the end of a step, on_policy
+                continue
+            found.set_grade(sample, grade)
+            source = found.prompt.source
+            step.outcomes[source, "unparsed" if grade and not grade.parsed else why] += 1
+            if grade is not None:
+                self._answered.add(source)
+            if not found.to_sample() and not found.to_grade():
+                self._decide(found, step)
+
+    def _decide(self, group: OpenGroup, step: _Step) -> None:
+        """The last grade of a group has come."""
+        fate = self._judge(group)
+        step.decided.append(group.group())
+        self.keep_rate.observe(fate is None)
+        if fate is None:
+            group.is_mixed = True
+            self.ledger.move(group.ticket, State.MIXED)
+        else:
+            self._end(group, fate, step)
+
+    def _judge(self, group: OpenGroup) -> Fate | None:
+        """How a decided group ends, or None: it can be trained on. On raw correctness, never on
+        the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431)."""
+        if group.ungradable:
+            return Fate.ABSTAINED
+        completions = counted(group.group(), self._overlong)
+        if len(completions) < 2:  # a mean of one is no baseline
+            return Fate.OVERLONG
+        if self._config.dynamic_sampling:
+            said = verdict([c.grade is not None and c.grade.correct for c in completions])
             if said is not Verdict.MIXED:
                 return Fate(said.value)
-        if self.overlong.filter and all(
-            c.finish is Finish.LENGTH for c in group.completions if c.grade is not None
-        ):
-            return Fate.OVERLONG
-        return Fate.CARRIED
+        return None
 
-    def _check_filled(self, found: int, rounds: int) -> None:
-        wanted = self.config.prompts_per_step
-        if found >= wanted or (found and self.config.at_bound == "train_partial"):
-            return
-        raise DapoError(
-            f"dynamic sampling: {found} of {wanted} mixed groups after {rounds} rounds "
-            f"(rollout.max_rounds). Ledger of the run: {dict(self.ledger.totals)}. If nearly all "
-            "groups are all_wrong the data is too hard or the grader rejects the answer format; "
-            "if all_correct, it is too easy"
+    # ------------------------------------------------------------------ ending a step
+
+    def _commit(self, step: _Step) -> list[OpenGroup] | None:
+        """The groups to train on, if it can be said by now."""
+        wanted, num_mixed = self._config.prompts_per_step, self._num_mixed()
+        if num_mixed >= wanted:
+            return commit(self.groups.values(), wanted, self._max_overtake)
+        undecided = len(self.groups) - num_mixed
+        if undecided or step.issued < self._bound or self._config.at_bound == "wait":
+            return None
+        if num_mixed and self._config.at_bound == "train_partial":
+            return list(self.groups.values())
+        raise self._starved(step, self._shortage(step) + _ADVICE)
+
+    def _close(self, step: _Step, chosen: list[OpenGroup], grade_seconds: float) -> Collected:
+        self._interrupt(step)
+        train = [group.group() for group in chosen]
+        for group in chosen:
+            self._end(group, Fate.TRAINED, step)
+        for ticket, group in list(self.groups.items()):
+            if self._config.on_policy:
+                self._end(group, Fate.EXPIRED, step)
+            elif not group.is_mixed and ticket < chosen[-1].ticket:
+                group.overtaken += 1
+        forecast = self.keep_rate.mean
+        self.keep_rate.forget()
+        return Collected(
+            train=train,
+            ended=sorted(step.ended, key=lambda item: item[0].ticket),
+            decided=step.decided,
+            fresh=self._fresh(step.version),
+            version=step.version,
+            counts=self.ledger.close_step(),
+            outcomes=step.outcomes,
+            keep_rate=forecast,
+            interrupted=step.interrupted,
+            grade_seconds=grade_seconds,
         )
+
+    def _interrupt(self, step: _Step) -> None:
+        """Stop the engines; what they were at stays with its group."""
+        for ticket, completion in self._dispatcher.interrupt():
+            self.groups[ticket].completions[completion.sample] = completion
+            step.interrupted += 1
+        for ticket, state in self.ledger.open.items():
+            if state is State.RUNNING:
+                self.ledger.move(ticket, State.ISSUED)
+
+    def _expire(self, step: _Step) -> None:
+        """Finished groups that have waited too long; never one that is still running."""
+        for group in list(self.groups.values()):
+            if group.is_mixed and step.version - group.oldest_version > self._config.max_age:
+                self._end(group, Fate.EXPIRED, step)
+
+    def _end(self, group: OpenGroup, fate: Fate, step: _Step) -> None:
+        self.ledger.settle(group.ticket, fate)
+        self._fates.setdefault(group.prompt.source, Counter())[fate.value] += 1
+        step.ended.append((group.group(), fate))
+        del self.groups[group.ticket]
+
+    def _fresh(self, version: int) -> list[Group]:
+        """Carried groups whose last token is of `version`: their weights will be gone later."""
+        fresh = [
+            group.group()
+            for group in self.groups.values()
+            if group.is_mixed
+            and any(c.segments[-1].version == version for c in group.completions.values())
+        ]
+        return fresh[:FRESH_GROUPS]
+
+    def _num_mixed(self) -> int:
+        return sum(group.is_mixed for group in self.groups.values())
+
+    # ------------------------------------------------------------------ when it cannot go on
+
+    def _check_graders(self, step: _Step) -> None:
+        """Raises StarvedError for a data set whose grader never answered, in a step's groups."""
+        for source, fates in self._fates.items():
+            num_groups = fates[Fate.ABSTAINED.value]
+            if num_groups >= self._config.prompts_per_step and source not in self._answered:
+                said = self._driver.last_errors.get(source, "it hung or died")
+                raise self._starved(
+                    step,
+                    f"data set {source!r}: its grader failed on every completion of {num_groups} "
+                    f"groups; the last time: {said}. Mend the grader named for it in the config "
+                    "(rewards.timeout_seconds and rewards.memory_mib limit it)",
+                )
+
+    def _starved(self, step: _Step, message: str) -> StarvedError:
+        """With the engines stopped, so that the state is whole."""
+        self._interrupt(step)
+        return StarvedError(message)
+
+    def _shortage(self, step: _Step) -> str:
+        by_source = "; ".join(
+            f"{source}: " + ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
+            for source, fates in self._fates.items()
+        )
+        return (
+            f"dynamic sampling: {self._num_mixed()} of {self._config.prompts_per_step} mixed "
+            f"groups after {step.issued} prompts (rollout.max_prompts_per_step). "
+            f"Of the run so far, by data set: {by_source or 'nothing ended'}"
+        )
+
+
+_ADVICE = (
+    ". If nearly all groups are all_wrong, the data set is too hard for the model or its grader "
+    "rejects the answer format (see samples/): change data.train or its grader; if all_correct, "
+    "it is too easy: change data.train"
+)

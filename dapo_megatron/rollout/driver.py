@@ -1,19 +1,29 @@
-"""Running a round: prompts go to replicas, completions come back graded, on every rank alike."""
+"""Running the engines of all replicas, and telling every rank what came of it.
+
+Nobody waits for a batch: each replica runs a few engine steps at its own pace, then all ranks
+exchange what was sampled and graded (`advance`). Decisions are made from these news alone, which
+every rank hears in the same order, so all of them decide alike, and the ranks of one engine get the
+same requests between the same engine steps.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dapo_megatron.protocols import Exchange, RolloutEngine
-from dapo_megatron.types import Completion, Grade, Group, Prompt, SampleRequest
+from dapo_megatron.types import Completion, Grade, Prompt, SampleRequest
 
-HEARTBEAT_SECONDS = 20.0
-"""How long ranks go without hearing from each other while one of them waits for graders."""
+STEPS = 8
+"""Engine steps between exchanges of a deterministic run."""
+EXCHANGE_SHARE = 0.05
+"""Share of the time that exchanges may take; they are made as often as that allows, ..."""
+MIN_SECONDS, MAX_SECONDS = 0.02, 2.0
+"""... but neither more nor less often than this."""
+MAX_STEPS = 1000
 
 
 class Grading(Protocol):
@@ -22,6 +32,11 @@ class Grading(Protocol):
     @property
     def pending(self) -> int:
         """Gradings not yet collected."""
+        ...
+
+    @property
+    def last_errors(self) -> Mapping[str, str]:
+        """The last thing that went wrong, by data set."""
         ...
 
     def submit(self, key: Any, source: str, response: str, truth: str, extra: Any) -> None:
@@ -34,124 +49,197 @@ class Grading(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to sample: `num_samples` completions per prompt; `seed_name` separates the random
-    numbers of different uses (training, each evaluation set)."""
+class Order:
+    """A completion to sample, and the prompt that its grading needs."""
 
-    num_samples: int
-    max_tokens: int
-    temperature: float
-    top_p: float
-    seed_name: str
+    prompt: Prompt
+    request: SampleRequest
 
 
-def sample_seed(seed_name: str, ticket: int, sample: int) -> int:
-    """A seed in [0, 2^62) that depends on these three alone, not on layout, replica or time."""
-    digest = hashlib.blake2b(f"{seed_name}/{ticket}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
+@dataclass(frozen=True, slots=True)
+class News:
+    """What happened since the last exchange, over all replicas; the same on every rank."""
+
+    sampled: list[tuple[int, Completion]]
+    """(ticket, finished completion): not graded yet."""
+    graded: list[tuple[int, int, Grade | None, str]]
+    """(ticket, sample, grade or None, why)."""
 
 
-class RolloutDriver:
-    """Feeds this rank's engine with its replica's share of a round.
+class Driver(Protocol):
+    """All engines of a run. Collective: every rank makes the same calls."""
+
+    num_replicas: int
+    max_sequences: int
+    """Requests that one replica can run at once."""
+    grade_seconds: float
+    """This rank waited for graders with an idle engine, so far."""
+
+    @property
+    def last_errors(self) -> Mapping[str, str]:
+        """What last went wrong in a grader, by data set."""
+        ...
+
+    def advance(
+        self,
+        orders: Sequence[Sequence[Order]],
+        grade: Sequence[tuple[int, Prompt, Completion]] = (),
+        use: str = "",
+    ) -> News:
+        """Start `orders[replica]`, grade what a resumed run had sampled and not graded, run all
+        engines for a while, and hear what came of it.
+
+        `use` separates training from evaluation: grades that come late, while the engines are used
+        for something else, are kept until this use asks again.
+        """
+        ...
+
+    def interrupt(self) -> list[tuple[int, Completion]]:
+        """Stop all engines: (ticket, unfinished completion), by ticket and sample."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """One rank's part of an exchange. Only the leader of a replica has news."""
+
+    replica: int
+    sampled: list[tuple[int, Completion]]
+    graded: list[tuple[int, int, Grade | None, str]]
+    step_seconds: float
+    exchange_seconds: float
+
+
+class EngineDriver:
+    """The `Driver` of a run: this rank's engine, and the exchange with all others.
 
     `grading` is None on ranks that do not speak for their replica.
     """
 
-    def __init__(self, engine: RolloutEngine, grading: Grading | None, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        grading: Grading | None,
+        exchange: Exchange,
+        *,
+        deterministic: bool,
+    ) -> None:
+        self.num_replicas = engine.num_replicas
+        self.max_sequences = engine.max_sequences
+        self.grade_seconds = 0.0
         self._engine = engine
         self._grading = grading
         self._exchange = exchange
-        self._abstained: Counter[str] = Counter()
-        self.grade_seconds = 0.0
-        """Waited for grading after the last token, over the life of the driver."""
-        self.abstentions: Counter[str] = Counter()
-        """Completions without a grade by cause (timeout, crash, error), over the life of the
-        driver and over all replicas: the same on every rank."""
+        self._deterministic = deterministic
+        self._prompts: dict[tuple[int, int], Prompt] = {}  # of what this replica samples
+        self._grades: defaultdict[str, list[tuple[int, int, Grade | None, str]]] = defaultdict(list)
+        self._num_steps = STEPS if deterministic else 1
+        self._period = MIN_SECONDS
+        self._exchange_seconds = 0.0
 
-    def run(
+    @property
+    def last_errors(self) -> Mapping[str, str]:
+        """What last went wrong in a grader of this replica, by data set."""
+        return {} if self._grading is None else self._grading.last_errors
+
+    def advance(
         self,
-        tickets: Sequence[tuple[int, Prompt]],
-        sampling: Sampling,
-        on_progress: Callable[[int], None] = lambda groups: None,
-    ) -> list[Group]:
-        """Sample and grade; every rank gets all groups, in the order of `tickets`.
-
-        `on_progress` is told about how many groups are complete, judging by this replica.
-        """
-        mine = tickets[self._engine.replica :: self._engine.num_replicas]
-        self._engine.submit(
-            [
-                _request(ticket, prompt, sample, sampling)
-                for ticket, prompt in mine
-                for sample in range(sampling.num_samples)
-            ]
+        orders: Sequence[Sequence[Order]],
+        grade: Sequence[tuple[int, Prompt, Completion]] = (),
+        use: str = "",
+    ) -> News:
+        """See `Driver`."""
+        mine = orders[self._engine.replica]
+        self._prompts |= {(o.request.ticket, o.request.sample): o.prompt for o in mine}
+        self._engine.submit([order.request for order in mine])
+        for ticket, prompt, completion in grade:
+            if ticket % self.num_replicas == self._engine.replica:
+                self._grade(use, ticket, prompt, completion)
+        sampled, step_seconds = self._run(use)
+        graded = self._graded(use)
+        told = self._tell(sampled, graded, step_seconds)
+        return News(
+            sampled=[item for part in told for item in part.sampled],
+            graded=[item for part in told for item in part.graded],
         )
-        finished: dict[tuple[int, int], Completion] = {}
-        prompts = dict(mine)
-        missing = dict.fromkeys(prompts, sampling.num_samples)
-        while self._engine.has_work():
+
+    def interrupt(self) -> list[tuple[int, Completion]]:
+        """See `Driver`."""
+        unfinished = self._engine.interrupt()
+        self._prompts.clear()
+        parts = self._exchange.all_gather(unfinished if self._engine.is_leader else [])
+        return sorted(
+            (item for part in parts for item in part), key=lambda item: (item[0], item[1].sample)
+        )
+
+    def _run(self, use: str) -> tuple[list[tuple[int, Completion]], float]:
+        """What finished in some engine steps, and the seconds of one."""
+        sampled: list[tuple[int, Completion]] = []
+        begun, steps = time.perf_counter(), 0
+        while steps < self._num_steps and self._engine.has_work():
             for ticket, completion in self._engine.step():
-                key = (ticket, completion.sample)
-                finished[key] = completion
-                missing[ticket] -= 1
-                if self._grading is not None:
-                    prompt = prompts[ticket]
-                    self._grading.submit(
-                        key, prompt.source, completion.text, prompt.truth, dict(prompt.extra)
-                    )
-            self._collect(finished, wait=False)
-            done = sum(left == 0 for left in missing.values())
-            on_progress(min(done * self._engine.num_replicas, len(tickets)))
-        sampled = time.perf_counter()
-        # Told every few seconds: a collective that waited for hours of hung graders would end the
-        # run, and these may cost graded answers only.
-        while any(self._exchange.all_gather(self._grade_a_while(finished))):
-            pass
-        self.grade_seconds += time.perf_counter() - sampled
-        return self._everyones(tickets, finished if self._engine.is_leader else {})
+                sampled.append((ticket, completion))
+                prompt = self._prompts.pop((ticket, completion.sample))
+                self._grade(use, ticket, prompt, completion)
+            steps += 1
+        return sampled, (time.perf_counter() - begun) / max(steps, 1)
 
-    def _grade_a_while(self, finished: dict[tuple[int, int], Completion]) -> bool:
-        """Take in gradings for HEARTBEAT_SECONDS at most; whether some are still to come."""
-        until = time.perf_counter() + HEARTBEAT_SECONDS
-        while self._grading is not None and self._grading.pending:
-            if time.perf_counter() > until:
-                return True
-            self._collect(finished, wait=True)
-        return False
-
-    def _collect(self, finished: dict[tuple[int, int], Completion], *, wait: bool) -> None:
+    def _grade(self, use: str, ticket: int, prompt: Prompt, completion: Completion) -> None:
         if self._grading is not None:
-            for key, grade, why in self._grading.collect(wait):
-                finished[key] = replace(finished[key], grade=grade)
-                if grade is None:
-                    self._abstained[why] += 1
+            key = use, ticket, completion.sample
+            self._grading.submit(
+                key, prompt.source, completion.text, prompt.truth, dict(prompt.extra)
+            )
 
-    def _everyones(
+    def _graded(self, use: str) -> list[tuple[int, int, Grade | None, str]]:
+        """What is graded by now. With an idle engine the graders get a moment: the exchange with
+        nothing to say would only be made again. A deterministic run waits for all of them."""
+        if self._grading is None:
+            return []
+        begun = time.perf_counter()
+        until = begun + (0.0 if self._engine.has_work() else self._period)
+        self._collect(wait=False)
+        while self._grading.pending:
+            if self._deterministic:
+                self._collect(wait=True)
+            elif not self._grades[use] and time.perf_counter() < until:
+                time.sleep(0.001)
+                self._collect(wait=False)
+            else:
+                break
+        if not self._engine.has_work():
+            self.grade_seconds += time.perf_counter() - begun
+        # In the order of samples, not of graders.
+        return sorted(self._grades.pop(use, []), key=lambda item: item[:2])
+
+    def _collect(self, *, wait: bool) -> None:
+        assert self._grading is not None
+        for (use, ticket, sample), grade, why in self._grading.collect(wait):
+            self._grades[use].append((ticket, sample, grade, why))
+
+    def _tell(
         self,
-        tickets: Sequence[tuple[int, Prompt]],
-        finished: dict[tuple[int, int], Completion],
-    ) -> list[Group]:
-        """Grading is decided by one rank per replica and told to all: a grader that is at the
-        edge of its time limit must not split the ranks' minds."""
-        completions: dict[int, list[Completion]] = {ticket: [] for ticket, _ in tickets}
-        abstained, self._abstained = self._abstained, Counter()
-        for part, causes in self._exchange.all_gather((finished, abstained)):
-            self.abstentions.update(causes)
-            for (ticket, _), completion in part.items():
-                completions[ticket].append(completion)
-        return [
-            Group(ticket, prompt, tuple(sorted(completions[ticket], key=lambda c: c.sample)))
-            for ticket, prompt in tickets
-        ]
-
-
-def _request(ticket: int, prompt: Prompt, sample: int, sampling: Sampling) -> SampleRequest:
-    return SampleRequest(
-        ticket=ticket,
-        sample=sample,
-        tokens=prompt.tokens,
-        seed=sample_seed(sampling.seed_name, ticket, sample),
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-    )
+        sampled: list[tuple[int, Completion]],
+        graded: list[tuple[int, int, Grade | None, str]],
+        step_seconds: float,
+    ) -> list[_Told]:
+        """Exchange, and set the pace up to the next time."""
+        leads = self._engine.is_leader
+        mine = _Told(
+            self._engine.replica,
+            sampled if leads else [],
+            graded if leads else [],
+            step_seconds,
+            self._exchange_seconds,
+        )
+        begun = time.perf_counter()
+        told: list[_Told] = self._exchange.all_gather(mine)
+        self._exchange_seconds = time.perf_counter() - begun
+        if not self._deterministic:
+            # The last to come waited for nobody: what it took is what the exchange costs.
+            cost = min(part.exchange_seconds for part in told)
+            self._period = min(max(cost / EXCHANGE_SHARE, MIN_SECONDS), MAX_SECONDS)
+            # As the first rank of the replica says: all of them must make as many steps.
+            pace = next(p.step_seconds for p in told if p.replica == self._engine.replica)
+            self._num_steps = min(max(round(self._period / max(pace, 1e-6)), 1), MAX_STEPS)
+        return told

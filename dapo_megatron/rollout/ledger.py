@@ -1,9 +1,10 @@
-"""The ledger: every ticket has exactly one fate, and the sums always match.
+"""The ledger: every ticket is open in one state or ended with one fate, and the sums always match.
 
-    issued (ever)  =  trained + all_correct + all_wrong + overlong + ungraded + expired + carried
+    issued (ever)  =  trained + all_correct + all_wrong + overlong + abstained + expired + open
 
-where `carried` are the tickets waiting for a later step. Checked at every step; a run whose books
-do not balance stops. Part of the checkpoint, so it also holds across a crash and a resume.
+At the end of a step what is open is carried. The books know nothing of the groups themselves, so
+that they check the coordinator rather than repeat it. Checked at every step; a run whose books do
+not balance stops. Part of the checkpoint, so it also holds across a crash and a resume.
 """
 
 from __future__ import annotations
@@ -17,20 +18,49 @@ from typing import Any
 from dapo_megatron.types import DapoError
 
 
+class State(StrEnum):
+    """Where an open ticket is."""
+
+    ISSUED = "issued"
+    """No engine works on it: not yet, or not since a step ended."""
+    RUNNING = "running"
+    """An engine was asked for some of its completions."""
+    GRADING = "grading"
+    """All completions are sampled, not all are graded."""
+    MIXED = "mixed"
+    """Decided: it can be trained on, and waits its turn."""
+
+
 class Fate(StrEnum):
-    """What became of a group. All but CARRIED are final."""
+    """What became of a group."""
 
     TRAINED = "trained"
     ALL_CORRECT = "all_correct"
     ALL_WRONG = "all_wrong"
     OVERLONG = "overlong"
-    """Every completion was truncated while overlong.filter keeps those out of the loss."""
-    UNGRADED = "ungraded"
-    """The grader answered for fewer than two of its completions."""
+    """overlong.filter leaves fewer completions than can be compared."""
+    ABSTAINED = "abstained"
+    """A completion could not be graded: its grader hung, died or raised."""
     EXPIRED = "expired"
-    """Mixed, but beyond what the step needed (on_policy), or carried for too many versions."""
-    CARRIED = "carried"
-    """Mixed, and kept for a later step."""
+    """Finished, and waited for more than rollout.max_age versions; or beyond what the step needed
+    (on_policy)."""
+
+
+_NEXT: dict[State, set[State | Fate]] = {
+    State.ISSUED: {State.RUNNING, Fate.EXPIRED},
+    # Back to ISSUED: the step ended before its last token.
+    State.RUNNING: {State.ISSUED, State.GRADING, Fate.EXPIRED},
+    State.GRADING: {
+        State.MIXED,
+        Fate.ALL_CORRECT,
+        Fate.ALL_WRONG,
+        Fate.OVERLONG,
+        Fate.ABSTAINED,
+        Fate.EXPIRED,
+    },
+    State.MIXED: {Fate.TRAINED, Fate.EXPIRED},
+}
+"""What may follow. An unfinished ticket expires by on_policy alone, never for being slow."""
 
 
 @dataclass
@@ -39,62 +69,83 @@ class Ledger:
 
     next_ticket: int = 0
     totals: Counter[str] = field(default_factory=Counter)
-    """Final fates over the whole run."""
-    open: dict[int, bool] = field(default_factory=dict)
-    """Tickets without a final fate -> whether they are carried (False: in this step's rounds)."""
-    _step: Counter[str] = field(default_factory=Counter)
+    """Fates over the whole run."""
+    open: dict[int, State] = field(default_factory=dict)
+    """State of each ticket without a fate."""
+    step: Counter[str] = field(default_factory=Counter)
+    """Issued, and fates, since the last close_step."""
 
     def issue(self, num_tickets: int) -> range:
         """The next tickets, now open."""
         tickets = range(self.next_ticket, self.next_ticket + num_tickets)
         self.next_ticket += num_tickets
-        self.open.update(dict.fromkeys(tickets, False))
-        self._step["issued"] += num_tickets
+        self.open.update(dict.fromkeys(tickets, State.ISSUED))
+        self.step["issued"] += num_tickets
         return tickets
 
+    def move(self, ticket: int, state: State) -> None:
+        """An open ticket goes on. Raises DapoError if it cannot be there."""
+        self._check(ticket, state)
+        self.open[ticket] = state
+
     def settle(self, ticket: int, fate: Fate) -> None:
-        """Enter what became of an open ticket. Raises DapoError for one that is not open."""
-        if ticket not in self.open:
-            raise DapoError(f"ledger: ticket {ticket} is not open, it cannot become {fate}")
-        if fate is Fate.CARRIED:
-            self.open[ticket] = True
-            return
+        """Enter what became of an open ticket. Raises DapoError if that cannot be."""
+        self._check(ticket, fate)
         del self.open[ticket]
         self.totals[fate.value] += 1  # a plain word in messages
-        self._step[fate] += 1
+        self.step[fate.value] += 1
 
     def close_step(self) -> dict[str, int]:
-        """This step's counts: issued, each final fate, and what is carried now.
+        """This step's counts: issued, each fate, what is carried, and how much of it is mixed.
 
-        Raises DapoError if a ticket was left undecided or the sums do not match.
+        Raises DapoError if the sums do not match or an engine still works on a ticket.
         """
-        undecided = [ticket for ticket, carried in self.open.items() if not carried]
-        if undecided:
-            raise DapoError(f"ledger: ticket {undecided[0]} ended the step without a fate")
+        self.audit()
+        if State.RUNNING in self.open.values():
+            running = [ticket for ticket, state in self.open.items() if state is State.RUNNING]
+            raise DapoError(f"ledger: ticket {running[0]} is still running at the end of a step")
+        counts = {"issued": self.step["issued"]}
+        counts |= {fate.value: self.step[fate.value] for fate in Fate}
+        counts["carried"] = len(self.open)
+        counts["carried_mixed"] = sum(state is State.MIXED for state in self.open.values())
+        self.step = Counter()
+        return counts
+
+    def audit(self) -> None:
+        """Raises DapoError unless every ticket issued is open or has ended."""
         if self.next_ticket != sum(self.totals.values()) + len(self.open):
             raise DapoError(
                 f"ledger: {self.next_ticket} tickets issued, but {dict(self.totals)} and "
-                f"{len(self.open)} carried"
+                f"{len(self.open)} open"
             )
-        counts = {"issued": self._step["issued"]}
-        counts |= {fate: self._step[fate] for fate in Fate if fate is not Fate.CARRIED}
-        counts["carried"] = len(self.open)
-        self._step = Counter()
-        return counts
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint, taken between steps."""
+        """Plain values for a checkpoint, at any moment."""
         return {
             "next_ticket": self.next_ticket,
             "totals": dict(self.totals),
-            "carried": sorted(self.open),
+            "open": {str(ticket): state.value for ticket, state in self.open.items()},
+            "step": dict(self.step),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
-        """The ledger that `state` was taken from."""
-        return cls(
+        """The ledger that `state` was taken from, its engines stopped."""
+        ledger = cls(
             next_ticket=state["next_ticket"],
             totals=Counter(state["totals"]),
-            open=dict.fromkeys(state["carried"], True),
+            open={int(ticket): State(value) for ticket, value in state["open"].items()},
+            step=Counter(state["step"]),
         )
+        for ticket, value in ledger.open.items():
+            if value is State.RUNNING:
+                ledger.open[ticket] = State.ISSUED
+        ledger.audit()
+        return ledger
+
+    def _check(self, ticket: int, to: State | Fate) -> None:
+        if ticket not in self.open:
+            raise DapoError(f"ledger: ticket {ticket} is not open, it cannot become {to.value}")
+        now = self.open[ticket]
+        if to not in _NEXT[now]:
+            raise DapoError(f"ledger: ticket {ticket} is {now.value}, it cannot become {to.value}")

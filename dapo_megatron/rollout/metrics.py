@@ -1,11 +1,12 @@
 """The metrics of a rollout step, by their names in docs/architecture.md.
 
-Accuracy, reward and lengths are over every group issued in the step, before any filtering: what
+Accuracy, reward and lengths are over every group decided in the step, before any filtering: what
 the policy does, not what the filter leaves.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
@@ -13,42 +14,91 @@ from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.rollout.coordinator import Collected
-from dapo_megatron.types import Completion, Finish, StepStats, SyncReport
+from dapo_megatron.types import Completion, Finish, Group, StepStats, SyncReport
+
+OUTCOMES = ("unparsed", "timeout", "crash", "memory", "error")
+"""What grading/* counts."""
 
 
 def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str, float]:
-    """accuracy/raw, reward/mean, response_tokens/*, groups/*, grading/*, time/grade."""
-    completions = [c for group, _ in collected.seen for c in group.completions]
-    graded = [c for c in completions if c.grade is not None]
-    lengths = [len(c.tokens) for c in completions]
+    """accuracy/*, reward/*, response_tokens/*, overlong/*, groups/*, grading/*, time/grade."""
     metrics = {f"groups/{name}": float(count) for name, count in collected.counts.items()}
-    metrics["groups/rounds"] = float(collected.rounds)
+    metrics["groups/keep_rate"] = collected.keep_rate
+    metrics["groups/interrupted_completions"] = float(collected.interrupted)
     metrics["time/grade"] = collected.grade_seconds
-    for cause in ("timeout", "crash", "error"):
-        metrics[f"grading/{cause}"] = float(collected.abstentions.get(cause, 0))
-    if graded:
-        metrics["accuracy/raw"] = fmean(bool(c.grade and c.grade.correct) for c in graded)
-        metrics["reward/mean"] = fmean(_rewards(graded, overlong))
-    if lengths:
-        metrics["response_tokens/mean"] = fmean(lengths)
-        metrics["response_tokens/max"] = float(max(lengths))
-        metrics["response_tokens/clipped_fraction"] = fmean(
-            c.finish is Finish.LENGTH for c in completions
-        )
+    return {
+        **metrics,
+        **_age_metrics(collected),
+        **_grading_metrics(collected),
+        **_decided_metrics(collected.decided, overlong),
+    }
+
+
+def _age_metrics(collected: Collected) -> dict[str, float]:
+    """How many versions ago the groups of a step were begun, and what share of their tokens is of
+    the current weights."""
+    ages = [
+        collected.version - min(c.oldest_version for c in group.completions)
+        for group in collected.train
+    ]
+    if not ages:
+        return {}
+    tokens: Counter[bool] = Counter()
+    for group in collected.train:
+        for completion in group.completions:
+            for part in completion.segments:
+                tokens[part.version == collected.version] += part.num_tokens
+    return {
+        "groups/age_mean": fmean(ages),
+        "groups/age_max": float(max(ages)),
+        "groups/fresh_token_fraction": tokens[True] / tokens.total(),
+    }
+
+
+def _grading_metrics(collected: Collected) -> dict[str, float]:
+    """Completions without a grade by cause, and those without an answer; a data set that has any
+    is also named."""
+    metrics = {f"grading/{outcome}": 0.0 for outcome in OUTCOMES}
+    for (source, outcome), count in collected.outcomes.items():
+        if outcome in metrics:
+            metrics[f"grading/{outcome}"] += count
+            metrics[f"grading/{source}/{outcome}"] = float(count)
     return metrics
 
 
-def _rewards(graded: Iterable[Completion], overlong: OverlongConfig) -> Iterable[float]:
-    for completion in graded:
-        assert completion.grade is not None
-        penalty = 0.0
-        if overlong.penalty:
-            penalty = overlong_penalty(
-                len(completion.tokens),
-                max_tokens=overlong.max_tokens,
-                buffer_tokens=overlong.buffer_tokens,
-            )
-        yield completion.grade.score + penalty
+def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[str, float]:
+    """Of every group decided in the step."""
+    completions = [c for group in groups for c in group.completions]
+    graded = [(c, c.grade) for c in completions if c.grade is not None]
+    if not graded:
+        return {}
+    lengths = [len(c.tokens) for c in completions]
+    truncated = fmean(c.finish is Finish.LENGTH for c in completions)
+    penalties = [_penalty(c, overlong) for c, _ in graded]
+    return {
+        "accuracy/raw": fmean(grade.correct for _, grade in graded),
+        "accuracy/perfect_fraction": fmean(
+            all(c.grade is not None and c.grade.correct for c in group.completions)
+            for group in groups
+        ),
+        "reward/mean": fmean(grade.score for _, grade in graded) + fmean(penalties),
+        "response_tokens/mean": fmean(lengths),
+        "response_tokens/max": float(max(lengths)),
+        "response_tokens/clipped_fraction": truncated,
+        "overlong/penalty_mean": fmean(penalties),
+        "overlong/penalised_fraction": fmean(penalty < 0 for penalty in penalties),
+        "overlong/filtered_fraction": truncated if overlong.filter else 0.0,
+    }
+
+
+def _penalty(completion: Completion, overlong: OverlongConfig) -> float:
+    if not overlong.penalty:
+        return 0.0
+    return overlong_penalty(
+        len(completion.tokens),
+        max_tokens=overlong.max_tokens,
+        buffer_tokens=overlong.buffer_tokens,
+    )
 
 
 def update_metrics(stats: Sequence[StepStats]) -> dict[str, float]:
