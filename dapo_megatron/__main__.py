@@ -185,10 +185,11 @@ def _print_figures(figures: dict[str, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("set", "figure", "value")
-    for name, value in figures.items():
-        group, _, figure = name.removeprefix("eval/").rpartition("/")
-        table.add_row(group, figure, f"{value:.4f}")
+    from dapo_megatron.tracking.console import evaluation_rows
+
+    table = Table("set", "figure", "value, 95% interval")
+    for row in evaluation_rows(figures):
+        table.add_row(*row)
     Console().print(table)
 
 

@@ -4,7 +4,7 @@ Every file opens with how it differs from the paper (arXiv 2503.14476).
 """
 
 from dapo_megatron.algo.advantage import group_advantage
-from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
+from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
 from dapo_megatron.algo.loss import (
     TokenLoss,
     aggregation_weights,
@@ -23,6 +23,7 @@ __all__ = [
     "Verdict",
     "aggregation_weights",
     "avg_at_k",
+    "bootstrap_interval",
     "cons_at_k",
     "dapo_token_loss",
     "gap_statistics",

@@ -186,15 +186,29 @@ def _keep_rate(metrics: Mapping[str, float]) -> float | None:
     return 1 - useless / issued if issued else None
 
 
-def _evaluation_lines(metrics: Mapping[str, float]) -> Iterator[str]:
-    """One line per set: eval/chain_sum/avg@4 becomes "eval chain_sum  avg@4 0.512"."""
-    sets: dict[str, list[str]] = {}
+def evaluation_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+    """(set, figure, value) of each eval/<set>/<figure>, its interval beside the value: "0.512
+    [0.480, 0.544]"."""
     for name, value in metrics.items():
-        if name.startswith("eval/"):
-            group, _, figure = name.removeprefix("eval/").rpartition("/")
-            sets.setdefault(group, []).append(f"{figure} {value:.3f}")
-    for group, figures in sets.items():
-        yield "  ".join([f"  eval {group}", *figures])
+        of_set, _, figure = name.removeprefix("eval/").rpartition("/")
+        if not name.startswith("eval/") or figure.endswith(("_low", "_high")):
+            continue
+        if figure == "ungraded":
+            yield of_set, figure, f"{value:.0f}"
+            continue
+        low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+        interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+        yield of_set, figure, f"{value:.3f}{interval}"
+
+
+def _evaluation_lines(metrics: Mapping[str, float]) -> Iterator[str]:
+    """One line per set: "eval chain_sum  avg@4 0.512 [0.480, 0.544]  pass@4 ..."."""
+    sets: dict[str, list[str]] = {}
+    for of_set, figure, value in evaluation_rows(metrics):
+        if (figure, value) != ("ungraded", "0"):
+            sets.setdefault(of_set, []).append(f"{figure} {value}")
+    for of_set, figures in sets.items():
+        yield "  ".join([f"  eval {of_set}", *figures])
 
 
 def _number(value: float | None, form: str) -> str:

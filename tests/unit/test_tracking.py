@@ -544,6 +544,22 @@ def test_an_evaluation_before_the_first_step_has_no_step_line() -> None:
     assert text.splitlines() == ["  eval a  avg@4 0.500", "  eval b  pass@4 1.000"]
 
 
+def test_an_evaluation_is_shown_with_its_intervals() -> None:
+    metrics = {
+        "eval/a/avg@4": 0.5,
+        "eval/a/avg@4_low": 0.41,
+        "eval/a/avg@4_high": 0.5904,
+        "eval/a/pass@2": 0.75,
+        "eval/a/ungraded": 0.0,
+        "eval/b/avg@4": 0.25,
+        "eval/b/ungraded": 3.0,
+    }
+    assert shown(lambda console: console.log(0, metrics)).splitlines() == [
+        "  eval a  avg@4 0.500 [0.410, 0.590]  pass@2 0.750",
+        "  eval b  avg@4 0.250  ungraded 3",
+    ]
+
+
 def test_what_was_not_measured_is_a_dash() -> None:
     assert "accuracy -  reward -" in shown(lambda console: console.log(1, {"time/step": 3.0}))
 
