@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +58,66 @@ def requests(
     ]
 
 
-def run(engine: Any, asked: Sequence[SampleRequest]) -> Results:
-    """Completions in the order in which they finished."""
+def run(engine: Any, asked: Sequence[SampleRequest], num_steps: int | None = None) -> Results:
+    """Completions in the order in which they finished: all of them, or those of so many steps."""
     engine.submit(asked)
     results: Results = {}
-    while engine.has_work():
+    for _ in count() if num_steps is None else range(num_steps):
+        if not engine.has_work():
+            break
         for ticket, completion in engine.step():
             results[ticket, completion.sample] = completion
     return results
 
 
-@torch.no_grad()
+def interrupted(engine: Any) -> Results:
+    """What it has so far, in the order in which it gives it."""
+    return {(ticket, completion.sample): completion for ticket, completion in engine.interrupt()}
+
+
+def rest(asked: Sequence[SampleRequest], done: Results, partial: Results) -> list[SampleRequest]:
+    """What is still to be sampled: continued where there is a part, with a seed of its own."""
+    requests = []
+    for request in asked:
+        place = request.ticket, request.sample
+        so_far = partial.get(place)
+        if place not in done:
+            seed = request.seed + 100_000 * (len(so_far.tokens) if so_far else 0)
+            requests.append(replace(request, seed=seed, so_far=so_far))
+    return requests
+
+
 def gap(model: PreTrainedModel, asked: Sequence[SampleRequest], results: Results) -> float:
     """Largest |log-prob by engine - by HF| of any sampled token; nan if any is nan."""
+    return segment_gap({}, asked, results, other=model)
+
+
+@torch.no_grad()
+def segment_gap(
+    models: Mapping[int, PreTrainedModel],
+    asked: Sequence[SampleRequest],
+    results: Results,
+    other: PreTrainedModel | None = None,
+) -> float:
+    """As `gap`, each token compared with the model of the version that is said to have sampled it
+    (`other` for versions that have none)."""
     gaps = []
     for request in asked:
         completion = results[request.ticket, request.sample]
         ids = torch.tensor([*request.tokens, *completion.tokens])
-        logits = model(ids[None]).logits[0, len(request.tokens) - 1 : -1]
-        # A greedy token's log-prob is the plain one.
-        logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
-        sampled = logprobs.gather(1, ids[len(request.tokens) :, None])[:, 0]
-        gaps.append((sampled - torch.tensor(completion.logprobs)).abs().max())
+        assert len(completion.logprobs) == len(completion.tokens)
+        first = 0
+        for part in completion.segments:
+            model = models.get(part.version, other)
+            assert model is not None
+            logits = model(ids[None]).logits[0, len(request.tokens) - 1 : -1]
+            # A greedy token's log-prob is the plain one.
+            logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
+            sampled = logprobs.gather(1, ids[len(request.tokens) :, None])[:, 0]
+            place = slice(first, first + part.num_tokens)
+            gaps.append((sampled[place] - torch.tensor(completion.logprobs)[place]).abs().max())
+            first += part.num_tokens
+        assert first == len(completion.tokens)
     return float(torch.stack(gaps).max())
 
 

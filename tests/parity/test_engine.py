@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from dapo_megatron.types import Finish
+from dapo_megatron.types import Finish, Segment
 from tests.helpers.engines import (
     GAP,
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
-    Results,
     gap,
     hf_model,
     requests,
@@ -48,7 +47,7 @@ def _gaps_over_syncs(engine: Any, folder: Path, num_syncs: int) -> tuple[list[fl
             sync(engine, model, version)
         results = run(engine, requests(tickets))
         gaps.append(gap(model, requests(tickets), results))
-        versions += sorted({completion.version for completion in results.values()})
+        versions += sorted({part.version for one in results.values() for part in one.segments})
     return gaps, versions
 
 
@@ -77,18 +76,9 @@ def _one_rank(rank: int, folder: Path) -> Seen:
     seen["state"] = (before, _global_state())
     # More prompt tokens at once than vLLM takes into one step (4096), no prefix of them cached.
     seen["flood"] = len(run(engine, requests(range(12), num_tokens=120, temperature=1.0)))
-    seen["aborted"] = _abort_midway(engine)
     seen["gaps"], seen["versions"] = _gaps_over_syncs(engine, folder, 3)
     seen["prefix"] = _gap_of_cached_prompt(engine, folder)
     return seen
-
-
-def _abort_midway(engine: Any) -> Results:
-    asked = requests([0])
-    engine.submit(asked)
-    engine.step()
-    engine.abort(asked[1:3])
-    return run(engine, [])
 
 
 def _gap_of_cached_prompt(engine: Any, folder: Path) -> float:
@@ -177,7 +167,10 @@ def test_completions_end_at_eos_or_at_the_limit(one: Seen, qwen3: Path) -> None:
         assert completion.finish is (Finish.STOP if stopped else Finish.LENGTH)
         assert stopped or len(completion.tokens) == RESPONSE_TOKENS
         assert completion.text == tokenizer.decode(completion.tokens, skip_special_tokens=True)
-    assert {completion.finish for completion in one["batch"].values()} == set(Finish)
+        (part,) = completion.segments
+        assert part == Segment(0, len(completion.tokens))
+    finishes = {completion.finish for completion in one["batch"].values()}
+    assert finishes == {Finish.STOP, Finish.LENGTH}
 
 
 def test_engine_leaves_the_process_as_it_was(one: Seen) -> None:
@@ -187,11 +180,6 @@ def test_engine_leaves_the_process_as_it_was(one: Seen) -> None:
 
 def test_more_prompts_than_one_step_takes(one: Seen) -> None:
     assert one["flood"] == 48
-
-
-def test_aborted_requests_do_not_come_back_and_the_others_do(one: Seen) -> None:
-    assert {place: one["batch"][place] for place in one["aborted"]} == one["aborted"]
-    assert set(one["aborted"]) == {(0, 0), (0, 3)}
 
 
 def test_tensor_parallel_ranks_agree_with_each_other_and_with_hf(

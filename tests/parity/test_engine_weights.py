@@ -213,7 +213,7 @@ def _refused(engine: Any, folder: Path) -> Seen:
     engine.submit(requests([0]))
     seen["in flight"] = _said(lambda: engine.receive(good, 9))
     seen["score in flight"] = _said(lambda: engine.score([[4, 5]]))
-    engine.abort(requests([0]))
+    engine.interrupt()
     seen["engine"] = _said(lambda: engine.receive(bad["misshapen"], 9))
     seen["submit after"] = _said(lambda: engine.submit(requests([0])))
     seen["receive after"] = _said(lambda: engine.receive(good, 9))
