@@ -1,0 +1,149 @@
+"""Replay reads back what a run recorded, and says what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.config import OverlongConfig
+from dapo_megatron.data.batch import assemble
+from dapo_megatron.rollout.ledger import Fate
+from dapo_megatron.rollout.metrics import rollout_metrics
+from dapo_megatron.rollout.replay import NoEvaluation, Replay, check_recorded, no_sync
+from dapo_megatron.tracking import write_samples
+from dapo_megatron.types import (
+    Completion,
+    ConfigError,
+    DataError,
+    Finish,
+    Grade,
+    Group,
+    Prompt,
+    Segment,
+)
+from tests.helpers.configs import tiny_config
+
+OVERLONG = OverlongConfig(
+    max_tokens=8, buffer_tokens=4, penalty=True, filter=False, filtered_in_mean=False
+)
+
+
+def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
+    """A mixed group of two, sampled by the weights that `step` starts from."""
+    prompt = Prompt("chain_sum", ticket, (12, 9, 3), "4 + 3 =", "7", {"entry": {"a": [1.5]}})
+    older, newer = Segment(step - 1, 1), Segment(step, 1)
+    right = Completion(
+        0, (9, 2), (logprob, -0.7), "7", Finish.STOP, (newer, older), Grade(1.0, True, "7")
+    )
+    wrong = Completion(1, (8,), (-2.5,), "8", Finish.LENGTH, (older,), Grade(-1.0, False, "8"))
+    return Group(ticket, prompt, (right, wrong))
+
+
+def record(folder: Path, *steps: list[tuple[Group, Fate]]) -> Replay:
+    """A run's folder in which these groups ended in steps 1, 2, ..."""
+    for step, ended in enumerate(steps, start=1):
+        write_samples(folder / "samples", step, ended)
+    return Replay(folder)
+
+
+def test_a_step_trains_on_what_was_trained_in_it(tmp_path: Path) -> None:
+    first = [
+        (group(0), Fate.ALL_WRONG),
+        (group(1), Fate.TRAINED),
+        (group(2), Fate.ABSTAINED),
+        (group(4), Fate.TRAINED),
+        (group(5), Fate.EXPIRED),
+    ]
+    second = [(group(3, step=2), Fate.TRAINED)]
+    replay = record(tmp_path, first, second)
+    seen: list[int] = []
+    one = replay.collect(0, seen.append)
+    assert one.train == [group(1), group(4)]
+    assert one.ended == first
+    assert [each.ticket for each in one.decided] == [0, 1, 2, 4]
+    assert one.fresh == []
+    assert (one.version, one.counts["trained"], one.counts["expired"]) == (0, 2, 1)
+    assert seen == [2]
+    assert replay.collect(1, seen.append).train == [group(3, step=2)]
+    assert rollout_metrics(one, OVERLONG)["groups/trained"] == 2.0
+
+
+@given(st.lists(st.floats(max_value=0.0, allow_infinity=False), min_size=1, max_size=6))
+def test_the_batch_is_the_recorded_one_to_the_last_bit(
+    tmp_path_factory: pytest.TempPathFactory, logprobs: list[float]
+) -> None:
+    trained = [group(ticket, logprob=value) for ticket, value in enumerate(logprobs)]
+    folder = tmp_path_factory.mktemp("run")
+    again = record(folder, [(one, Fate.TRAINED) for one in trained]).collect(0, lambda _: None)
+    assert repr(again.train) == repr(trained)
+    batches = [assemble(groups, overlong=OVERLONG, eps=1e-6) for groups in (again.train, trained)]
+    for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs", "group_ids"):
+        assert getattr(batches[0], name).equal(getattr(batches[1], name)), name
+
+
+def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
+    replay = record(tmp_path, [(group(0), Fate.TRAINED)], [(group(1), Fate.TRAINED)])
+    with pytest.raises(DataError) as caught:
+        replay.collect(2, lambda _: None)
+    assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003.jsonl: not recorded")
+    assert "step_000001.jsonl to step_000002.jsonl" in str(caught.value)
+
+
+def test_a_step_without_trained_groups_is_named(tmp_path: Path) -> None:
+    replay = record(tmp_path, [(group(0), Fate.ALL_WRONG)])
+    with pytest.raises(DataError, match=r"step_000001.jsonl: no group was trained on"):
+        replay.collect(0, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda line: line[: len(line) // 2],
+        lambda line: "[]",
+        lambda line: line.replace('"trained"', '"verloren"'),
+        lambda line: line.replace('"logprobs"', '"lps"'),
+        lambda line: line.replace('"segments": [[', '"segments": [[7, '),
+    ],
+    ids=["half", "no mapping", "fate", "key", "segment"],
+)
+def test_a_line_that_is_no_group_is_named(tmp_path: Path, spoil: object) -> None:
+    assert callable(spoil)
+    replay = record(tmp_path, [(group(0), Fate.TRAINED), (group(1), Fate.TRAINED)])
+    path = tmp_path / "samples" / "step_000001.jsonl"
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{spoil(second)}\n")
+    with pytest.raises(DataError, match=r"step_000001.jsonl, line 2: not a recorded group"):
+        replay.collect(0, lambda _: None)
+
+
+def test_a_folder_without_rollouts_and_the_run_s_own_are_refused(tmp_path: Path) -> None:
+    config = tiny_config(run__directory=tmp_path, run__name="mine")
+    with pytest.raises(ConfigError, match=r"--replay: .*/other/samples has no step_"):
+        check_recorded(tmp_path / "other", config)
+    record(tmp_path / "other", [(group(0), Fate.TRAINED)])
+    check_recorded(tmp_path / "other", config)
+    record(tmp_path / "mine", [(group(0), Fate.TRAINED)])
+    with pytest.raises(ConfigError, match=r"run.name: .* give the replay another name"):
+        check_recorded(tmp_path / "mine" / ".." / "mine", config)
+
+
+def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
+    whole = group(0)
+    torn = replace(
+        whole,
+        ticket=1,
+        completions=(replace(whole.completions[0], finish=Finish.UNFINISHED, grade=None),),
+    )
+    replay = record(tmp_path, [(whole, Fate.TRAINED), (torn, Fate.EXPIRED)])
+    assert replay.collect(0, lambda _: None).ended[1] == (torn, Fate.EXPIRED)
+
+
+def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
+    report = no_sync(7)
+    assert (report.version, report.num_bytes, report.num_tensors) == (7, 0, 0)
+    assert not NoEvaluation().due(0, 0)
+    assert NoEvaluation().run() == {}
