@@ -1,0 +1,167 @@
+"""Age against speed: what rollout.lookahead, rollout.max_overtake and the sequences per engine buy.
+
+More groups in flight keep engines busy and make what is trained on older; a bound on overtaking
+keeps the oldest younger, and makes steps wait. The plot is a plain SVG.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from xml.sax.saxutils import escape
+
+from rollout_policies import CARRYING, POLICIES, Figures, Setting, run
+from rollout_workload import Workload
+
+LOOKAHEADS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
+MAX_OVERTAKES = (0, 2, 4, 8, 16)
+MAX_SEQUENCES = (96, 128, 160, 192, 256)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setting of the coordinator and what it gives. `line` is what was varied to get here."""
+
+    mean: float
+    keep_rate: float
+    line: str
+    value: float
+    lookahead: float
+    max_overtake: int
+    max_sequences: int
+    seconds_per_step: float
+    busy: float
+    age_mean: float
+    age_max: int
+
+
+Asked = tuple[Setting, Workload, float, float, str, float]
+
+
+def frontier(
+    setting: Setting, workloads: Mapping[tuple[float, float], Workload], jobs: int
+) -> list[Point]:
+    """One thing varied at a time, from `setting`, for each workload."""
+    asked: list[Asked] = [
+        (changed, workload, mean, keep_rate, line, value)
+        for (mean, keep_rate), workload in workloads.items()
+        for line, value, changed in variations(setting)
+    ]
+    with multiprocessing.Pool(jobs) as pool:
+        return pool.map(_measure, asked, chunksize=1)
+
+
+def variations(setting: Setting) -> Iterable[tuple[str, float, Setting]]:
+    """(what is varied, its value, the setting)."""
+    for lookahead in LOOKAHEADS:
+        yield "lookahead", lookahead, replace(setting, lookahead=lookahead)
+    for most in MAX_OVERTAKES:
+        # Ages are what is asked for: nothing may expire before it is seen.
+        yield "max_overtake", most, replace(setting, max_overtake=most, max_age=1_000)
+    for slots in MAX_SEQUENCES:
+        engine = replace(setting.engine, max_sequences=slots)
+        yield "max_sequences", slots, replace(setting, engine=engine)
+
+
+def _measure(asked: Asked) -> Point:
+    setting, workload, mean, keep_rate, line, value = asked
+    found: Figures = run(POLICIES[CARRYING], setting, workload)
+    return Point(
+        mean=mean,
+        keep_rate=keep_rate,
+        line=line,
+        value=value,
+        lookahead=setting.lookahead,
+        max_overtake=setting.max_overtake,
+        max_sequences=setting.engine.max_sequences,
+        seconds_per_step=found.seconds_per_step,
+        busy=found.busy,
+        age_mean=found.age_mean,
+        age_max=found.age_max,
+    )
+
+
+# ---------------------------------------------------------------------------- the plot
+
+COLORS = {"lookahead": "#1f6fb4", "max_overtake": "#c44e1c", "max_sequences": "#3a8f4d"}
+NAMES = {
+    "lookahead": "rollout.lookahead",
+    "max_overtake": "rollout.max_overtake",
+    "max_sequences": "engine.max_sequences",
+}
+WIDTH, HEIGHT, MARGIN = 420, 320, 56
+
+
+def draw(points: Sequence[Point]) -> str:
+    """An SVG: a panel per workload, mean age across, seconds per step upwards."""
+    panels = list(dict.fromkeys((point.mean, point.keep_rate) for point in points))
+    height = HEIGHT + 34
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(panels)} {height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{WIDTH * len(panels)}" height="{height}" fill="white"/>',
+    ]
+    for place, panel in enumerate(panels):
+        own = [point for point in points if (point.mean, point.keep_rate) == panel]
+        parts.append(f'<g transform="translate({place * WIDTH},0)">')
+        parts += _panel(own, f"mean length {panel[0]:,.0f}, keep rate {panel[1]:g}")
+        parts.append("</g>")
+    for place, (line, color) in enumerate(COLORS.items()):
+        x, y = MARGIN + 190 * place, HEIGHT + 18
+        parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{color}"/>')
+        parts.append(f'<text x="{x + 8}" y="{y + 4}">{escape(NAMES[line])} varied</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(points: Sequence[Point], title: str) -> list[str]:
+    most_age = max(point.age_mean for point in points) * 1.08
+    low = min(point.seconds_per_step for point in points)
+    high = max(point.seconds_per_step for point in points)
+    low, high = low - 0.08 * (high - low), high + 0.08 * (high - low)
+
+    def x(age: float) -> float:
+        return MARGIN + age / most_age * (WIDTH - MARGIN - 20)
+
+    def y(seconds: float) -> float:
+        return HEIGHT - 44 - (seconds - low) / (high - low) * (HEIGHT - 84)
+
+    parts = [
+        f'<text x="{WIDTH / 2:.0f}" y="18" text-anchor="middle" font-size="13">'
+        f"{escape(title)}</text>",
+        f'<text x="{WIDTH / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">'
+        "mean age of what is trained on, versions</text>",
+        f'<text transform="translate(14,{HEIGHT / 2:.0f}) rotate(-90)" text-anchor="middle">'
+        "seconds per step</text>",
+        f'<path d="M{MARGIN},{y(high):.1f} V{y(low):.1f} H{WIDTH - 16}" '
+        'fill="none" stroke="#888"/>',
+    ]
+    for age in _ticks(0, most_age):
+        parts.append(
+            f'<text x="{x(age):.1f}" y="{y(low) + 15:.1f}" text-anchor="middle">{age:g}</text>'
+        )
+    for seconds in _ticks(low, high):
+        at = y(seconds)
+        parts.append(f'<path d="M{MARGIN},{at:.1f} H{WIDTH - 16}" stroke="#e4e4e4"/>')
+        parts.append(
+            f'<text x="{MARGIN - 6}" y="{at + 4:.1f}" text-anchor="end">{seconds:g}</text>'
+        )
+    for line, color in COLORS.items():
+        own = [(x(p.age_mean), y(p.seconds_per_step), p.value) for p in points if p.line == line]
+        path = " ".join(f"{across:.1f},{up:.1f}" for across, up, _ in own)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
+        for across, up, value in own:
+            parts.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5" fill="{color}"/>')
+            parts.append(
+                f'<text x="{across + 5:.1f}" y="{up - 5:.1f}" fill="{color}">{value:g}</text>'
+            )
+    return parts
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers between."""
+    rough = (high - low) / 5
+    power = 10.0 ** len(str(int(rough))) / 10 if rough >= 1 else 0.1
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
+    first = -(-low // step)
+    return [step * (first + place) for place in range(int((high - first * step) // step) + 1)]
