@@ -18,6 +18,7 @@ from dapo_megatron.config import Config, num_processes, read_model_config
 from dapo_megatron.config_file import load_config
 from dapo_megatron.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
+from dapo_megatron.rewards.registry import names as grader_names
 from dapo_megatron.types import ConfigError, DapoError
 
 app = typer.Typer(
@@ -156,7 +157,8 @@ def _load(path: Path, overrides: list[str] | None, overlays: list[Path] | None) 
     ):
         for number, source in enumerate(sources):
             try:
-                check_grader(source.grader)
+                for name in sorted(grader_names(source.grader)):
+                    check_grader(name)
             except ConfigError as error:
                 raise ConfigError(f"{key}.{number}.grader: {error}") from None
     return config

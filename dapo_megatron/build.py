@@ -148,6 +148,7 @@ def build_core(config: Config, ranks: Ranks) -> Core:
             {source.name: source.grader for source in sources},
             config.rewards.workers,
             config.rewards.timeout_seconds,
+            config.rewards.memory_mib,
         )
     driver = EngineDriver(engine, grading, ranks, deterministic=config.rollout.deterministic)
     return Core(policy, engine, sync, grading, driver)

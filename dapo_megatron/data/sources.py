@@ -190,7 +190,13 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _rows(source: FileSource) -> Iterator[_Row]:
     read = _parquet if source.kind == "parquet" else _jsonl
     for index, where, row in islice(read(source.path), source.limit):
-        yield _checked(index, where, row)
+        checked = _checked(index, where, row)
+        if isinstance(source.grader, dict) and checked.extra["data_source"] not in source.grader:
+            raise DataError(
+                f"{where}, column data_source: source {source.name!r} has no grader for "
+                f"{checked.extra['data_source']!r}; known: {', '.join(sorted(source.grader))}"
+            )
+        yield checked
 
 
 def _jsonl(path: str) -> Iterator[tuple[int, str, Any]]:

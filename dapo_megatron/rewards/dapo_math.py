@@ -61,12 +61,13 @@ def grade(response: str, truth: str) -> Grade:
     """Score +1.0 if the normalised answer equals the normalised truth, else -1.0.
 
     response: decoded text without special tokens. `pred` is the normalised answer, or
-    "[INVALID]". Never raises on text; its cost is bounded, since it reads 300 characters.
+    "[INVALID]" (not `parsed`). Never raises on text; its cost is bounded, since it reads 300
+    characters.
     """
     answers = _ANSWER.findall(response[-_TAIL:])
     pred = normalise(answers[-1] if answers else INVALID)
     correct = pred == normalise(truth)
-    return Grade(score=1.0 if correct else -1.0, correct=correct, pred=pred)
+    return Grade(1.0 if correct else -1.0, correct, pred, parsed=pred != INVALID)
 
 
 def normalise(answer: str) -> str:

@@ -26,7 +26,7 @@ def grade(response: str, truth: str) -> Grade:
     r"""Score +1.0 if an expression in `response` equals `truth`, else -1.0.
 
     truth: plain or LaTeX, without `\boxed`. `pred` is the text of the expression found, "" if
-    there is none. Raises ValueError if the truth itself holds no expression.
+    there is none (not `parsed`). Raises ValueError if the truth itself holds no expression.
     """
     expected = library.parse(rf"\boxed{{{truth}}}", parsing_timeout=None)
     if not expected:
@@ -34,4 +34,4 @@ def grade(response: str, truth: str) -> Grade:
     found = library.parse(response, parsing_timeout=None)
     correct = bool(library.verify(expected, found, timeout_seconds=None))
     pred = next((item for item in reversed(found) if isinstance(item, str)), "")
-    return Grade(score=1.0 if correct else -1.0, correct=correct, pred=pred)
+    return Grade(1.0 if correct else -1.0, correct, pred, parsed=bool(found))

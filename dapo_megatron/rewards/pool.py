@@ -1,9 +1,9 @@
 """Worker processes that grade, and may hang, crash or raise without harm to the run.
 
 One thread of the parent looks after one worker. It hands an idle worker a batch of gradings and
-reads the answers one by one; if an answer is late or the worker dies, exactly the first
-unanswered grading is charged, the rest of the batch goes back to the head of the queue, and a
-new worker takes over. Threads, because gradings must go on while the engine decodes.
+reads the answers one by one; if an answer is late, the worker dies or has no memory left, exactly
+the first unanswered grading is charged, the rest of the batch goes back to the head of the queue,
+and a new worker takes over. Threads, because gradings must go on while the engine decodes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from dapo_megatron.rewards.process import PoolClosed, WorkerLost, WorkerProcess
-from dapo_megatron.rewards.registry import check
+from dapo_megatron.rewards.registry import check, names
+from dapo_megatron.rewards.sandbox import lacking
 from dapo_megatron.types import DapoError, Grade
 
 logger = logging.getLogger(__name__)
 
-OUTCOMES = ("graded", "timeout", "crash", "error")
+CAUSES = ("timeout", "crash", "memory", "error")
+"""Why there is no grade: it took too long, its process died, it ate its memory, it raised."""
+
+OUTCOMES = ("graded", *CAUSES)
 
 MAX_BATCH = 16
 """Gradings handed to a worker at once: the most that one slow grading can hold up."""
@@ -49,8 +53,10 @@ class _Result(NamedTuple):
 class GradingPool:
     """Grades responses in `workers` processes of its own; use it as a context manager.
 
-    graders          grader name (see `registry.resolve`) of each source
+    graders          of each source: a grader's name (see `registry.resolve`), or the names by the
+                     rows' data_source
     timeout_seconds  wall-clock limit of one grading; a worker's start does not count
+    memory_mib       limit of a worker's address space
 
     Raises ConfigError at once for a grader that cannot be resolved. Its methods belong to one
     thread. Workers start in the background and die with the pool, or with this process.
@@ -63,17 +69,35 @@ class GradingPool:
     """
 
     counts: dict[str, dict[str, int]]
-    """Collected gradings by source: {"graded": n, "timeout": n, "crash": n, "error": n}."""
+    """Collected gradings by source: {"graded": n, "timeout": n, "crash": n, "memory": n,
+    "error": n}."""
+    unparsed: dict[str, int]
+    """Of the graded ones by source: those in whose text the grader found no answer."""
+    last_errors: dict[str, str]
+    """By source, of the last grading without a grade: the last line of what the grader raised, or
+    how its process ended. Sources without such a grading are not in it."""
 
-    def __init__(self, graders: Mapping[str, str], workers: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        graders: Mapping[str, str | Mapping[str, str]],
+        workers: int,
+        timeout_seconds: float,
+        memory_mib: int = 2048,
+    ) -> None:
         if workers < 1 or timeout_seconds <= 0:
             raise ValueError(f"need workers >= 1 and a timeout > 0: {workers}, {timeout_seconds}")
-        for name in set(graders.values()):
+        self._names = {name for grader in graders.values() for name in names(grader)}
+        for name in self._names:
             check(name)
+        if "code" in self._names:
+            _tell_what_is_lacking()
         self.counts = {source: dict.fromkeys(OUTCOMES, 0) for source in graders}
+        self.unparsed = dict.fromkeys(graders, 0)
+        self.last_errors = {}
         self._pending = 0
         self._graders = dict(graders)
         self._timeout_seconds = timeout_seconds
+        self._memory_mib = memory_mib
         self._queue: deque[_Task] = deque()
         self._closed = False
         self._changed = threading.Condition()  # guards the queue and the flag
@@ -96,11 +120,11 @@ class GradingPool:
     ) -> None:
         """Queue one grading and return. `key`, anything, comes back with the result.
 
-        Raises ValueError for an unknown source or a closed pool; `extra` must be picklable.
+        Raises ValueError for an unknown source or data_source, or a closed pool; `extra` must be
+        picklable.
         """
-        if source not in self._graders:
-            raise ValueError(f"no grader for source {source!r}; known: {sorted(self._graders)}")
-        task = _Task(key, source, pickle.dumps((source, response, truth, extra)))
+        name = self._grader_of(source, extra)
+        task = _Task(key, source, pickle.dumps((name, response, truth, extra)))
         with self._changed:
             if self._closed:
                 raise ValueError("the grading pool is closed")
@@ -111,9 +135,8 @@ class GradingPool:
     def collect(self, wait: bool) -> list[tuple[Any, Grade | None, str]]:
         """What finished since the last call, in any order: (key, grade, why).
 
-        The grade is None if the grader abstained; why is then "timeout", "crash" (its process
-        died) or "error" (it raised), and the first of each kind and source is logged. Else why
-        is "graded".
+        The grade is None if the grader abstained; why is then one of CAUSES, and the first of
+        each kind and source is logged. Else why is "graded".
 
         wait: block until something finishes, unless nothing is pending.
         Raises ConfigError or DapoError if workers cannot start.
@@ -157,13 +180,30 @@ class GradingPool:
     ) -> None:
         self.close()
 
-    def _count(self, result: _Result) -> None:
-        task, counts = result.task, self.counts[result.task.source]
-        if result.why != "graded" and counts[result.why] == 0:
-            logger.warning(
-                "grading of %r abstained (%s), source %r; later ones are only counted. %s",
-                *(task.key, result.why, task.source, result.detail),
+    def _grader_of(self, source: str, extra: Mapping[str, Any]) -> str:
+        if source not in self._graders:
+            raise ValueError(f"no grader for source {source!r}; known: {sorted(self._graders)}")
+        grader = self._graders[source]
+        if isinstance(grader, str):
+            return grader
+        kind = str(extra.get("data_source"))
+        if kind not in grader:
+            raise ValueError(
+                f"source {source!r}: no grader for data_source {kind!r}; known: {sorted(grader)}"
             )
+        return grader[kind]
+
+    def _count(self, result: _Result) -> None:
+        source, counts = result.task.source, self.counts[result.task.source]
+        if result.grade is None:
+            if counts[result.why] == 0:
+                logger.warning(
+                    "grading of %r abstained (%s), source %r; later ones are only counted. %s",
+                    *(result.task.key, result.why, source, result.detail),
+                )
+            self.last_errors[source] = result.detail.strip().rpartition("\n")[2]
+        elif not result.grade.parsed:
+            self.unparsed[source] += 1
         counts[result.why] += 1
         self._pending -= 1
 
@@ -181,7 +221,7 @@ class GradingPool:
                 try:
                     self._grade(worker, batch)
                 except WorkerLost as lost:
-                    self._finished.put(_Result(batch.popleft(), None, lost.why))
+                    self._finished.put(_Result(batch.popleft(), None, lost.why, lost.detail))
                     self._give_back(batch)
                     worker.stop()
                     worker = self._start()
@@ -200,15 +240,17 @@ class GradingPool:
             answer = worker.receive(self._timeout_seconds)
             if isinstance(answer, Grade):
                 self._finished.put(_Result(batch.popleft(), answer, "graded"))
+            elif answer.why == "memory":  # it may hold on to what it has: the next would suffer
+                raise WorkerLost(*answer)
             else:
-                self._finished.put(_Result(batch.popleft(), None, "error", answer))
+                self._finished.put(_Result(batch.popleft(), None, *answer))
 
     def _start(self) -> WorkerProcess:
         """A worker that has imported its graders."""
         for _ in range(MAX_FAILED_STARTS):
-            worker = WorkerProcess(self._closing)
+            worker = WorkerProcess(self._closing, self._memory_mib)
             try:
-                worker.load(self._graders)
+                worker.load(self._names, self._timeout_seconds)
             except WorkerLost:
                 worker.stop()
             except BaseException:
@@ -218,7 +260,7 @@ class GradingPool:
                 return worker
         raise DapoError(
             f"rewards: {MAX_FAILED_STARTS} grading workers in a row died or hung while importing "
-            f"the graders {sorted(set(self._graders.values()))}; see their stderr"
+            f"the graders {sorted(self._names)}; see their stderr"
         )
 
     def _next_batch(self) -> deque[_Task]:
@@ -233,3 +275,8 @@ class GradingPool:
         with self._changed:
             self._queue.extendleft(reversed(batch))
             self._changed.notify_all()
+
+
+def _tell_what_is_lacking() -> None:
+    for layer, why in lacking().items():
+        logger.warning("grader 'code': its sandbox lacks %s here (%s); docs/rewards.md", layer, why)

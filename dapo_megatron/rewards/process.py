@@ -7,12 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Collection
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
+from dapo_megatron.rewards.jail import kill_descendants
+from dapo_megatron.rewards.sandbox import remove
 from dapo_megatron.types import ConfigError
 
 START_SECONDS = 120.0
@@ -22,12 +26,21 @@ START_SECONDS = 120.0
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-class WorkerLost(Exception):
-    """The worker is of no use any more; `why` is "timeout" or "crash"."""
+class Failure(NamedTuple):
+    """A worker's answer to a grading without a grade: "error" (the end of the traceback says
+    which) or "memory"."""
 
-    def __init__(self, why: str) -> None:
+    why: str
+    detail: str
+
+
+class WorkerLost(Exception):
+    """The worker is of no use any more; `why` is "timeout", "crash" or "memory"."""
+
+    def __init__(self, why: str, detail: str) -> None:
         super().__init__(why)
         self.why = why
+        self.detail = detail
 
 
 class PoolClosed(Exception):
@@ -37,26 +50,28 @@ class PoolClosed(Exception):
 class WorkerProcess:
     """A running worker. Whoever makes one calls `stop`; all calls come from one thread.
 
-    closing: readable once the pool is being closed.
+    closing: readable once the pool is being closed. Its temporary folder ends with it.
     """
 
-    def __init__(self, closing: Connection) -> None:
+    def __init__(self, closing: Connection, memory_mib: int) -> None:
         ours, theirs = socket.socketpair()
+        self._folder = tempfile.mkdtemp(prefix="grading-")
+        module = "dapo_megatron.rewards.worker"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dapo_megatron.rewards.worker", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno()), str(memory_mib)],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # graders print; stderr stays, for what goes wrong
-                env=_environment(),
+                env=_environment() | {"TMPDIR": self._folder},
                 start_new_session=True,  # its own group: what a grader starts is killed with it
             )
         self._connection = Connection(ours.detach())
         self._closing = closing
 
-    def load(self, graders: Mapping[str, str]) -> None:
+    def load(self, names: Collection[str], timeout_seconds: float) -> None:
         """Have it import the graders. Raises WorkerLost, or ConfigError if it cannot."""
-        self.send(dict(graders))
+        self.send((sorted(names), timeout_seconds))
         refusal = self.receive(START_SECONDS)
         if refusal is not None:
             raise ConfigError(f"rewards: a grading worker refused to start: {refusal}")
@@ -72,7 +87,7 @@ class WorkerProcess:
         try:
             self._connection.send(message)
         except OSError as error:
-            raise WorkerLost("crash") from error
+            raise WorkerLost("crash", self._death()) from error
 
     def receive(self, timeout_seconds: float) -> Any:
         """Its next message. Raises WorkerLost or PoolClosed."""
@@ -80,20 +95,39 @@ class WorkerProcess:
         if self._closing in ready:
             raise PoolClosed
         if not ready:
-            raise WorkerLost("timeout")
+            raise WorkerLost("timeout", f"no grade within {timeout_seconds:g} s")
         try:
             return self._connection.recv()
         except (EOFError, OSError, UnpicklingError) as error:
-            raise WorkerLost("crash") from error
+            raise WorkerLost("crash", self._death()) from error
 
     def stop(self) -> None:
-        """Kill it with everything it started, and reap it. Idempotent."""
+        """Kill it with everything it started, reap it, remove its files. Idempotent."""
         if self._process.returncode is not None:  # reaped: its id may be another's by now
             return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill_all()
         self._process.wait()
         self._connection.close()
+        remove(self._folder)
+
+    def _kill_all(self) -> None:
+        """It adopts the orphans among what it started; while it stands still, none gets away."""
+        if sys.platform == "linux":
+            os.kill(self._process.pid, signal.SIGSTOP)
+            kill_descendants(self._process.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _death(self) -> str:
+        """How it ended; it is not reaped. Its connection may be gone a moment before it."""
+        for _ in range(100):
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                exited = ended.si_code == os.CLD_EXITED
+                how = "exited with" if exited else "was killed by signal"
+                return f"its process {how} {ended.si_status}"
+            time.sleep(0.01)
+        return "its process closed the connection"
 
 
 def _environment() -> dict[str, str]:

@@ -5,54 +5,77 @@ A grader may be anyone's code: whatever it returns is turned into a Grade here, 
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from numbers import Real
 from typing import Any
 
+from dapo_megatron.rewards.sandbox import lacking
 from dapo_megatron.types import ConfigError, Grade
 
 GraderFn = Callable[[str, str, Mapping[str, Any]], Grade]
 """(response, truth, prompt extra) -> Grade."""
 
-_LIBRARIES = {"dapo_math": None, "math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
+_LIBRARIES = {
+    "dapo_math": None,
+    "math_verify": "math_verify",
+    "reasoning_gym": "reasoning_gym",
+    "code": None,
+}
 """Built-in graders (modules of this package) and the library that each needs."""
 
 
-def resolve(name: str) -> GraderFn:
-    """The grader called `name`: dapo_math, math_verify, reasoning_gym, or `module:function`.
+def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
+    """The grader called `name`: dapo_math, math_verify, reasoning_gym, code, or `module:function`.
 
     A function of yours is called with (response, truth, extra) and returns a Grade, a bool
-    (score +1 / -1) or a number (the score; correct if above 0). Imports the grader's library.
+    (score +1 / -1) or a number (the score; correct if above 0). It may be a coroutine function:
+    it then runs in this thread's event loop. Imports the grader's library.
+    `timeout_seconds` is what the caller allows one grading; `code` keeps its programs within it.
     Raises ConfigError: unknown name (with the nearest), module that cannot be imported, missing
-    function. The returned grader raises what the function does, and TypeError or ValueError if
-    it returns something else or a score that is not finite.
+    function, no sandbox for `code`. The returned grader raises what the function does, and
+    TypeError or ValueError if it returns something else or a score that is not finite.
     """
-    if name in _LIBRARIES:
-        _require_library(name)
-        module = importlib.import_module(f"dapo_megatron.rewards.{name}")
-        function = module.grade
-        if name == "reasoning_gym":
-            return _checked(function)
-        return _checked(lambda response, truth, extra: function(response, truth))
-    return _checked(_user_function(name))
+    check(name)
+    if name not in _LIBRARIES:
+        return _checked(_user_function(name))
+    grade = importlib.import_module(f"dapo_megatron.rewards.{name}").grade
+    if name == "reasoning_gym":
+        return _checked(grade)
+    if name == "code":
+        from dapo_megatron.rewards.code import SHARE_OF_LIMIT
+
+        return _checked(partial(grade, seconds=SHARE_OF_LIMIT * timeout_seconds))
+    return _checked(lambda response, truth, extra: grade(response, truth))
 
 
 def check(name: str) -> None:
     """Raise ConfigError as `resolve` would, without importing the library of a built-in."""
-    if name in _LIBRARIES:
+    if name == "code":
+        lacking()
+    elif name in _LIBRARIES:
         _require_library(name)
     else:
         _user_function(name)
 
 
+def names(grader: str | Mapping[str, str]) -> set[str]:
+    """The graders of a source: one for all its rows, or one for each data_source."""
+    return {grader} if isinstance(grader, str) else set(grader.values())
+
+
 def as_grade(result: Any) -> Grade:
     """A Grade of plain values from what a grader returned. Raises TypeError or ValueError."""
     if isinstance(result, Grade):
-        grade = Grade(float(result.score), bool(result.correct), str(result.pred))
+        grade = Grade(
+            *(float(result.score), bool(result.correct), str(result.pred), bool(result.parsed))
+        )
     elif isinstance(result, bool):
         grade = Grade(1.0 if result else -1.0, result, "")
     elif isinstance(result, Real):
@@ -65,7 +88,17 @@ def as_grade(result: Any) -> Grade:
 
 
 def _checked(function: Callable[[str, str, Mapping[str, Any]], Any]) -> GraderFn:
-    return lambda response, truth, extra: as_grade(function(response, truth, extra))
+    def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
+        result = function(response, truth, extra)
+        return as_grade(_event_loop().run(result) if inspect.iscoroutine(result) else result)
+
+    return grade
+
+
+@cache
+def _event_loop() -> asyncio.Runner:
+    """One for the life of the process: what a grader keeps open between calls stays usable."""
+    return asyncio.Runner()
 
 
 def _require_library(name: str) -> None:

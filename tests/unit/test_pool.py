@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 from dapo_megatron.rewards import GradingPool
-from dapo_megatron.rewards.pool import MAX_BATCH
+from dapo_megatron.rewards.dapo_math import INVALID
+from dapo_megatron.rewards.pool import MAX_BATCH, OUTCOMES
 from dapo_megatron.types import ConfigError, DapoError, Grade
 
 # The response says how the grader behaves; every call notes its process id.
 GRADER = """
-import os, re, signal, subprocess, sys, time
+import os, re, signal, subprocess, sys, tempfile, time
 from dapo_megatron.types import Grade
 
 def act(response, truth, extra):
@@ -37,8 +38,26 @@ def act(response, truth, extra):
         with open(extra["pids"], "a") as file:
             file.write(f"{child.pid}\\n")
         child.wait()
+    if response == "hang_with_daemon":  # in a session of its own, and its parent has ended
+        code = "import os, sys, time; os.setsid(); os.fork() and os._exit(0)\\n"
+        code += "open(sys.argv[1], 'a').write(f'{os.getpid()}\\\\n'); time.sleep(1000)"
+        subprocess.run([sys.executable, "-c", code, extra["pids"]])
+        time.sleep(1000)
     if response == "exit":
         os._exit(3)
+    if response == "memory":
+        return len("x" * 10**12)
+    if response == "memory_kept":
+        kept = globals()["kept"] = []
+        while True:
+            kept.append(bytearray(2**26))
+    if response == "roomy":
+        bytearray(2**28)
+    if response == "file":
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            return Grade(1.0, True, file.name)
+    if response == "unparsed":
+        return Grade(-1.0, False, response, parsed=False)
     if response == "sys_exit":
         sys.exit(3)
     if response == "segfault":
@@ -58,6 +77,11 @@ def act(response, truth, extra):
         names |= {"torch", "pydantic"} & set(sys.modules)
         return Grade(1.0, not names, repr(names))
     return Grade(1.0, True, response)
+
+async def act_async(response, truth, extra):
+    import asyncio
+    await asyncio.sleep(0)
+    return act(response, truth, extra)
 """
 
 
@@ -66,6 +90,10 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pool_grader.py").write_text(GRADER)
     (tmp_path / "dies_at_import.py").write_text(
         "import os, sys\nif 'worker' in sys.argv[0]: os._exit(3)\ndef grade(r, t, e): return True\n"
+    )
+    (tmp_path / "eats_at_import.py").write_text(
+        "import sys\nif 'worker' in sys.argv[0]: bytearray(10**12)\n"
+        "def grade(r, t, e): return True\n"
     )
     (tmp_path / "raises_at_import.py").write_text(
         "import sys\nif 'worker' in sys.argv[0]: raise KeyError('only there')\n"
@@ -78,7 +106,7 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def make(pids: Path) -> Callable[..., GradingPool]:
     def make(workers: int = 1, timeout_seconds: float = 20.0) -> GradingPool:
-        return GradingPool({"task": "pool_grader:act"}, workers, timeout_seconds)
+        return GradingPool({"task": "pool_grader:act"}, workers, timeout_seconds, memory_mib=512)
 
     return make
 
@@ -123,9 +151,12 @@ BAD = {
     "hang": "timeout",
     "hang_in_c": "timeout",
     "hang_with_child": "timeout",
+    "hang_with_daemon": "timeout",
     "exit": "crash",
     "sys_exit": "crash",
     "segfault": "crash",
+    "memory": "memory",
+    "memory_kept": "memory",
     "raise": "error",
 }
 
@@ -147,8 +178,7 @@ def test_a_bad_grading_costs_exactly_itself(
             "graded",
         )  # fmt: skip
         assert results[key] == expected
-    zeros = {"graded": 0, "timeout": 0, "crash": 0, "error": 0}
-    assert counts == {**zeros, "graded": 38, BAD[behaviour]: 2}
+    assert counts == {**dict.fromkeys(OUTCOMES, 0), "graded": 38, BAD[behaviour]: 2}
     wait_until_dead(noted(pids))
 
 
@@ -184,12 +214,83 @@ def test_the_first_abstention_is_logged_with_its_cause(
     assert "RuntimeError: on purpose" in caplog.text
 
 
+LAST_WORDS = {
+    "hang": "no grade within 1.5 s",
+    "exit": "its process exited with 3",
+    "segfault": "its process was killed by signal 11",
+    "memory": "MemoryError: more than rewards.memory_mib",
+    "raise": "RuntimeError: on purpose",
+}
+
+
+@pytest.mark.parametrize("behaviour", LAST_WORDS)
+def test_the_last_words_of_a_grader_are_kept(
+    make: Callable[..., GradingPool], pids: Path, behaviour: str
+) -> None:
+    with make(timeout_seconds=1.5) as pool:
+        grade_all(pool, ["ok"], pids)
+        assert pool.last_errors == {}
+        grade_all(pool, [behaviour, "ok"], pids)
+        assert pool.last_errors == {"task": LAST_WORDS[behaviour]}
+
+
+def test_memory_that_a_grading_keeps_is_not_missing_in_the_next(
+    make: Callable[..., GradingPool], pids: Path
+) -> None:
+    with make() as pool:
+        results = grade_all(pool, ["roomy", "memory_kept", "roomy"], pids)
+    assert [why for _, why in results.values()] == ["graded", "memory", "graded"]
+
+
+def test_texts_without_an_answer_are_counted_by_source(pids: Path) -> None:
+    graders = dict.fromkeys(("a", "b"), "pool_grader:act")
+    with GradingPool(graders, workers=1, timeout_seconds=20.0) as pool:
+        for source, response in (("a", "unparsed"), ("a", "ok"), ("b", "ok"), ("a", "raise")):
+            pool.submit(0, source, response, "", {"pids": str(pids)})
+        while pool.pending:
+            pool.collect(wait=True)
+        assert pool.unparsed == {"a": 1, "b": 0}
+        assert pool.counts["a"]["graded"] == 2
+
+
+def test_files_of_a_grader_end_with_its_worker(
+    make: Callable[..., GradingPool], pids: Path
+) -> None:
+    with make() as pool:
+        grade, _ = grade_all(pool, ["file"], pids)[0]
+        assert grade is not None
+        assert Path(grade.pred).exists()
+    assert not Path(grade.pred).parent.exists()
+
+
+def test_a_coroutine_may_grade_and_hang_like_any_other(pids: Path) -> None:
+    with GradingPool({"task": "pool_grader:act_async"}, 1, timeout_seconds=1.5) as pool:
+        results = grade_all(pool, ["a", "hang", "b", "raise"], pids)
+    assert [why for _, why in results.values()] == ["graded", "timeout", "graded", "error"]
+    assert results[2][0] == Grade(1.0, True, "b")
+
+
+def test_the_data_source_of_a_row_chooses_its_grader(pids: Path) -> None:
+    graders = {"task": "pool_grader:act", "mixed": {"x": "dapo_math", "y": "pool_grader:act"}}
+    with GradingPool(graders, workers=2, timeout_seconds=20.0) as pool:
+        for kind in ("x", "y"):
+            pool.submit(kind, "mixed", "7", "7", {"data_source": kind, "pids": str(pids)})
+        with pytest.raises(ValueError, match=r"'mixed'.* data_source 'z'; known: \['x', 'y'\]"):
+            pool.submit("z", "mixed", "7", "7", {"data_source": "z"})
+        results: dict[str, Grade | None] = {}
+        while pool.pending:
+            results |= {key: grade for key, grade, _ in pool.collect(wait=True)}
+    assert results == {"x": Grade(-1.0, False, INVALID, False), "y": Grade(1.0, True, "7")}
+
+
 # ------------------------------------------------------------------------ start
 
 
 def test_bad_names_are_refused_before_any_process_starts() -> None:
     with pytest.raises(ConfigError, match="did you mean 'dapo_math'"):
         GradingPool({"a": "dapo_mth"}, workers=1, timeout_seconds=1.0)
+    with pytest.raises(ConfigError, match="did you mean 'dapo_math'"):
+        GradingPool({"a": {"x": "dapo_math", "y": "dapo_mth"}}, workers=1, timeout_seconds=1.0)
     for workers, timeout in ((0, 1.0), (1, 0.0)):
         with pytest.raises(ValueError, match="workers >= 1"):
             GradingPool({}, workers, timeout)
@@ -210,6 +311,22 @@ def test_workers_that_cannot_start_stop_the_run(
         for _ in range(2):  # whoever asks again hears it again
             with pytest.raises(error, match=message):
                 pool.collect(wait=True)
+
+
+def test_graders_that_do_not_fit_into_memory_say_so(pids: Path) -> None:
+    with GradingPool({"a": "eats_at_import:grade"}, 1, timeout_seconds=5.0) as pool:
+        pool.submit(0, "a", "", "", {})
+        with pytest.raises(ConfigError, match=r"do not fit into rewards\.memory_mib"):
+            pool.collect(wait=True)
+
+
+def test_the_libraries_of_the_graders_fit_into_the_default_memory() -> None:
+    graders = {name: name for name in ("math_verify", "reasoning_gym", "dapo_math", "code")}
+    with GradingPool(graders, workers=1, timeout_seconds=60.0) as pool:
+        pool.submit(0, "math_verify", r"\boxed{\frac{2}{4}}", "0.5", {})
+        ((_, grade, _),) = pool.collect(wait=True)
+        assert grade is not None
+        assert grade.correct
 
 
 def test_a_worker_is_light_and_no_rank(

@@ -24,7 +24,8 @@ CASES = [json.loads(line) for line in LINES.splitlines()]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_dapo_math_is_the_reference_grader(case: dict[str, Any]) -> None:
-    expected = Grade(case["expected_score"], case["expected_correct"], case["expected_pred"])
+    pred = case["expected_pred"]
+    expected = Grade(case["expected_score"], case["expected_correct"], pred, pred != INVALID)
     assert grade(case["output"], case["ground_truth"]) == expected
 
 
@@ -114,7 +115,7 @@ def test_math_verify_is_lenient_and_says_what_it_read() -> None:
     result = grader(r"so it is $\frac{2}{4}$", "0.5", {})
     assert (result.score, result.correct) == (1.0, True)
     assert "2" in result.pred
-    assert grader("no number", "0.5", {}) == Grade(-1.0, False, "")
+    assert grader("no number", "0.5", {}) == Grade(-1.0, False, "", parsed=False)
     assert grader("42", r"\frac{84}{2}", {}).correct  # LaTeX truth without dollars
     # The truth goes first: an interval answers an inequality, not the other way round.
     assert grader(r"\boxed{(1,\infty)}", "x>1", {}).correct
@@ -165,6 +166,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "my_graders.py").write_text(
         "from dapo_megatron.types import Grade\n"
         "def returns(response, truth, extra): return extra['value']\n"
+        "async def returns_later(response, truth, extra): return extra['value']\n"
         "def compares(response, truth, extra): return response == truth\n"
         "number = 3\n"
     )
@@ -181,10 +183,14 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (0.25, Grade(0.25, True, "")),
         (0, Grade(0.0, False, "")),
         (Grade(-2.0, True, "x"), Grade(-2.0, True, "x")),
+        (Grade(-2.0, False, "", parsed=False), Grade(-2.0, False, "", parsed=False)),
     ],
 )
-def test_what_a_user_may_return(user_module: str, value: Any, expected: Grade) -> None:
-    assert resolve(f"{user_module}:returns")("r", "t", {"value": value}) == expected
+@pytest.mark.parametrize("function", ["returns", "returns_later"])
+def test_what_a_user_may_return(
+    user_module: str, function: str, value: Any, expected: Grade
+) -> None:
+    assert resolve(f"{user_module}:{function}")("r", "t", {"value": value}) == expected
 
 
 @pytest.mark.parametrize("value", [None, "1", float("nan"), Grade(float("inf"), True, "")])
@@ -203,7 +209,7 @@ def test_a_user_function_gets_response_and_truth(user_module: str) -> None:
     ("name", "message"),
     [
         ("dapo_maths", "did you mean 'dapo_math'"),
-        ("zzz", "known: dapo_math, math_verify, reasoning_gym, or module:function"),
+        ("zzz", "known: dapo_math, math_verify, reasoning_gym, code, or module:function"),
         ("no_such_module:grade", "module 'no_such_module' cannot be imported"),
         ("my_broken:grade", "no_such_library_at_all"),
         ("my_graders:return", "no function 'return'; did you mean 'returns'"),

@@ -1,0 +1,121 @@
+"""The grader of programs: the response's last Python block must pass all tests of the problem.
+
+A test is a stdin and the stdout it must give, compared line by line without trailing blanks. The
+program runs in a sandbox (sandbox.py, docs/rewards.md). One that does not end, dies or eats its
+memory is wrong, and is graded as such; nobody abstains for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dapo_megatron.rewards.sandbox import Sandbox
+from dapo_megatron.types import Grade
+
+SHARE_OF_LIMIT = 0.8
+"""Of the pool's time limit, for all tests of one program: the grader is to answer before it is
+killed."""
+
+_FENCE = "```"
+_PYTHON = ("", "python", "python3", "py")
+
+
+class Test(NamedTuple):
+    """What a program gets on stdin, and what it must write to stdout."""
+
+    stdin: str
+    stdout: str
+
+
+def grade(response: str, truth: str, extra: Mapping[str, Any], seconds: float = 8.0) -> Grade:
+    """Score +1.0 if the program passes every test, else -1.0; `pred` is the program.
+
+    seconds: wall-clock limit of all tests together. Not `parsed` without a Python block.
+    Raises ValueError if the problem's tests cannot be read, SandboxError if no sandbox starts.
+    """
+    tests = read_tests(truth, extra)
+    program = last_program(response)
+    if program is None:
+        return Grade(score=-1.0, correct=False, pred="", parsed=False)
+    deadline = time.monotonic() + seconds
+    with Sandbox(program) as sandbox:
+        correct = all(_passes(sandbox, test, deadline) for test in tests)
+    return Grade(score=1.0 if correct else -1.0, correct=correct, pred=program)
+
+
+def last_program(response: str) -> str | None:
+    """The text of the last closed block that is marked as Python, or not marked; None without one.
+
+    Read line by line, so that its cost grows with the length alone.
+    """
+    program = None
+    language, lines = "", None
+    for line in response.splitlines():
+        stripped = line.strip()
+        if not stripped.startswith(_FENCE):
+            if lines is not None:
+                lines.append(line)
+        elif lines is None:
+            language, lines = stripped.strip("`").strip().lower(), list[str]()
+        elif stripped.strip("`") == "":
+            if language in _PYTHON:
+                program = "\n".join(lines) + "\n"
+            lines = None
+    return program
+
+
+def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Test]:
+    """The tests in extra["extra_info"]["tests"] or, without that key, in the truth.
+
+    Either may be JSON text or the value itself: {"inputs": [...], "outputs": [...]} or
+    [{"input": ..., "output": ...}, ...], each of them a text or a list of lines.
+    Raises ValueError if there are none, or if they call a function instead of using stdin.
+    """
+    tests: Any = (extra.get("extra_info") or {}).get("tests") or truth
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError as error:
+            raise ValueError(f"tests: not valid JSON: {error}") from error
+    if isinstance(tests, Mapping):
+        if tests.get("fn_name"):
+            raise ValueError(
+                f"tests: they call {tests['fn_name']!r}; `code` runs stdin/stdout tests"
+            )
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    elif isinstance(tests, Sequence) and all(isinstance(test, Mapping) for test in tests):
+        if any(test.get("testtype", "stdin") != "stdin" for test in tests):
+            raise ValueError("tests: some call a function; `code` runs stdin/stdout tests")
+        inputs = [test.get("input") for test in tests]
+        outputs = [test.get("output") for test in tests]
+    else:
+        inputs = outputs = None
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
+        raise ValueError('tests: need {"inputs": [...], "outputs": [...]} with at least one test')
+    if len(inputs) != len(outputs):
+        raise ValueError(f"tests: {len(inputs)} inputs and {len(outputs)} outputs")
+    return [Test(_text(stdin), _text(stdout)) for stdin, stdout in zip(inputs, outputs)]
+
+
+def _passes(sandbox: Sandbox, test: Test, deadline: float) -> bool:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return False
+    run = sandbox.run(test.stdin, left)
+    return not run.failure and _lines(run.output) == _lines(test.stdout)
+
+
+def _lines(text: str) -> list[str]:
+    """Without blanks at the end of each, nor empty ones at the end of all."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    raise ValueError(f"tests: an input or output must be a text, found {value!r:.60}")
