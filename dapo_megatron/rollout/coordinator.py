@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_megatron.algo.sampling import verdict
+from dapo_megatron.codec import group_from_json, group_to_json
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.batch import counted
 from dapo_megatron.data.stream import PromptStream
@@ -26,7 +27,7 @@ from dapo_megatron.rollout.driver import Driver, News
 from dapo_megatron.rollout.forecast import KeepRate
 from dapo_megatron.rollout.groups import OpenGroup, commit
 from dapo_megatron.rollout.ledger import Fate, Ledger, State
-from dapo_megatron.types import Completion, Group, Prompt, StarvedError, Verdict
+from dapo_megatron.types import Completion, Finish, Group, Prompt, StarvedError, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,6 @@ class _Step:
     version: int
     issued: int = 0
     decided: list[Group] = field(default_factory=list)
-    ended: list[tuple[Group, Fate]] = field(default_factory=list)
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     interrupted: int = 0
 
@@ -89,7 +89,8 @@ class Coordinator:
         self.groups: dict[int, OpenGroup] = {}
         """All open tickets, in ticket order."""
         self.keep_rate = KeepRate(
-            config.expected_keep_rate if config.dynamic_sampling else 1.0, config.prompts_per_step
+            prior=config.expected_keep_rate if config.dynamic_sampling else 1.0,
+            prior_weight=max(4, config.prompts_per_step / 8),
         )
         self._config = config
         self._overlong = overlong
@@ -103,6 +104,7 @@ class Coordinator:
             seed_name=f"{seed}/train",
         )
         self._dispatcher = Dispatcher(driver, self._sampling.seed_name)
+        self._ended: list[tuple[Group, Fate]] = []  # and not told of yet
         self._fates: dict[str, Counter[str]] = {}  # by data set, over the run
         self._answered: set[str] = set()  # data sets of which some completion was graded
         self._regrade: list[tuple[int, Prompt, Completion]] = []  # of a resumed run
@@ -137,6 +139,7 @@ class Coordinator:
             "ledger": self.ledger.state(),
             "groups": [group.to_json() for group in self.groups.values()],
             "keep_rate": [self.keep_rate.kept, self.keep_rate.decided],
+            "ended": [[group_to_json(group), fate.value] for group, fate in self._ended],
             "fates": {source: dict(fates) for source, fates in self._fates.items()},
             "answered": sorted(self._answered),
         }
@@ -150,6 +153,7 @@ class Coordinator:
         # Graders have not heard of these: what they were at died with the run.
         self._regrade = [(g.ticket, g.prompt, c) for g in found for c in g.to_grade()]
         self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
+        self._ended = [(group_from_json(group), Fate(fate)) for group, fate in state["ended"]]
         self._fates = {source: Counter(fates) for source, fates in state["fates"].items()}
         self._answered = set(state["answered"])
 
@@ -220,7 +224,7 @@ class Coordinator:
             group.is_mixed = True
             self.ledger.move(group.ticket, State.MIXED)
         else:
-            self._end(group, fate, step)
+            self._end(group, fate)
 
     def _judge(self, group: OpenGroup) -> Fate | None:
         """How a decided group ends, or None: it can be trained on. On raw correctness, never on
@@ -234,6 +238,8 @@ class Coordinator:
             said = verdict([c.grade is not None and c.grade.correct for c in completions])
             if said is not Verdict.MIXED:
                 return Fate(said.value)
+        if self._overlong.filter and all(c.finish is Finish.LENGTH for c in completions):
+            return Fate.OVERLONG  # nothing of it would enter the loss
         return None
 
     # ------------------------------------------------------------------ ending a step
@@ -254,17 +260,18 @@ class Coordinator:
         self._interrupt(step)
         train = [group.group() for group in chosen]
         for group in chosen:
-            self._end(group, Fate.TRAINED, step)
+            self._end(group, Fate.TRAINED)
         for ticket, group in list(self.groups.items()):
             if self._config.on_policy:
-                self._end(group, Fate.EXPIRED, step)
+                self._end(group, Fate.EXPIRED)
             elif not group.is_mixed and ticket < chosen[-1].ticket:
                 group.overtaken += 1
         forecast = self.keep_rate.mean
         self.keep_rate.forget()
+        ended, self._ended = self._ended, []
         return Collected(
             train=train,
-            ended=sorted(step.ended, key=lambda item: item[0].ticket),
+            ended=sorted(ended, key=lambda item: item[0].ticket),
             decided=step.decided,
             fresh=self._fresh(step.version),
             version=step.version,
@@ -288,12 +295,12 @@ class Coordinator:
         """Finished groups that have waited too long; never one that is still running."""
         for group in list(self.groups.values()):
             if group.is_mixed and step.version - group.oldest_version > self._config.max_age:
-                self._end(group, Fate.EXPIRED, step)
+                self._end(group, Fate.EXPIRED)
 
-    def _end(self, group: OpenGroup, fate: Fate, step: _Step) -> None:
+    def _end(self, group: OpenGroup, fate: Fate) -> None:
         self.ledger.settle(group.ticket, fate)
         self._fates.setdefault(group.prompt.source, Counter())[fate.value] += 1
-        step.ended.append((group.group(), fate))
+        self._ended.append((group.group(), fate))
         del self.groups[group.ticket]
 
     def _fresh(self, version: int) -> list[Group]:
