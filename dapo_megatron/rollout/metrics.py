@@ -60,7 +60,7 @@ def _grading_metrics(collected: Collected) -> dict[str, float]:
     is also named."""
     metrics = {f"grading/{outcome}": 0.0 for outcome in OUTCOMES}
     for (source, outcome), count in collected.outcomes.items():
-        if outcome in metrics:
+        if outcome in OUTCOMES:
             metrics[f"grading/{outcome}"] += count
             metrics[f"grading/{source}/{outcome}"] = float(count)
     return metrics

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dapo_megatron import loop
+from dapo_megatron.types import StarvedError
 from tests.helpers.configs import tiny_config
 
 
@@ -41,21 +42,34 @@ class Journal:
     def sync(self, version: int) -> None:
         self.entries.append(f"sync {version}")
 
+    def sleep(self) -> None:
+        self.entries.append("sleep")
 
-def run(monkeypatch: pytest.MonkeyPatch, *, done: int, due: set[int]) -> Journal:
+    def onload(self) -> None:
+        self.entries.append("onload")
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, *, done: int, due: set[int], starve_at: int = 0
+) -> Journal:
     journal = Journal(due)
 
     def step(config: Any, parts: Any, number: int, clock: Any) -> Any:
         journal.entries.append(f"step {number}")
-        return SimpleNamespace(seen=[]), {"mismatch/gap_max": number * 1e-6}
+        if number == starve_at:
+            raise StarvedError("0 of 4 mixed groups")
+        return SimpleNamespace(ended=[]), {"mismatch/gap_max": number * 1e-6}
 
     monkeypatch.setattr(loop, "train_step", step)
     parts: Any = SimpleNamespace(
         sync=journal.sync, evaluator=journal, recorder=journal, checkpoints=journal,
-        coordinator=journal, policy=None,
+        coordinator=journal, policy=journal, engine=journal,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
-    loop.train(config, parts, loop.Progress(step=done), started=time.time())
+    try:
+        loop.train(config, parts, loop.Progress(step=done), started=time.time())
+    except StarvedError as error:
+        journal.entries.append(str(error))
     return journal
 
 
@@ -76,3 +90,13 @@ def test_a_checkpoint_is_published_after_its_metrics_and_samples(
 
 def test_a_finished_run_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, done=4, due=set()).entries == ["sync 4"]
+
+
+def test_a_step_that_cannot_be_filled_is_saved_before_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    journal = run(monkeypatch, done=2, due=set(), starve_at=4)
+    assert journal.entries[-5:] == [
+        "sleep", "onload", "save 3", "publish 3",  # the accelerator belongs to the policy again
+        "0 of 4 mixed groups. Saved after step 3: resume=auto goes on from there",
+    ]  # fmt: skip

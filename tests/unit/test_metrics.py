@@ -1,0 +1,161 @@
+"""The metrics of a step, from a step made by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dapo_megatron.algo.mismatch import GapStatistics
+from dapo_megatron.config import OverlongConfig
+from dapo_megatron.rollout.coordinator import Collected
+from dapo_megatron.rollout.ledger import Fate
+from dapo_megatron.rollout.metrics import (
+    mismatch_metrics,
+    rollout_metrics,
+    sync_metrics,
+    update_metrics,
+)
+from dapo_megatron.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    Prompt,
+    Segment,
+    StepStats,
+    SyncReport,
+)
+
+PROMPT = Prompt("sums", 0, (1, 2), "3+4", "7")
+
+
+def completion(
+    sample: int, segments: list[tuple[int, int]], right: bool | None, finish: Finish = Finish.STOP
+) -> Completion:
+    num_tokens = sum(number for _, number in segments)
+    grade = None if right is None else Grade(1.0 if right else -1.0, right, "7")
+    parts = tuple(Segment(*segment) for segment in segments)
+    return Completion(sample, (5,) * num_tokens, (-0.1,) * num_tokens, "7", finish, parts, grade)
+
+
+def overlong(**keys: Any) -> OverlongConfig:
+    settings = {"max_tokens": 8, "buffer_tokens": 4, "penalty": True, "filter": False}
+    return OverlongConfig(**{**settings, "filtered_in_mean": False, **keys})
+
+
+MIXED = Group(0, PROMPT, (completion(0, [(3, 2), (5, 2)], True), completion(1, [(5, 1)], False)))
+RIGHT = Group(
+    1, PROMPT, (completion(0, [(5, 1)], True), completion(1, [(5, 8)], True, Finish.LENGTH))
+)
+UNGRADED = Group(2, PROMPT, (completion(0, [(5, 3)], False), completion(1, [(5, 6)], None)))
+
+
+def collected() -> Collected:
+    return Collected(
+        train=[MIXED],
+        ended=[(MIXED, Fate.TRAINED), (RIGHT, Fate.ALL_CORRECT), (UNGRADED, Fate.ABSTAINED)],
+        decided=[MIXED, RIGHT, UNGRADED],
+        fresh=[],
+        version=5,
+        counts={"issued": 4, "trained": 1, "carried": 1},
+        outcomes=Counter({("sums", "graded"): 4, ("sums", "timeout"): 1, ("sums", "unparsed"): 1}),
+        keep_rate=0.25,
+        interrupted=7,
+        grade_seconds=0.5,
+    )
+
+
+def test_metrics_are_over_every_decided_group_before_filtering() -> None:
+    metrics = rollout_metrics(collected(), overlong())
+    assert metrics["accuracy/raw"] == pytest.approx(3 / 5)
+    assert metrics["accuracy/perfect_fraction"] == pytest.approx(1 / 3)
+    assert metrics["response_tokens/mean"] == pytest.approx((4 + 1 + 1 + 8 + 3 + 6) / 6)
+    assert metrics["response_tokens/max"] == 8.0
+    assert metrics["response_tokens/clipped_fraction"] == pytest.approx(1 / 6)
+    assert metrics["time/grade"] == 0.5
+    groups = {name: value for name, value in metrics.items() if name.startswith("groups/")}
+    assert groups == {
+        "groups/issued": 4.0,
+        "groups/trained": 1.0,
+        "groups/carried": 1.0,
+        "groups/keep_rate": 0.25,
+        "groups/interrupted_completions": 7.0,
+        "groups/age_mean": 2.0,  # begun by version 3, trained on at 5
+        "groups/age_max": 2.0,
+        "groups/fresh_token_fraction": pytest.approx(3 / 5),
+    }
+
+
+def test_overlong_metrics_say_what_was_punished_and_what_filtered() -> None:
+    soft = rollout_metrics(collected(), overlong())
+    assert soft["overlong/penalised_fraction"] == pytest.approx(1 / 5)  # the ungraded has no reward
+    assert soft["overlong/penalty_mean"] == pytest.approx(-1 / 5)
+    assert soft["overlong/filtered_fraction"] == 0.0
+    assert soft["reward/mean"] == pytest.approx((1 - 1 + 1 + 1 - 1 - 1) / 5)
+    filtered = rollout_metrics(collected(), overlong(penalty=False, filter=True))
+    assert filtered["overlong/penalised_fraction"] == filtered["overlong/penalty_mean"] == 0.0
+    assert filtered["overlong/filtered_fraction"] == pytest.approx(1 / 6)
+    assert filtered["reward/mean"] == pytest.approx((1 - 1 + 1 + 1 - 1) / 5)
+
+
+def test_gradings_without_an_answer_are_counted_by_cause_and_by_data_set() -> None:
+    metrics = rollout_metrics(collected(), overlong())
+    assert {name: value for name, value in metrics.items() if name.startswith("grading/")} == {
+        "grading/unparsed": 1.0,
+        "grading/timeout": 1.0,
+        "grading/crash": 0.0,
+        "grading/memory": 0.0,
+        "grading/error": 0.0,
+        "grading/sums/timeout": 1.0,
+        "grading/sums/unparsed": 1.0,
+    }
+
+
+def test_a_step_that_decided_nothing_has_no_accuracy() -> None:
+    metrics = rollout_metrics(replace(collected(), decided=[]), overlong())
+    assert "accuracy/raw" not in metrics
+    assert "response_tokens/mean" not in metrics
+    assert metrics["groups/trained"] == 1.0
+
+
+def test_update_metrics_are_means_over_tokens() -> None:
+    stats = [
+        StepStats(loss=1.0, grad_norm=2.0, lr=0.1, num_tokens=30, means={"entropy": 1.0}),
+        StepStats(loss=5.0, grad_norm=6.0, lr=0.2, num_tokens=10, means={"entropy": 3.0}),
+    ]
+    assert update_metrics(stats) == {
+        "policy/entropy": 1.5,
+        "policy/loss": 2.0,
+        "policy/grad_norm": 3.0,
+        "policy/lr": 0.2,
+    }
+    assert update_metrics([]) == {}
+
+
+def test_metrics_of_the_gap_and_of_a_sync() -> None:
+    gap = GapStatistics(mean=0.1, max=0.3, kl=0.2, worst_token=5, num_tokens=9)
+    assert mismatch_metrics(gap) == {
+        "mismatch/gap_mean": 0.1,
+        "mismatch/gap_max": 0.3,
+        "mismatch/kl": 0.2,
+    }
+    report = SyncReport(
+        version=1,
+        num_tensors=3,
+        num_bytes=12,
+        seconds=0.1,
+        verify_seconds=0.2,
+        fingerprinted=True,
+        unread_tensors=0,
+        canary_gap=1e-6,
+    )
+    assert sync_metrics(report) == {
+        "sync/bytes": 12.0,
+        "sync/tensors": 3.0,
+        "sync/fingerprinted": 1.0,
+        "sync/canary_gap": 1e-6,
+        "time/sync_verify": 0.2,
+    }
