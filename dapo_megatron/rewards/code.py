@@ -23,7 +23,7 @@ _FENCE = "```"
 _PYTHON = ("", "python", "python3", "py")
 
 
-class Test(NamedTuple):
+class Case(NamedTuple):
     """What a program gets on stdin, and what it must write to stdout."""
 
     stdin: str
@@ -67,7 +67,7 @@ def last_program(response: str) -> str | None:
     return program
 
 
-def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Test]:
+def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
     """The tests in extra["extra_info"]["tests"] or, without that key, in the truth.
 
     Either may be JSON text or the value itself: {"inputs": [...], "outputs": [...]} or
@@ -97,10 +97,10 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Test]:
         raise ValueError('tests: need {"inputs": [...], "outputs": [...]} with at least one test')
     if len(inputs) != len(outputs):
         raise ValueError(f"tests: {len(inputs)} inputs and {len(outputs)} outputs")
-    return [Test(_text(stdin), _text(stdout)) for stdin, stdout in zip(inputs, outputs)]
+    return [Case(_text(stdin), _text(stdout)) for stdin, stdout in zip(inputs, outputs)]
 
 
-def _passes(sandbox: Sandbox, test: Test, deadline: float) -> bool:
+def _passes(sandbox: Sandbox, test: Case, deadline: float) -> bool:
     left = deadline - time.monotonic()
     if left <= 0:
         return False

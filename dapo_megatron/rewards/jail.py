@@ -1,9 +1,9 @@
-"""The inside of the sandbox: `python -I jail.py LAYER,LAYER,...`, started by sandbox.py alone.
+"""The inside of the sandbox: `python -I jail.py LAYER,LAYER,... FOLDER`, started by sandbox.py.
 
 It locks itself in, then runs an untrusted program once per test, each time in a fork of itself.
 It speaks JSON lines over its stdin and stdout, which the program does not have:
 
-    <- {"program": text, "folder": path, "memory_bytes": n, "num_tasks": n}
+    <- {"program": text, "memory_bytes": n, "num_tasks": n}
     -> {"lacking": {layer: why it is not there}}
     <- {"input": text, "seconds": wall-clock limit}              once per test, until the end
     -> {"output": text, "failure": "" or why the run does not count}
@@ -57,18 +57,18 @@ _MOUNT_SETATTR = 442
 
 def main() -> None:
     """Lock up, then serve until stdin ends."""
-    layers = set(filter(None, sys.argv[1].split(",")))
+    layers, folder = set(filter(None, sys.argv[1].split(","))), sys.argv[2]
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     null = os.open("/dev/null", os.O_RDWR)  # while there are devices
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     die_with_parent()
     adopt_orphans()
-    order: dict[str, Any] = json.loads(requests.readline())
+    order: dict[str, Any] = json.loads(requests.readline()) | {"folder": folder}
     with suppress(OSError):  # should memory run out: this, not the training
         _write("/proc/self/oom_score_adj", "1000")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-    lacking = dict(_enter_namespaces(layers, order["folder"]))
+    lacking = dict(_enter_namespaces(layers, folder))
     owns_processes = "pid" in layers - set(lacking)
     if owns_processes:
         _become_first_process()

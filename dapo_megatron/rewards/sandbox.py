@@ -60,7 +60,7 @@ class Sandbox:
     def __init__(self, program: str, layers: Sequence[str] = jail.LAYERS) -> None:
         self._folder = tempfile.mkdtemp(prefix="program-")
         self._process = subprocess.Popen(
-            [sys.executable, "-I", jail.__file__, ",".join(layers)],
+            [sys.executable, "-I", jail.__file__, ",".join(layers), self._folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -70,7 +70,6 @@ class Sandbox:
         )
         order = {
             "program": program,
-            "folder": self._folder,
             "memory_bytes": _memory_bytes(),
             "num_tasks": _num_tasks() + SPARE_TASKS,
         }
