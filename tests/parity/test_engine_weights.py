@@ -94,7 +94,7 @@ def _synced(engine: Any, folder: Path, overrides: Seen) -> Seen:
         seen["scores"].append(_score_gap(engine, model))
         seen["undisturbed"] &= run(engine, requests(range(6))) == results
     seen["held"] = [piece for piece, _ in engine.held()]
-    seen["version"] = {completion.version for completion in results.values()}
+    seen["version"] = {part.version for one in results.values() for part in one.segments}
     return seen
 
 
