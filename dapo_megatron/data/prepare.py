@@ -1,0 +1,325 @@
+"""From a published data set to different prompts: what is dropped, why, and that it adds up.
+
+One pass over the inputs (`unique.py`) puts the first row of every different prompt on disk;
+everything after reads that. Every row gets one fate, the first that applies in the order of
+`report.LABELS`. Rows that are left keep their order and their types.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from dapo_megatron.data.frame import Frame, frame_of
+from dapo_megatron.data.report import LABELS
+from dapo_megatron.data.sources import _render, _Row
+from dapo_megatron.data.tables import BATCH_ROWS, Spool, checked, read, write
+from dapo_megatron.data.unique import Inputs, Source, Unique, collect, file_source
+from dapo_megatron.types import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+    from transformers import PreTrainedTokenizerBase
+
+FRAME_KEY = b"dapo_megatron.frame"
+"""In the metadata of a prepared file: `Frame.to_json`."""
+NUM_EXAMPLES = 50
+"""Kept of a kind."""
+EXAMPLE_CHARACTERS = 300
+REMEDIES = {
+    "conflicting": "correct the truths",
+    "too_long": "raise --max-prompt-tokens",
+    "overlap_exact": "use --overlap report, or other --evaluation files",
+    "overlap_folded": "use --overlap report, or other --evaluation files",
+    "overlap_near": "use --overlap report, or raise --similarity",
+    "near_duplicate": "use --near-duplicates report, or raise --similarity",
+}
+
+
+class Index(Protocol):
+    """Problems that were added, to be asked for the likest."""
+
+    def add(self, key: int, sketch: Any) -> None:
+        """Remember a problem under a key."""
+
+    def nearest(self, sketch: Any) -> tuple[int, float] | None:
+        """(key, similarity) of the likest, the first of equals; None if none is like it."""
+
+
+class Similarity(Protocol):
+    """What it is that makes two problems nearly the same."""
+
+    def sketch(self, problem: str) -> Any:
+        """What `Index` needs of a problem."""
+
+    def index(self) -> Index:
+        """A fresh, empty one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to do with what is found."""
+
+    similarity: Similarity
+    overlap: Literal["drop", "report"] = "drop"
+    near_duplicates: Literal["drop", "report", "off"] = "report"
+    tokenizer: PreTrainedTokenizerBase | None = None
+    max_prompt_tokens: int = 0
+    batch_rows: int = BATCH_ROWS
+
+
+def prepare(
+    sources: Sequence[Source],
+    evaluation: Sequence[Path],
+    settings: Settings,
+    output: Path,
+    on_rows: Callable[[int], object] = lambda num_rows: None,
+) -> dict[str, Any]:
+    """Write the prompts that are left to `output`; rows, prompts and examples of the report.
+
+    `output` is in a folder that is the caller's to remove: it holds the spool too. Raises DataError
+    for bad rows, for inputs whose columns do not go together, and if nothing is left.
+    """
+    spool = Spool(output.with_suffix(".spool"))
+    inputs = collect(sources, settings.batch_rows, spool, on_rows)
+    spool.close()
+    if not inputs.uniques:
+        raise DataError(f"no rows in {_names(sources)}: name other files")
+    schema = spool.schema()
+    for unique in inputs.uniques:
+        if unique.other_truths:
+            unique.dropped = "conflicting"
+    if settings.tokenizer is not None:
+        drop_long(inputs.uniques, spool, settings)
+    held_out = collect([file_source(path) for path in evaluation], settings.batch_rows)
+    frame = _written_frame(schema) if len(sources) == 1 else None
+    frame = frame or frame_of(_text(row) for _, _, row in _alive(inputs.uniques, spool))
+    compare(inputs.uniques, spool, frame, held_out, evaluation, settings)
+    rows = count(inputs)
+    if not rows["out"]:
+        raise DataError(_nothing_left(rows, sources))
+    framed = {**(schema.metadata or {}), FRAME_KEY: json.dumps(frame.to_json())}
+    write(output, schema.with_metadata(framed), _kept(inputs.uniques, spool))
+    return {
+        "rows": rows,
+        "prompts": {
+            "distinct": len(inputs.by_exact),
+            "distinct_folded": len(inputs.uniques),
+            "conflicting": sum(bool(unique.other_truths) for unique in inputs.uniques),
+            "clean": sum(not unique.other_truths for unique in inputs.uniques),
+        },
+        "files": list(zip(inputs.num_rows, inputs.digests, strict=True)),
+        "evaluation_rows": held_out.num_rows,
+        "frame": frame.to_json(),
+        "examples": examples(inputs.uniques, spool, frame),
+    }
+
+
+# ------------------------------------------------------------------------------- what is left
+
+
+def _alive(uniques: Sequence[Unique], spool: Spool) -> Iterator[tuple[int, Unique, _Row]]:
+    """Place, prompt and row of all that is not dropped when its turn comes."""
+    first = 0
+    for batch in spool.batches():
+        for place, row in enumerate(checked(batch, "spool", first), start=first):
+            if uniques[place].dropped is None:
+                yield place, uniques[place], row
+        first += len(batch)
+
+
+def _kept(uniques: Sequence[Unique], spool: Spool) -> Iterator[Any]:
+    import pyarrow
+
+    fates = iter(uniques)
+    for batch in spool.batches():
+        mask = [unique.dropped is None for unique in islice(fates, len(batch))]
+        yield pyarrow.Table.from_batches([batch]).filter(pyarrow.array(mask, pyarrow.bool_()))
+
+
+def drop_long(uniques: Sequence[Unique], spool: Spool, settings: Settings) -> None:
+    """Drop what has more tokens than allowed, through the tokenizer's chat template."""
+    assert settings.tokenizer is not None
+    if settings.tokenizer.chat_template is None:
+        raise DataError(
+            "--tokenizer: it has no chat template; add chat_template.jinja to the folder"
+        )
+    alive = [unique for unique in uniques if unique.dropped is None]
+    rows = (replace(row, where=unique.where) for _, unique, row in _alive(uniques, spool))
+    for unique, prompt in zip(alive, _render(rows, settings.tokenizer, ""), strict=True):
+        if len(prompt.tokens) > settings.max_prompt_tokens:
+            unique.dropped = "too_long"
+            unique.found["too_long"] = {"where": unique.where, "tokens": len(prompt.tokens)}
+
+
+def compare(
+    uniques: Sequence[Unique],
+    spool: Spool,
+    frame: Frame,
+    held_out: Inputs,
+    evaluation: Sequence[Path],
+    settings: Settings,
+) -> None:
+    """Find the overlap with the evaluation sets, and near-duplicates of the first that is kept."""
+    for unique in uniques:
+        if unique.dropped is None:
+            _same_as_held_out(unique, held_out, settings)
+    if evaluation or settings.near_duplicates != "off":
+        _near(uniques, spool, frame, _index_held_out(evaluation, settings), settings)
+
+
+def _written_frame(schema: pyarrow.Schema) -> Frame | None:
+    """The frame in a prepared file. The prompts that are left may share more or, being few, seem to
+    share nothing: with another frame, what was not alike could become so."""
+    written = (schema.metadata or {}).get(FRAME_KEY)
+    return None if written is None else Frame.from_json(json.loads(written))
+
+
+def _text(row: _Row) -> str:
+    return "\n".join(message["content"] for message in row.messages)
+
+
+def _same_as_held_out(unique: Unique, held_out: Inputs, settings: Settings) -> None:
+    known = held_out.by_folded.get(unique.folded)
+    if known is None:
+        return
+    reason = "overlap_exact" if unique.exact in held_out.by_exact else "overlap_folded"
+    _find(unique, reason, settings.overlap, {"where": unique.where, "of": known.where})
+
+
+def _find(unique: Unique, reason: str, action: str, found: dict[str, Any]) -> None:
+    unique.found[reason] = found
+    if action == "drop":
+        unique.dropped = reason
+
+
+HeldOut = tuple[Index, list[str]]
+"""Of the evaluation sets: their problems, and where each is."""
+
+
+def _index_held_out(evaluation: Sequence[Path], settings: Settings) -> HeldOut | None:
+    if not evaluation:
+        return None
+    index, places = settings.similarity.index(), list[str]()
+    for path in evaluation:
+        rows = {_text(row): row for _, rows in read(path, settings.batch_rows) for row in rows}
+        frame = frame_of(rows)
+        for text, row in rows.items():
+            index.add(len(places), settings.similarity.sketch(frame.strip(text)))
+            places.append(row.where)
+    return index, places
+
+
+def _near(
+    uniques: Sequence[Unique],
+    spool: Spool,
+    frame: Frame,
+    held_out: HeldOut | None,
+    settings: Settings,
+) -> None:
+    """In order, over all that is left."""
+    kept = settings.similarity.index()
+    for place, unique, row in _alive(uniques, spool):
+        problem = frame.strip(_text(row))
+        sketch = settings.similarity.sketch(problem)
+        same = {"overlap_exact", "overlap_folded"} & unique.found.keys()
+        if held_out and not same and (match := held_out[0].nearest(sketch)):
+            found = {
+                "where": unique.where,
+                "of": held_out[1][match[0]],
+                "similarity": round(match[1], 3),
+            }
+            _find(unique, "overlap_near", settings.overlap, found)
+        if unique.dropped is not None or settings.near_duplicates == "off":
+            continue
+        if match := kept.nearest(sketch):
+            first = uniques[match[0]]
+            found = {
+                "where": unique.where,
+                "of": first.where,
+                "similarity": round(match[1], 3),
+                "truth": unique.truth,
+                "truth_of": first.truth,
+            }
+            _find(unique, "near_duplicate", settings.near_duplicates, found)
+        if unique.dropped is None and "near_duplicate" not in unique.found:
+            kept.add(place, sketch)
+
+
+# ------------------------------------------------------------------------------- the account
+
+
+def count(inputs: Inputs) -> dict[str, Any]:
+    """Rows in, dropped by reason, out; and kept though found. Checks that they add up."""
+    dropped: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    for unique in inputs.uniques:
+        if unique.dropped == "conflicting":
+            dropped["conflicting"] += 1 + unique.num_exact + unique.num_folded
+            continue
+        dropped["exact_duplicate"] += unique.num_exact
+        dropped["folded_duplicate"] += unique.num_folded
+        if unique.dropped is not None:
+            dropped[unique.dropped] += 1
+        else:
+            kept.update(unique.found.keys())
+    num_in = sum(inputs.num_rows)
+    num_out = sum(unique.dropped is None for unique in inputs.uniques)
+    if num_in != num_out + dropped.total():
+        raise AssertionError(f"{num_in} rows in, {num_out} out, {dict(dropped)} dropped")
+    return {
+        "in": num_in,
+        "dropped": {reason: dropped[reason] for reason in LABELS},
+        "out": num_out,
+        "kept": {reason: kept[reason] for reason in LABELS if reason in kept},
+    }
+
+
+def _nothing_left(rows: dict[str, Any], sources: Sequence[Source]) -> str:
+    took = [
+        f"{number:,} {LABELS[reason]}" + (f" ({REMEDIES[reason]})" if reason in REMEDIES else "")
+        for reason, number in rows["dropped"].items()
+        if number
+    ]
+    return f"nothing is left of the {rows['in']:,} rows of {_names(sources)}: {'; '.join(took)}"
+
+
+def _names(sources: Sequence[Source]) -> str:
+    return ", ".join(source.name for source in sources)
+
+
+def examples(
+    uniques: Sequence[Unique], spool: Spool, frame: Frame
+) -> dict[str, list[dict[str, Any]]]:
+    """The first of each kind, with the problem and the one it is like, without the frame."""
+    wanted: dict[str, list[tuple[Unique, dict[str, Any]]]] = {
+        "conflicting": [(u, {"truths": u.truths}) for u in uniques if u.other_truths]
+    }
+    for reason in list(LABELS)[list(LABELS).index("too_long") :]:
+        wanted[reason] = [(u, u.found[reason]) for u in uniques if reason in u.found]
+    wanted = {reason: found[:NUM_EXAMPLES] for reason, found in wanted.items()}
+    needed = {unique.where for found in wanted.values() for unique, _ in found}
+    needed |= {shown["of"] for found in wanted.values() for _, shown in found if "of" in shown}
+    mask = [unique.where in needed for unique in uniques]
+    texts: dict[str, str] = {}
+    first = 0
+    for batch in spool.batches():
+        part = mask[first : first + len(batch)]
+        if any(part):
+            rows = checked(batch, "spool", first)
+            for unique, row in zip(compress(uniques[first:], part), compress(rows, part)):
+                texts[unique.where] = frame.strip(_text(row))[:EXAMPLE_CHARACTERS]
+        first += len(batch)
+
+    def told(unique: Unique, shown: dict[str, Any]) -> dict[str, Any]:
+        problems = {"problem": texts[unique.where]}
+        if shown.get("of") in texts:
+            problems["problem_of"] = texts[shown["of"]]
+        return {**shown, **problems}
+
+    return {reason: [told(*one) for one in found] for reason, found in wanted.items() if found}

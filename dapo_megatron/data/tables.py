@@ -1,0 +1,157 @@
+"""Rows of the DAPO-Math schema in batches: read with their Arrow types, kept on disk, written.
+
+`sources.py` reads the same files for a run; here the columns that a run ignores are kept too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_megatron.data.sources import COLUMNS, _checked, _jsonl, _Row
+from dapo_megatron.types import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+BATCH_ROWS = 4096
+ROW_GROUP = 4096
+"""Rows of a row group of the output, whatever the batches were."""
+SPOOL_ROWS = 8192
+"""Rows collected before they go to disk, so that thin batches do not make thousands of pieces."""
+Batch = tuple["pyarrow.RecordBatch", list[_Row]]
+
+
+def read(path: Path, batch_rows: int = BATCH_ROWS) -> Iterator[Batch]:
+    """Batches of a Parquet or JSONL file: as Arrow, and as checked rows.
+
+    Raises DataError naming file, row or line, and column.
+    """
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path, batch_rows)
+    elif path.suffix in (".jsonl", ".json"):
+        lines = _jsonl(str(path))
+        while chunk := list(islice(lines, batch_rows)):
+            rows = [_checked(*line) for line in chunk]
+            yield _as_arrow([row for _, _, row in chunk], chunk[0][1]), rows
+    else:
+        raise DataError(f"{path}: must end in .parquet or .jsonl")
+
+
+def _read_parquet(path: Path, batch_rows: int) -> Iterator[Batch]:
+    import pyarrow
+    from pyarrow import parquet
+
+    first = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=batch_rows, use_threads=False):
+                yield batch, checked(batch, str(path), first)
+                first += len(batch)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except pyarrow.lib.ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def checked(batch: pyarrow.RecordBatch, name: str, first: int) -> list[_Row]:
+    """The rows of an Arrow batch that begins at row `first` of `name`. Raises DataError."""
+    known = batch.select([column for column in COLUMNS if column in batch.schema.names])
+    return [
+        _checked(index, f"{name}, row {index}", row)
+        for index, row in enumerate(known.to_pylist(), start=first)
+    ]
+
+
+def _as_arrow(rows: list[dict[str, Any]], where: str) -> pyarrow.RecordBatch:
+    import pyarrow
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        arrays = [pyarrow.array([row.get(name) for row in rows]) for name in names]
+    except (pyarrow.lib.ArrowException, OverflowError) as error:
+        raise DataError(
+            f"{where} and the {len(rows) - 1} after it: one column, several types: {error}"
+        ) from error
+    return pyarrow.RecordBatch.from_arrays(arrays, names=list(names))
+
+
+class Spool:
+    """Batches on disk, in order; each may have a schema of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[pyarrow.RecordBatch] = []
+        self._schemas: dict[pyarrow.Schema, str] = {}
+        self._file = path.open("wb")
+
+    def add(self, batch: pyarrow.RecordBatch, name: str) -> None:
+        """Keep a batch of the input `name`."""
+        if self._waiting and self._waiting[0].schema != batch.schema:
+            self._flush()
+        self._schemas.setdefault(batch.schema, name)
+        self._waiting.append(batch)
+        if sum(map(len, self._waiting)) >= SPOOL_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        import pyarrow
+
+        if self._waiting:
+            table = pyarrow.Table.from_batches(self._waiting).combine_chunks()
+            with pyarrow.ipc.new_stream(self._file, table.schema) as stream:
+                stream.write_table(table)
+            self._waiting = []
+
+    def close(self) -> None:
+        """No more batches come."""
+        self._flush()
+        self._file.close()
+
+    def batches(self) -> Iterator[pyarrow.RecordBatch]:
+        """All of them, as often as asked, after `close`."""
+        import pyarrow
+
+        with self._path.open("rb") as file:
+            while file.tell() < self._path.stat().st_size:
+                with pyarrow.ipc.open_stream(file) as stream:
+                    yield from stream
+
+    def schema(self) -> pyarrow.Schema:
+        """One that fits all. Raises DataError naming the input that does not go with the others."""
+        import pyarrow
+
+        merged: pyarrow.Schema | None = None
+        for schema, name in self._schemas.items():
+            try:
+                both = [schema] if merged is None else [merged, schema]
+                merged = pyarrow.unify_schemas(both, promote_options="permissive")
+            except pyarrow.lib.ArrowException as error:
+                raise DataError(
+                    f"{name}: its columns do not go with those before it; prepare it into a file "
+                    f"of its own: {error}"
+                ) from error
+        return merged
+
+
+def write(path: Path, schema: pyarrow.Schema, tables: Iterable[pyarrow.Table]) -> None:
+    """A Parquet file of `schema`, in row groups of ROW_GROUP however `tables` are cut."""
+    import pyarrow
+    from pyarrow import parquet
+
+    def joined(parts: Sequence[pyarrow.Table]) -> pyarrow.Table:
+        return pyarrow.concat_tables(
+            [schema.empty_table(), *parts], promote_options="permissive"
+        ).combine_chunks()
+
+    with parquet.ParquetWriter(path, schema, compression="zstd") as file:
+        rest = schema.empty_table()
+        for table in tables:
+            rest = joined([rest, table])
+            while len(rest) >= ROW_GROUP:
+                file.write_table(rest.slice(0, ROW_GROUP))
+                rest = rest.slice(ROW_GROUP)
+        if len(rest):
+            file.write_table(rest)

@@ -1,0 +1,124 @@
+"""The one pass over the inputs: which prompts differ, who repeats them, which truths they have.
+
+A prompt is its messages (roles and contents). Two are the same but for whitespace if folding every
+run of whitespace to one space makes them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.data.frame import fold
+from dapo_megatron.data.sources import _Row
+from dapo_megatron.data.tables import Batch, Spool, read
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An input: its name, and its rows in batches (at most so many rows each) when called."""
+
+    name: str
+    batches: Callable[[int], Iterator[Batch]]
+    path: Path | None = None
+    """None for a data set that is not a local file."""
+
+
+@dataclass(slots=True)
+class Unique:
+    """A prompt that differs from those before by more than whitespace, and the rows that ask it."""
+
+    where: str
+    truth: str
+    exact: bytes
+    folded: bytes
+    num_exact: int = 0
+    """Rows that repeat a prompt to the letter, the first of each spelling not counted."""
+    num_folded: int = 0
+    """Other spellings."""
+    other_truths: dict[str, str] = field(default_factory=dict)
+    """Truth to the first row that has it."""
+    dropped: str | None = None
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Reason to what was found, whether it led to dropping or not."""
+
+    @property
+    def truths(self) -> dict[str, str]:
+        """All of them, each with the first row that has it."""
+        return {self.truth: self.where, **self.other_truths}
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What the one pass over the inputs found."""
+
+    uniques: list[Unique] = field(default_factory=list)
+    num_rows: list[int] = field(default_factory=list)
+    """Of each input."""
+    digests: list[str] = field(default_factory=list)
+    """Of each input: SHA-256 over prompt and truth of every row, for one that is no local file."""
+    by_exact: dict[bytes, Unique] = field(default_factory=dict)
+    by_folded: dict[bytes, Unique] = field(default_factory=dict)
+
+
+def file_source(path: Path) -> Source:
+    """A Parquet or JSONL file as an input."""
+    return Source(str(path), lambda batch_rows: read(path, batch_rows), path)
+
+
+def collect(
+    sources: Iterable[Source],
+    batch_rows: int,
+    spool: Spool | None = None,
+    on_rows: Callable[[int], object] = lambda num_rows: None,
+) -> Inputs:
+    """All rows, once: the first row of each unique prompt goes to `spool`, the rest is counted."""
+    inputs = Inputs()
+    for source in sources:
+        digest = sha256()
+        num_rows = 0
+        for batch, rows in source.batches(batch_rows):
+            fresh = [place for place, row in enumerate(rows) if _take(inputs, row, digest.update)]
+            if fresh and spool is not None:
+                spool.add(batch.take(fresh), source.name)
+            num_rows += len(rows)
+            on_rows(len(rows))
+        inputs.num_rows.append(num_rows)
+        inputs.digests.append(digest.hexdigest())
+    return inputs
+
+
+def _take(inputs: Inputs, row: _Row, hashed: Callable[[bytes], object]) -> bool:
+    """Count one row; whether its prompt is new but for whitespace."""
+    truth = fold(row.truth)
+    exact = _digest(row)
+    hashed(exact + truth.encode())
+    unique = inputs.by_exact.get(exact)
+    if unique is not None:
+        unique.num_exact += 1
+    else:
+        folded = _digest(row, fold)
+        unique = inputs.by_folded.get(folded)
+        if unique is None:
+            unique = Unique(row.where, truth, exact, folded)
+            inputs.uniques.append(unique)
+            inputs.by_exact[exact] = inputs.by_folded[folded] = unique
+            return True
+        unique.num_folded += 1
+        inputs.by_exact[exact] = unique
+    if truth != unique.truth:
+        unique.other_truths.setdefault(truth, row.where)
+    return False
+
+
+def _digest(row: _Row, change: Callable[[str], str] = str) -> bytes:
+    """Of roles and contents; the lengths keep neighbours apart."""
+    digest = blake2b(digest_size=16)
+    for message in row.messages:
+        content = change(message["content"]).encode("utf-8", "surrogatepass")
+        digest.update(b"%s %d " % (message["role"].encode(), len(content)))
+        digest.update(content)
+    return digest.digest()

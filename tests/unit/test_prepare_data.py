@@ -1,0 +1,658 @@
+"""Preparing published data: every row has one fate, and the file that is left is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from dapo_megatron.config import FileSource
+from dapo_megatron.data.frame import Frame, fold, frame_of
+from dapo_megatron.data.prepare import Settings, prepare
+from dapo_megatron.data.report import LABELS, report_of
+from dapo_megatron.data.sources import load_source
+from dapo_megatron.data.unique import file_source
+from dapo_megatron.types import DataError
+from tests.helpers import published_data as made
+from tools.make_tiny_model import make_tokenizer
+from tools.prepare_data import (
+    RECALL,
+    MinHashSimilarity,
+    app,
+    bands_of,
+    jaccard,
+    peak_memory,
+    read_hub,
+    sha256_of,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAM = REPOSITORY / "tools" / "prepare_data.py"
+OFF = ("--near-duplicates", "off")
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(*arguments: object) -> str:
+    """What the program says; it must end well."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: object) -> str:
+    """What the program says when it must not."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.split())
+
+
+def report(output: Path) -> dict[str, Any]:
+    path = report_of(output)
+    assert path is not None
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def contents(path: Path) -> list[str]:
+    return [row["prompt"][0]["content"] for row in parquet.read_table(path).to_pylist()]
+
+
+def dropped(output: Path) -> dict[str, int]:
+    """Reasons that took a row."""
+    return {reason: n for reason, n in report(output)["rows"]["dropped"].items() if n}
+
+
+def long_problem(seed: int = 0) -> str:
+    return made.make_problems(1, random.Random(seed))[0]
+
+
+# ---------------------------------------------------------------------------- as published
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.write_published(tmp_path_factory.mktemp("made") / "small.parquet", made.SMALL)
+
+
+def test_a_made_file_has_the_published_counts(small: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    run(small, "--output", output)
+    found = report(output)
+    counts = made.SMALL
+    assert found["prompts"] == {
+        "distinct": counts.distinct,
+        "distinct_folded": counts.distinct_folded,
+        "conflicting": counts.conflicting,
+        "clean": counts.clean,
+    }
+    rows = found["rows"]
+    assert (rows["in"], rows["out"]) == (counts.rows, counts.clean)
+    assert sum(rows["dropped"].values()) == counts.rows - counts.clean
+    # Each conflicting prompt is two rows of a block, all copies of which go.
+    assert rows["dropped"]["conflicting"] == 2 * counts.conflicting * counts.copies
+    near = rows["kept"]["near_duplicate"]
+    assert near == counts.near
+    assert len(found["examples"]["conflicting"]) == counts.conflicting
+    assert all(len(one["truths"]) == 2 for one in found["examples"]["conflicting"])
+
+
+def test_near_duplicates_are_dropped_if_asked_and_the_first_stays(
+    small: Path, tmp_path: Path
+) -> None:
+    kept, without = tmp_path / "kept.parquet", tmp_path / "without.parquet"
+    run(small, "--output", kept)
+    run(small, "--output", without, "--near-duplicates", "drop")
+    assert dropped(without)["near_duplicate"] == made.SMALL.near
+    survivors = contents(without)
+    assert survivors == [text for text in contents(kept) if text in set(survivors)]
+    for example in report(without)["examples"]["near_duplicate"]:
+        assert example["similarity"] >= 0.8
+        number = [int(example[key].rsplit(" ", 1)[1]) for key in ("of", "where")]
+        assert number == sorted(number)
+
+
+def test_types_and_order_stay(small: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    run(small, "--output", output, *OFF)
+    before, after = parquet.read_table(small), parquet.read_table(output)
+    assert after.schema == before.schema
+    rows = before.slice(0, made.SMALL.block_rows).to_pylist()
+    places = [rows.index(row) for row in after.to_pylist()]
+    assert places == sorted(places)
+
+
+def test_the_960_rows_of_aime_become_30_and_a_run_loads_them(tmp_path: Path) -> None:
+    output = tmp_path / "aime.parquet"
+    run(made.write_aime(tmp_path / "raw.parquet"), "--output", output)
+    table = parquet.read_table(output)
+    assert len(table) == 30
+    assert table.schema.field("extra_info").type.field("index").type == pyarrow.int64()
+    assert "__index_level_0__" in table.schema.names
+    source = FileSource(kind="parquet", name="aime", path=str(output), grader="dapo_math")
+    prompts = load_source(source, make_tokenizer(), 4000).prompts
+    assert sorted(int(prompt.truth) for prompt in prompts) == list(range(100, 130))
+
+
+def run_measured(arguments: Sequence[object]) -> tuple[float, float, int]:
+    """(wall seconds, CPU seconds, peak bytes) of the program in a process of its own."""
+    started = time.monotonic()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), *map(str, arguments)], env=environment
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+@pytest.mark.long
+def test_the_published_size_takes_three_minutes_and_two_gib_at_most(tmp_path: Path) -> None:
+    counts = made.PUBLISHED
+    assert counts.rows == 1_791_700
+    raw = made.write_published(tmp_path / "raw.parquet", counts)
+    output = tmp_path / "out.parquet"
+    held_out = made.write_aime(tmp_path / "aime.parquet")
+    wall, cpu, peak = run_measured([raw, "--output", output, "--evaluation", held_out])
+    print(f"{counts.rows:,} rows: {wall:.1f} s, CPU {cpu:.1f} s, {peak / 2**20:.0f} MiB")
+    found = report(output)
+    assert found["prompts"] == {
+        "distinct": 17_398,
+        "distinct_folded": 17_188,
+        "conflicting": 12,
+        "clean": 17_176,
+    }
+    assert (found["rows"]["in"], found["rows"]["out"]) == (counts.rows, 17_176)
+    assert found["rows"]["kept"] == {"near_duplicate": counts.near}
+    assert peak <= 2 * 2**30
+    # A busy machine is no failure: what counts is the time on one core.
+    assert cpu <= 180
+
+
+# ---------------------------------------------------------------------------- every row one fate
+
+
+WORDS = st.lists(st.sampled_from("abc 积"), min_size=1, max_size=3).map("".join)
+SPACES = st.sampled_from([" ", "  ", "\n", " \t"])
+
+
+@st.composite
+def many_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Rows that repeat each other in every way."""
+    pool = draw(st.lists(WORDS.filter(str.strip), min_size=1, max_size=6))
+    return [
+        made.row(
+            draw(SPACES).join(draw(st.lists(st.sampled_from(pool), min_size=1, max_size=4))),
+            draw(st.sampled_from(["1", "1", "1", "2", " 1"])),
+            f"row {number}",
+        )
+        for number in range(draw(st.integers(1, 40)))
+    ]
+
+
+def prepared(
+    folder: Path, rows: Sequence[dict[str, Any]], name: str = "out", **changes: Any
+) -> tuple[Path, dict[str, Any]]:
+    source = file_source(write_rows(folder / f"{name}-in.parquet", rows))
+    output = folder / f"{name}.parquet"
+    evaluation = changes.pop("evaluation", [])
+    chosen = Settings(similarity=MinHashSimilarity(0.8), **changes)
+    return output, prepare([source], evaluation, chosen, output)
+
+
+def expected(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The account by another way: groups of rows, without passes and digests."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for row in rows:
+        text = row["prompt"][0]["content"]
+        truth = row["reward_model"]["ground_truth"]
+        groups.setdefault(fold(text), []).append((text, fold(truth)))
+    account: Counter[str] = Counter()
+    for group in groups.values():
+        if len({truth for _, truth in group}) > 1:
+            account["conflicting"] += len(group)
+            continue
+        spellings = len({text for text, _ in group})
+        account["exact_duplicate"] += len(group) - spellings
+        account["folded_duplicate"] += spellings - 1
+        account["out"] += 1
+    return dict(account)
+
+
+SLOW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+
+
+@SLOW
+@given(rows=many_rows())
+def test_every_row_has_one_fate(tmp_path_factory: pytest.TempPathFactory, rows: Any) -> None:
+    want = expected(rows)
+    folder = tmp_path_factory.mktemp("rows")
+    if not want.get("out"):
+        with pytest.raises(DataError, match="nothing is left"):
+            prepared(folder, rows, near_duplicates="off")
+        return
+    output, found = prepared(folder, rows, near_duplicates="off")
+    account = found["rows"]
+    for reason in LABELS:
+        assert account["dropped"][reason] == want.get(reason, 0), reason
+    assert account["out"] == want["out"] == len(contents(output))
+    assert account["in"] == len(rows) == account["out"] + sum(account["dropped"].values())
+
+
+@SLOW
+@given(rows=many_rows(), near=st.sampled_from(["drop", "report", "off"]))
+def test_preparing_what_is_prepared_drops_nothing(
+    tmp_path_factory: pytest.TempPathFactory, rows: Any, near: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("twice")
+    if not expected(rows).get("out"):
+        return
+    once, _ = prepared(folder, rows, "once", near_duplicates=near)
+    kept = parquet.read_table(once).to_pylist()
+    again, found = prepared(folder, kept, "again", near_duplicates=near)
+    assert sum(found["rows"]["dropped"].values()) == 0
+    assert parquet.read_table(again) == parquet.read_table(once)
+
+
+def test_a_prepared_file_remembers_its_frame(tmp_path: Path) -> None:
+    # Ten prompts show a frame, nine do not: with it their short problems would look alike.
+    opening = "Think it over with great care, then write down what you have found as a number."
+    tasks = ["6 + 7", "x = 2", "2 of 9", "max 3", "7!", "gcd 8", "5^2", "ln e", "pi"]
+    rows = [made.row("", "0", task) for task in [*tasks, "6 + 7  ?"]]
+    for row in rows:
+        row["prompt"][0]["content"] = f"{opening} {row['extra_info']['index']}"
+    rows[-1]["prompt"][0]["content"] = f"{opening} {'6 + 7' * 9}"
+    rows[0]["prompt"][0]["content"] = f"{opening} {'6 + 7' * 8}"
+    once, first = prepared(tmp_path, rows, "once", near_duplicates="drop")
+    assert first["frame"]["opens"] == opening
+    assert first["rows"]["dropped"]["near_duplicate"] == 1
+    output = tmp_path / "again.parquet"
+    run(once, "--output", output, "--near-duplicates", "drop")
+    assert dropped(output) == {}
+    assert len(contents(output)) == 9
+
+
+@SLOW
+@given(rows=many_rows(), batch_rows=st.integers(1, 50))
+def test_batches_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, rows: Any, batch_rows: int
+) -> None:
+    folder = tmp_path_factory.mktemp("batches")
+    if not expected(rows).get("out"):
+        return
+    whole, found = prepared(folder, rows, "whole", near_duplicates="drop")
+    parts, same = prepared(folder, rows, "parts", near_duplicates="drop", batch_rows=batch_rows)
+    assert parts.read_bytes() == whole.read_bytes()
+    text = json.dumps(same).replace("parts-in", "whole-in")
+    assert text == json.dumps(found)
+
+
+def test_the_same_command_makes_the_same_bytes(small: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    run(small, "--output", output)
+    files = [output, *tmp_path.glob("*.report.*")]
+    first = [file.read_bytes() for file in files]
+    run(small, "--output", output, "--force")
+    assert len(files) == 3
+    assert [file.read_bytes() for file in files] == first
+
+
+def test_roles_are_part_of_a_prompt(tmp_path: Path) -> None:
+    row = made.row("1 + 1", "2", "a")
+    system = {**row, "prompt": [{"content": "Be brief.", "role": "system"}, *row["prompt"]]}
+    output, found = prepared(tmp_path, [row, system, row])
+    assert found["prompts"]["distinct"] == 2 == len(parquet.read_table(output))
+
+
+def test_several_inputs_are_one_set(tmp_path: Path) -> None:
+    one = write_rows(tmp_path / "one.parquet", [made.row("a b", "1", "x")])
+    two = write_rows(tmp_path / "two.jsonl", [made.row("a  b", "1", "y"), made.row("c", "1", "z")])
+    output = tmp_path / "out.parquet"
+    run(one, two, one, "--output", output)
+    assert dropped(output) == {"exact_duplicate": 1, "folded_duplicate": 1}
+    assert [file["rows"] for file in report(output)["inputs"]] == [1, 2, 1]
+
+
+def test_columns_that_come_later_are_added_and_types_that_differ_are_refused(
+    tmp_path: Path,
+) -> None:
+    one = made.row("a", "1", "x")
+    more = made.row("b", "1", "y") | {"extra_info": {"index": "y", "split": "train"}}
+    output = tmp_path / "out.parquet"
+    run(write_rows(tmp_path / "one.parquet", [one]),
+        write_rows(tmp_path / "two.parquet", [more]), "--output", output)  # fmt: skip
+    infos = [row["extra_info"] for row in parquet.read_table(output).to_pylist()]
+    assert infos == [{"index": "x", "split": None}, {"index": "y", "split": "train"}]
+    three = write_rows(tmp_path / "three.parquet", [made.row("c", "1", 3)])
+    message = refused(tmp_path / "one.parquet", three, "--output", tmp_path / "no.parquet")
+    assert "three.parquet: its columns do not go with those before it" in message
+
+
+# ---------------------------------------------------------------------------- too long, overlap
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_too_long_counts_what_the_chat_template_adds(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    rows = [made.row("x" * number, "1", str(number)) for number in range(1, 700)]
+    limit = len(made.wrapped("")) + 500 + 1  # a token is a character; <answer> is one more
+    output = tmp_path / "out.parquet"
+    run(write_rows(tmp_path / "in.parquet", rows), "--output", output,
+        "--tokenizer", tokenizer_folder, "--max-prompt-tokens", limit, *OFF)  # fmt: skip
+    assert dropped(output) == {"too_long": 199}
+    assert contents(output) == [made.wrapped("x" * number) for number in range(1, 501)]
+    assert report(output)["examples"]["too_long"][0]["tokens"] == limit + 1
+
+
+def overlapping(tmp_path: Path) -> tuple[Path, Path]:
+    """Rows of which three are in the evaluation set, in the three ways."""
+    exact, spaced, near, other = (long_problem(seed) for seed in range(4))
+    held_out = made.write_aime(tmp_path / "aime.parquet", [exact, spaced, near])
+    rows = [
+        made.row(text, "1", str(place))
+        for place, text in enumerate([other, exact, spaced.replace(" ", "\n", 2), near + " Why?"])
+    ]
+    return write_rows(tmp_path / "in.parquet", rows), held_out
+
+
+def test_overlap_is_dropped_exact_folded_and_near(tmp_path: Path) -> None:
+    raw, held_out = overlapping(tmp_path)
+    output = tmp_path / "out.parquet"
+    run(raw, "--output", output, "--evaluation", held_out)
+    assert dropped(output) == {"overlap_exact": 1, "overlap_folded": 1, "overlap_near": 1}
+    assert contents(output) == [made.wrapped(long_problem(3))]
+    example = report(output)["examples"]["overlap_near"][0]
+    assert "aime.parquet, row" in example["of"]
+    assert example["where"].endswith("in.parquet, row 3")
+
+
+def test_overlap_is_only_told_if_asked(tmp_path: Path) -> None:
+    raw, held_out = overlapping(tmp_path)
+    output = tmp_path / "out.parquet"
+    said = run(raw, "--output", output, "--evaluation", held_out, "--overlap", "report")
+    assert report(output)["rows"]["kept"] == {
+        "overlap_exact": 1,
+        "overlap_folded": 1,
+        "overlap_near": 1,
+    }
+    assert len(contents(output)) == 4
+    assert "1 of them in an evaluation set, nearly (kept)" in said
+
+
+def test_an_evaluation_set_in_another_frame_is_still_found(tmp_path: Path) -> None:
+    raw, _ = overlapping(tmp_path)
+    bare = made.row("", "1", 0)
+    bare["prompt"] = [{"content": long_problem(0), "role": "user"}]
+    held_out = write_rows(tmp_path / "bare.jsonl", [bare])
+    output = tmp_path / "out.parquet"
+    run(raw, "--output", output, "--evaluation", held_out)
+    assert dropped(output) == {"overlap_near": 1}
+
+
+# ---------------------------------------------------------------------------- similarity
+
+
+def test_the_frame_is_no_part_of_the_problem(tmp_path: Path) -> None:
+    # With the frame these are alike: 43 shared words against 3 that differ.
+    short = [made.row(text, "1", text) for text in ("Find 6 + 7.", "Solve x = 2.", "Is 7 prime?")]
+    _, found = prepared(tmp_path, short, near_duplicates="drop")
+    assert found["rows"]["out"] == 3
+    sketch = MinHashSimilarity(0.8).sketch
+    framed = [sketch(row["prompt"][0]["content"])[1] for row in short]
+    assert min(jaccard(one, other) for one, other in combinations(framed, 2)) >= 0.8
+
+
+def test_another_frame_is_found_from_the_prompts() -> None:
+    texts = [f"Think hard. The task: {n} apples, {n} pears? Put it in a box." for n in range(12)]
+    frame = frame_of(texts)
+    assert " ".join(frame.opening) == "Think hard. The task:"
+    assert " ".join(frame.closing) == "pears? Put it in a box."
+    assert frame.strip(texts[3]) == "3 apples, 3"
+    assert frame_of(texts[:9]) == Frame()
+    assert frame_of([]) == Frame()
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map(" ".join), max_size=15))
+def test_a_frame_leaves_a_word_of_every_prompt(texts: list[str]) -> None:
+    frame = frame_of(texts)
+    assert all(frame.strip(text) for text in texts)
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.5, 0.8, 0.9, 0.99])
+def test_bands_find_what_is_as_similar_as_the_threshold(threshold: float) -> None:
+    bands, rows = bands_of(threshold)
+    assert bands * rows <= 128
+    assert rows == 1 or 1 - (1 - threshold**rows) ** bands >= RECALL
+
+
+def test_all_pairs_above_the_threshold_are_found_and_none_below() -> None:
+    rng = random.Random(0)
+    similarity = MinHashSimilarity(0.8)
+    near = far = 0
+    for base in made.make_problems(60, rng):
+        for cut in range(0, 120, 12):
+            index = similarity.index()
+            one, other = similarity.sketch(base), similarity.sketch(base[cut:] + "?")
+            index.add(7, one)
+            truth = jaccard(one[1], other[1])
+            assert truth == len({*one[1].tolist()} & {*other[1].tolist()}) / len(
+                {*one[1].tolist()} | {*other[1].tolist()}
+            )
+            if truth >= 0.8:
+                near += 1
+                assert index.nearest(other) == (7, truth)
+            else:
+                far += 1
+                assert index.nearest(other) is None
+    assert near > 50
+    assert far > 50
+
+
+def test_the_likest_is_named_and_the_first_of_equals() -> None:
+    similarity = MinHashSimilarity(0.5)
+    index = similarity.index()
+    text = long_problem()
+    for key, other in [(5, text[10:]), (3, text), (1, text), (4, text[20:])]:
+        index.add(key, similarity.sketch(other))
+    assert index.nearest(similarity.sketch(text)) == (1, 1.0)
+
+
+# ---------------------------------------------------------------------------- bad input
+
+
+def test_nothing_left_names_what_took_it_and_leaves_nothing(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    rows = [made.row("a", "1", "x"), made.row("a", "2", "y"), made.row("bb", "2", "z")] * 2
+    raw = write_rows(tmp_path / "in.parquet", rows)
+    message = refused(raw, "--output", tmp_path / "out" / "o.parquet",
+                      "--tokenizer", tokenizer_folder, "--max-prompt-tokens", 5)  # fmt: skip
+    assert "nothing is left of the 6 rows of" in message
+    assert "4 prompts with more than one truth, all their rows (correct the truths)" in message
+    assert "1 longer than --max-prompt-tokens (raise --max-prompt-tokens)" in message
+    assert "1 the same prompt again;" in message
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
+def test_an_empty_input_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "in.jsonl":
+        path.write_text("\n")
+    else:
+        schema = pyarrow.Table.from_pylist([made.row("a", "1", "x")]).schema
+        parquet.write_table(schema.empty_table(), path)
+    assert f"no rows in {path}" in refused(path, "--output", tmp_path / "o.parquet")
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
+def test_a_bad_row_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> None:
+    rows = [made.row(f"problem {n}", "1", "x") for n in range(5000)]
+    rows.append(made.row("last", "", "x"))
+    path = write_rows(tmp_path / name, rows)
+    place = "line 5001" if name == "in.jsonl" else "row 5000"
+    message = refused(path, "--output", tmp_path / "o.parquet")
+    assert f"{name}, {place}, column reward_model.ground_truth" in message
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_named_by_its_row(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{- raise_exception('no') -}}"
+    tokenizer.save_pretrained(tmp_path / "picky")
+    raw = write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
+    message = refused(raw, "--output", tmp_path / "o.parquet",
+                      "--tokenizer", tmp_path / "picky", "--max-prompt-tokens", 5)  # fmt: skip
+    assert "in.parquet, row 0, column prompt: the chat template: no" in message
+
+
+def test_json_columns_of_two_types_are_refused(tmp_path: Path) -> None:
+    rows = [made.row("a", "1", "x"), made.row("b", "1", 3)]
+    message = refused(write_rows(tmp_path / "in.jsonl", rows), "--output", tmp_path / "o.parquet")
+    assert "in.jsonl, line 1 and the 1 after it: one column, several types" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["in.parquet", "--output", "o.jsonl"], "--output o.jsonl: must end in .parquet"),
+        (["in.parquet", "--output", "in.parquet"], "is an input too"),
+        (["in.parquet", "--output", "o.parquet", "--evaluation", "o.parquet"], "is an input too"),
+        (["none.parquet", "--output", "o.parquet"], "none.parquet: no such file"),
+        (["some/name", "--output", "o.parquet"], "from the hub: hub:some/name"),
+        (["in.csv", "--output", "o.parquet"], "in.csv: must end in .parquet or .jsonl"),
+        (["in.parquet", "--output", "o.parquet", "--tokenizer", "t"], "give both, or neither"),
+        (["in.parquet", "--output", "o.parquet", "--max-prompt-tokens", "9"], "give both"),
+        (
+            ["in.parquet", "--output", "o.parquet", "--tokenizer", "t", "--max-prompt-tokens", "9"],
+            "--tokenizer t: no tokenizer can be read",
+        ),
+        (["in.parquet", "--output", "o.parquet", "--evaluation", "no.jsonl"], "no.jsonl: cannot"),
+        (["in.parquet", "--output", "in.csv/o.parquet"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
+    (tmp_path / "in.csv").write_text("a")
+    before = sorted(file.name for file in tmp_path.iterdir())
+    assert message in refused(*arguments)
+    assert sorted(file.name for file in tmp_path.iterdir()) == before
+
+
+def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
+    raw = write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
+    output = tmp_path / "o.parquet"
+    (tmp_path / "o.report.md").write_text("mine")
+    assert "o.report.md: exists; --force replaces it" in refused(raw, "--output", output)
+    run(raw, "--output", output, "--force")
+    assert "o.parquet: exists" not in (tmp_path / "o.report.md").read_text()
+    assert "--force replaces it" in refused(raw, "--output", output)
+
+
+def test_an_interrupt_leaves_nothing_and_the_next_call_clears_what_a_kill_left(
+    tmp_path: Path, small: Path
+) -> None:
+    output = tmp_path / "o.parquet"
+    fifo = tmp_path / "slow.jsonl"  # never ends: the program waits for its rows
+    os.mkfifo(fifo)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for number, left in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(fifo), "--output", str(output)], env=environment
+        )
+        with fifo.open("w") as writer:  # opens once the program reads
+            writer.write(json.dumps(made.row("a", "1", "x")) + "\n")
+            writer.flush()
+            process.send_signal(number)
+            code = process.wait(60)
+        assert code == (-signal.SIGKILL if left else 130)
+        assert (tmp_path / "o.parquet.partial").exists() == left
+    run(small, "--output", output, *OFF)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "o.parquet", "o.report.json", "o.report.md", "slow.jsonl",
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- hub, report
+
+
+def test_a_data_set_of_datasets_streams_in(tmp_path: Path) -> None:
+    # A folder is to `datasets` what a name of the hub is.
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = [made.row(f"p {n % 7}", "1", str(n)) for n in range(20)]
+    write_rows(folder / "train.parquet", rows)
+    output = tmp_path / "o.parquet"
+    run(f"hub:{folder}", "--output", output, *OFF)
+    assert report(output)["rows"]["out"] == 7
+    assert report(output)["inputs"][0]["sha256"].endswith("(of the rows)")
+    assert parquet.read_table(output).to_pylist() == rows[:7]
+    batches = [rows for _, rows in read_hub(str(folder), None, None, 6)]
+    assert [row.index for rows in batches for row in rows] == list(range(20))
+
+
+def test_the_hub_without_a_network_is_refused_clearly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    message = refused("hub:nobody/nothing@v1#train", "--output", tmp_path / "o.parquet")
+    assert "hub:nobody/nothing: cannot be read" in message
+    assert "without a network, download its files elsewhere and name them here" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_names_files_by_hash_and_is_found_from_the_data(tmp_path: Path) -> None:
+    raw = write_rows(tmp_path / "in.parquet", [made.row("a | b", "1", "x")])
+    output = tmp_path / "some.v2.parquet"
+    assert report_of(output) is None
+    run(raw, "--output", output)
+    assert report_of(output) == tmp_path / "some.v2.report.json"
+    found = report(output)
+    assert found["inputs"] == [{"name": str(raw), "rows": 1, "sha256": sha256_of(raw)}]
+    assert found["output"]["sha256"] == sha256_of(output)
+    assert found["output"]["bytes"] == output.stat().st_size
+    assert "1 prompts" in (tmp_path / "some.v2.report.md").read_text()
+    output.write_bytes(output.read_bytes() + b"more")
+    assert report_of(output) is None, "the file is not what the report tells of"
+    (tmp_path / "some.v2.report.json").write_text("[]")
+    assert report_of(output) is None
+
+
+def test_peak_memory_is_of_this_process() -> None:
+    assert 10 * 2**20 < peak_memory() < 2**40

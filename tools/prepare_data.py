@@ -1,0 +1,385 @@
+"""From a published data set to different prompts: one row each, with a report of what was dropped.
+
+    python tools/prepare_data.py dapo-math-17k.parquet --output data/dapo_math.parquet \\
+        --evaluation aime-2024.parquet --tokenizer models/qwen --max-prompt-tokens 2048
+    python tools/prepare_data.py aime-2024.parquet --output data/aime_2024.parquet
+    python tools/prepare_data.py hub:BytedTsinghua-SIA/DAPO-Math-17k --output data/dapo_math.parquet
+
+Beside FILE.parquet come FILE.report.json and FILE.report.md. All are made in FILE.parquet.partial
+and appear when done. More in docs/data.md.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import partial
+from hashlib import file_digest
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+from zlib import crc32
+
+import numpy as np
+import typer
+from rich import progress as bars
+from rich.console import Console
+
+from dapo_megatron.data.prepare import Settings, prepare
+from dapo_megatron.data.report import LABELS, markdown, report_path
+from dapo_megatron.data.tables import Batch, checked
+from dapo_megatron.data.unique import Source, file_source
+from dapo_megatron.types import DapoError, DataError
+
+SHINGLE_CHARACTERS = 5
+NUM_PERMUTATIONS = 128
+RECALL = 0.995
+"""The least probability with which a pair just as similar as the threshold is looked at."""
+HUB = re.compile(r"hub:(?P<name>[^@#]+)(?:@(?P<revision>[^#]+))?(?:#(?P<split>.+))?")
+MIB = 2**20
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Action(StrEnum):
+    """What is done with what is found."""
+
+    DROP = "drop"
+    REPORT = "report"
+
+
+class NearAction(StrEnum):
+    """The same, or not to look."""
+
+    DROP = "drop"
+    REPORT = "report"
+    OFF = "off"
+
+
+InputNames = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUT...",
+        help="Parquet or JSONL files, or hub:OWNER/NAME[@REVISION][#SPLIT].",
+        show_default=False,
+    ),
+]
+Output = Annotated[
+    Path, typer.Option(help="Parquet file to make, a report beside it.", show_default=False)
+]
+Evaluation = Annotated[
+    list[Path] | None, typer.Option(help="File of an evaluation set; may be repeated.")
+]
+Tokenizer = Annotated[Path | None, typer.Option(help="Folder of a tokenizer with a chat template.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="Drop prompts of more tokens, chat template included.")
+]
+Near = Annotated[NearAction, typer.Option(help="What to do with near-duplicates.")]
+Overlap = Annotated[Action, typer.Option(help="What to do with prompts of an evaluation set.")]
+Threshold = Annotated[
+    float, typer.Option(min=0.1, max=1.0, help="Jaccard similarity from which two are near.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUTPUT and its report.")]
+
+
+class MinHashSimilarity:
+    """Jaccard similarity of the sets of 5-character pieces, case folded.
+
+    Characters, because a fifth of DAPO-Math-17k is Chinese and has no spaces. MinHash finds the
+    candidates, the sets themselves decide.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        from datasketch import MinHash
+
+        self.threshold = threshold
+        self._empty = MinHash(num_perm=NUM_PERMUTATIONS, hashfunc=int)
+
+    def sketch(self, problem: str) -> tuple[Any, np.ndarray]:
+        """(MinHash, hashes of the pieces [pieces], sorted, uint32)."""
+        text = problem.casefold()
+        ends = range(SHINGLE_CHARACTERS, max(len(text), SHINGLE_CHARACTERS) + 1)
+        pieces = (text[end - SHINGLE_CHARACTERS : end] for end in ends)
+        hashes = sorted({crc32(piece.encode("utf-8")) for piece in pieces})
+        signature = self._empty.copy()
+        signature.update_batch(hashes)
+        return signature, np.array(hashes, np.uint32)
+
+    def index(self) -> MinHashIndex:
+        """A fresh one."""
+        return MinHashIndex(self.threshold)
+
+
+class MinHashIndex:
+    """Problems by bands of their MinHash (locality-sensitive hashing)."""
+
+    def __init__(self, threshold: float) -> None:
+        from datasketch import MinHashLSH
+
+        self._threshold = threshold
+        self._bands = MinHashLSH(num_perm=NUM_PERMUTATIONS, params=bands_of(threshold))
+        self._hashes: dict[int, np.ndarray] = {}
+
+    def add(self, key: int, sketch: tuple[Any, np.ndarray]) -> None:
+        """Remember a problem."""
+        self._bands.insert(key, sketch[0], check_duplication=False)
+        self._hashes[key] = sketch[1]
+
+    def nearest(self, sketch: tuple[Any, np.ndarray]) -> tuple[int, float] | None:
+        """(key, similarity) of the likest, the first of equals, if it reaches the threshold."""
+        likest: tuple[int, float] | None = None
+        for key in sorted(self._bands.query(sketch[0])):
+            found = jaccard(sketch[1], self._hashes[key])
+            if found >= self._threshold and (likest is None or found > likest[1]):
+                likest = (key, found)
+        return likest
+
+
+def jaccard(one: np.ndarray, other: np.ndarray) -> float:
+    """Of two sorted arrays without repeats, [pieces]."""
+    common = len(np.intersect1d(one, other, assume_unique=True))
+    return common / (len(one) + len(other) - common)
+
+
+def bands_of(threshold: float) -> tuple[int, int]:
+    """(bands, rows of a band): the most rows with which RECALL holds at the threshold.
+
+    A pair of similarity s agrees in a band of r rows with s^r, in one of b at least with
+    1 - (1 - s^r)^b.
+    """
+    for rows in range(NUM_PERMUTATIONS // 2, 1, -1):
+        bands = NUM_PERMUTATIONS // rows
+        if 1 - (1 - threshold**rows) ** bands >= RECALL:
+            return bands, rows
+    return NUM_PERMUTATIONS, 1
+
+
+@app.command()
+def main(
+    inputs: InputNames,
+    output: Output,
+    evaluation: Evaluation = None,
+    tokenizer: Tokenizer = None,
+    max_prompt_tokens: MaxTokens = None,
+    near_duplicates: Near = NearAction.REPORT,
+    overlap: Overlap = Action.DROP,
+    similarity: Threshold = 0.8,
+    force: Force = False,
+) -> None:
+    """Different prompts from published data, and a report of what was dropped and why."""
+    started = time.monotonic()
+    with told():
+        files = outputs_of(output, inputs, evaluation or [], force)
+        settings = Settings(
+            similarity=MinHashSimilarity(similarity),
+            overlap=overlap.value,
+            near_duplicates=near_duplicates.value,
+            tokenizer=load_tokenizer(tokenizer, max_prompt_tokens),
+            max_prompt_tokens=max_prompt_tokens or 0,
+        )
+        chosen = {
+            "overlap": overlap,
+            "near_duplicates": near_duplicates,
+            "similarity": similarity,
+            "tokenizer": str(tokenizer) if tokenizer else None,
+            "max_prompt_tokens": max_prompt_tokens,
+        }
+        sources = [source_of(name) for name in inputs]
+        with workshop(output) as folder, rows_read() as on_rows:
+            data = folder / output.name
+            found = prepare(sources, evaluation or [], settings, data, on_rows)
+            report = report_on(found, sources, evaluation or [], data, chosen)
+            _, json_path, text_path = [folder / file.name for file in files]
+            json_path.write_text(
+                json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+            text_path.write_text(markdown(report), encoding="utf-8")
+            for file in reversed(files):  # the data last: where it is, its report is
+                (folder / file.name).replace(file)
+        show(report, files, time.monotonic() - started)
+
+
+def outputs_of(output: Path, inputs: list[str], evaluation: list[Path], force: bool) -> list[Path]:
+    """Data, JSON and Markdown: where nothing may be lost. Raises DataError."""
+    if output.suffix != ".parquet":
+        raise DataError(f"--output {output}: must end in .parquet")
+    if output.resolve() in {Path(name).resolve() for name in [*inputs, *evaluation]}:
+        raise DataError(f"--output {output}: is an input too; choose another name")
+    report = report_path(output)
+    files = [output, report, report.with_suffix(".md")]
+    there = [str(file) for file in files if file.exists()]
+    if there and not force:
+        raise DataError(f"{', '.join(there)}: exists; --force replaces it")
+    if output.is_dir():
+        raise DataError(f"--output {output}: is a folder")
+    return files
+
+
+def load_tokenizer(folder: Path | None, max_prompt_tokens: int | None) -> Any:
+    """The tokenizer of a local folder, or None. Raises DataError."""
+    if (folder is None) != (max_prompt_tokens is None):
+        raise DataError("--tokenizer and --max-prompt-tokens: give both, or neither")
+    if folder is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--tokenizer {folder}: no tokenizer can be read ({error})") from error
+
+
+def source_of(name: str) -> Source:
+    """A local file, or a data set of the hub. Raises DataError for neither."""
+    if match := HUB.fullmatch(name):
+        return Source(name, partial(read_hub, match["name"], match["revision"], match["split"]))
+    path = Path(name)
+    if not path.exists():
+        hint = f"; from the hub: hub:{name}" if name.count("/") == 1 and not path.suffix else ""
+        raise DataError(f"{name}: no such file{hint}")
+    return file_source(path)
+
+
+def read_hub(
+    name: str, revision: str | None, split: str | None, batch_rows: int
+) -> Iterator[Batch]:
+    """A data set of the hub as it streams in. Raises DataError where it cannot be reached."""
+    import datasets
+
+    first = 0
+    try:
+        streamed = datasets.load_dataset(
+            name, revision=revision, split=split or "train", streaming=True
+        )
+        for table in streamed.with_format("arrow").iter(batch_size=batch_rows):
+            for batch in table.combine_chunks().to_batches():
+                yield batch, checked(batch, f"hub:{name}", first)
+                first += len(batch)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"hub:{name}: cannot be read ({error}); without a network, download its files "
+            "elsewhere and name them here"
+        ) from error
+
+
+@contextmanager
+def workshop(output: Path) -> Iterator[Path]:
+    """A folder beside the output, gone afterwards; so is what a killed command left there."""
+    folder = output.with_name(f"{output.name}.partial")
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        yield folder
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or output}: cannot be written ({error.strerror or error})"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def report_on(
+    found: dict[str, Any],
+    sources: list[Source],
+    evaluation: list[Path],
+    data: Path,
+    chosen: dict[str, Any],
+) -> dict[str, Any]:
+    """All that the report holds; the same inputs and settings give the same."""
+    return {
+        "output": {
+            "name": data.name,
+            "rows": found["rows"]["out"],
+            "bytes": data.stat().st_size,
+            "sha256": sha256_of(data),
+        },
+        "rows": found["rows"],
+        "prompts": found["prompts"],
+        "inputs": [
+            {
+                "name": source.name,
+                "rows": num_rows,
+                "sha256": sha256_of(source.path) if source.path else f"{digest} (of the rows)",
+            }
+            for source, (num_rows, digest) in zip(sources, found["files"], strict=True)
+        ],
+        "evaluation": [
+            {"name": str(path), "rows": num_rows, "sha256": sha256_of(path)}
+            for path, num_rows in zip(evaluation, found["evaluation_rows"], strict=True)
+        ],
+        "settings": {**chosen, "frame": found["frame"]},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("pyarrow", "datasketch", "transformers")},
+        },
+        "examples": found["examples"],
+    }
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+# ------------------------------------------------------------------------------- telling
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """A user's mistake and an interrupt are messages, not tracebacks."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except DapoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written is left", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def rows_read() -> Iterator[Any]:
+    """A count of rows, on a terminal, gone when done."""
+    console = Console(stderr=True)
+    columns = (bars.SpinnerColumn(), bars.TextColumn("{task.completed:,} rows"))
+    hidden = not console.is_terminal
+    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as shown:
+        task = shown.add_task("rows", total=None)
+        yield lambda num_rows: shown.advance(task, num_rows)
+
+
+def show(report: dict[str, Any], files: list[Path], seconds: float) -> None:
+    """The account, on the screen."""
+    rows = report["rows"]
+    print(f"{rows['in']:>12,} rows read")
+    for reason, number in rows["dropped"].items():
+        if number:
+            print(f"{-number:>12,} {LABELS[reason]}")
+    print(f"{rows['out']:>12,} rows written")
+    for reason, number in rows["kept"].items():
+        print(f"{number:>12,} of them {LABELS[reason]} (kept)")
+    print(", ".join(map(str, files)))
+    print(f"{seconds:.1f} s, peak memory {peak_memory() / MIB:.0f} MiB")
+
+
+def peak_memory() -> int:
+    """The highest resident memory of this process so far, bytes."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    app()
