@@ -4,7 +4,8 @@ ARGS   ?=
 VENV   := .venv
 READY  := $(VENV)/.ready
 
-.PHONY: help env quickstart test test-long test-layouts test-sync lint mlflow-ui clean
+.PHONY: help env quickstart ladder test test-long test-layouts test-sync lint mlflow-ui \
+        clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,6 +17,9 @@ $(READY): requirements-cpu.txt pyproject.toml tools/make_env.sh
 
 quickstart: env  ## train the tiny model on this machine; more arguments with ARGS="key.path=value ..."
 	$(VENV)/bin/python -m dapo_megatron train $(CONFIG) $(ARGS)
+
+ladder: env  ## the paper's ladder on the tiny task, six rungs and three seeds (half an hour): docs/ladder.md
+	$(VENV)/bin/python tools/ladder.py $(ARGS)
 
 test: env  ## the tests, without those of the next three; more arguments with ARGS="-k name"
 	$(VENV)/bin/python -m pytest $(ARGS)
