@@ -12,16 +12,16 @@ import logging
 import pickle
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from dapo_megatron.rewards.process import PoolClosed, WorkerLost, WorkerProcess
+from dapo_megatron.rewards.process import PoolClosed, WorkerLost, WorkerProcess, Workers
 from dapo_megatron.rewards.registry import check, names
 from dapo_megatron.rewards.sandbox import lacking
-from dapo_megatron.types import DapoError, Grade
+from dapo_megatron.types import Grade
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,6 @@ OUTCOMES = ("graded", *CAUSES)
 
 MAX_BATCH = 16
 """Gradings handed to a worker at once: the most that one slow grading can hold up."""
-
-MAX_FAILED_STARTS = 3
-"""Workers in a row that may die while starting before the pool gives up."""
 
 
 class _Task(NamedTuple):
@@ -210,58 +207,39 @@ class GradingPool:
     # ------------------------------------------------------------------ in the threads
 
     def _serve(self) -> None:
-        """Look after one worker until the pool is closed."""
-        worker: WorkerProcess | None = None
+        """Look after one worker at a time until the pool is closed."""
+        workers = Workers(self._closing, self._names, self._timeout_seconds, self._memory_mib)
         try:
-            worker = self._start()
+            workers.ready()  # before there is work
             while batch := self._next_batch():
-                if not worker.alive:  # it died idle: no grading is to blame
-                    worker.stop()
-                    worker = self._start()
+                worker = workers.ready()  # another if it died idle: no grading is to blame
                 try:
-                    self._grade(worker, batch)
+                    self._grade(worker, batch, workers.prepare_successor)
                 except WorkerLost as lost:
                     self._finished.put(_Result(batch.popleft(), None, lost.why, lost.detail))
                     self._give_back(batch)
-                    worker.stop()
-                    worker = self._start()
+                    workers.replace()
+                    workers.ready()
         except PoolClosed:
             pass
         except Exception as error:  # noqa: BLE001 - raised again by collect, in the caller's thread
             self._finished.put(error)
         finally:
-            if worker is not None:
-                worker.stop()
+            workers.stop()
 
-    def _grade(self, worker: WorkerProcess, batch: deque[_Task]) -> None:
+    def _grade(
+        self, worker: WorkerProcess, batch: deque[_Task], prepare_successor: Callable[[], object]
+    ) -> None:
         """Grade the tasks of `batch`; each leaves it when answered. Raises WorkerLost."""
         worker.send([task.payload for task in batch])
         while batch:
-            answer = worker.receive(self._timeout_seconds)
+            answer = worker.receive(self._timeout_seconds, halfway=prepare_successor)
             if isinstance(answer, Grade):
                 self._finished.put(_Result(batch.popleft(), answer, "graded"))
             elif answer.why == "memory":  # it may hold on to what it has: the next would suffer
                 raise WorkerLost(*answer)
             else:
                 self._finished.put(_Result(batch.popleft(), None, *answer))
-
-    def _start(self) -> WorkerProcess:
-        """A worker that has imported its graders."""
-        for _ in range(MAX_FAILED_STARTS):
-            worker = WorkerProcess(self._closing, self._memory_mib)
-            try:
-                worker.load(self._names, self._timeout_seconds)
-            except WorkerLost:
-                worker.stop()
-            except BaseException:
-                worker.stop()
-                raise
-            else:
-                return worker
-        raise DapoError(
-            f"rewards: {MAX_FAILED_STARTS} grading workers in a row died or hung while importing "
-            f"the graders {sorted(self._names)}; see their stderr"
-        )
 
     def _next_batch(self) -> deque[_Task]:
         """Wait for work; empty once the pool is closed. Leaves a share to the other workers."""

@@ -1,4 +1,4 @@
-"""One worker process as the pool's thread sees it: start, ask, read, kill."""
+"""Worker processes as the pool's thread sees them: start, ask, read, kill, replace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pickle import UnpicklingError
@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 
 from dapo_megatron.rewards.jail import kill_descendants
 from dapo_megatron.rewards.sandbox import remove
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import ConfigError, DapoError
 
 START_SECONDS = 120.0
 """Limit for a worker to start and import its graders; seconds."""
+
+MAX_FAILED_STARTS = 3
+"""Workers in a row that may die while starting before the pool gives up."""
 
 # A worker is not a rank, whatever launched its parent, and it has no business on a GPU.
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -70,8 +73,11 @@ class WorkerProcess:
         self._closing = closing
 
     def load(self, names: Collection[str], timeout_seconds: float) -> None:
-        """Have it import the graders. Raises WorkerLost, or ConfigError if it cannot."""
+        """Have it import the graders, and do not wait for it. Raises WorkerLost."""
         self.send((sorted(names), timeout_seconds))
+
+    def wait_until_loaded(self) -> None:
+        """Raises WorkerLost, PoolClosed, or ConfigError if it refuses."""
         refusal = self.receive(START_SECONDS)
         if refusal is not None:
             raise ConfigError(f"rewards: a grading worker refused to start: {refusal}")
@@ -89,9 +95,13 @@ class WorkerProcess:
         except OSError as error:
             raise WorkerLost("crash", self._death()) from error
 
-    def receive(self, timeout_seconds: float) -> Any:
-        """Its next message. Raises WorkerLost or PoolClosed."""
-        ready = wait([self._connection, self._closing], timeout_seconds)
+    def receive(self, timeout_seconds: float, halfway: Callable[[], object] = lambda: None) -> Any:
+        """Its next message; `halfway` is called when half the time is over. Raises WorkerLost or
+        PoolClosed."""
+        ready = wait([self._connection, self._closing], timeout_seconds / 2)
+        if not ready:
+            halfway()
+            ready = wait([self._connection, self._closing], timeout_seconds / 2)
         if self._closing in ready:
             raise PoolClosed
         if not ready:
@@ -128,6 +138,71 @@ class WorkerProcess:
                 return f"its process {how} {ended.si_status}"
             time.sleep(0.01)
         return "its process closed the connection"
+
+
+class Workers:
+    """One worker after the other, all of one thread of the pool.
+
+    closing          readable once the pool is being closed
+    names            graders that each of them imports
+    timeout_seconds  of one grading
+    memory_mib       of one worker
+    """
+
+    def __init__(
+        self, closing: Connection, names: Collection[str], timeout_seconds: float, memory_mib: int
+    ) -> None:
+        self._closing = closing
+        self._names = names
+        self._timeout_seconds = timeout_seconds
+        self._memory_mib = memory_mib
+        self._current: WorkerProcess | None = None
+        self._successor: WorkerProcess | None = None
+
+    def ready(self) -> WorkerProcess:
+        """The current one if it lives, else the next that has imported its graders.
+
+        Raises PoolClosed; ConfigError if it refuses to start; DapoError if several die of it.
+        """
+        if self._current is not None and not self._current.alive:
+            self.replace()
+        failed_starts = 0
+        while self._current is None:
+            self._current, self._successor = self.prepare_successor(), None
+            try:
+                self._current.wait_until_loaded()
+            except WorkerLost as error:
+                self.replace()
+                failed_starts += 1
+                if failed_starts == MAX_FAILED_STARTS:
+                    raise DapoError(
+                        f"rewards: {MAX_FAILED_STARTS} grading workers in a row died or hung while "
+                        f"importing the graders {sorted(self._names)}; see their stderr"
+                    ) from error
+        return self._current
+
+    def prepare_successor(self) -> WorkerProcess:
+        """Start one to take over, without waiting, unless there is one already."""
+        if self._successor is not None and not self._successor.alive:
+            self._successor.stop()
+            self._successor = None
+        if self._successor is None:
+            self._successor = WorkerProcess(self._closing, self._memory_mib)
+            with suppress(WorkerLost):  # heard again when it is waited for
+                self._successor.load(self._names, self._timeout_seconds)
+        return self._successor
+
+    def replace(self) -> None:
+        """End the current one."""
+        if self._current is not None:
+            self._current.stop()
+            self._current = None
+
+    def stop(self) -> None:
+        """End all of them."""
+        self.replace()
+        if self._successor is not None:
+            self._successor.stop()
 
 
 def _environment() -> dict[str, str]:
