@@ -1,0 +1,227 @@
+"""Completions that mean harm, through the real pool: they cost their time limits and no more.
+
+The submitter is never held up, and when the pool is closed no process and no file is left. `make
+test` takes a sample; all 2,000 are in `make test-long`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_megatron.rewards import GradingPool
+from dapo_megatron.rewards.code import SHARE_OF_LIMIT
+from dapo_megatron.types import Grade
+from tests.helpers.graders import processes_with
+
+WORKERS = 2
+TIMEOUT_SECONDS = 1.5
+START_SECONDS = 4.0
+"""Allowed for a worker's start on a busy machine (1.3 s of CPU time; its libraries are heavy)."""
+COST_SECONDS = 0.4
+"""Allowed for a grading that does not hang, likewise (0.05 s of CPU time in a sandbox)."""
+
+PLACES = ["/tmp", "/dev/shm", "/var/tmp", str(Path.home()), str(Path.cwd())]
+"""Where programs try to leave a file."""
+
+MATH = [
+    r"\boxed{{9**9**9**{n}}}",
+    r"$9^{{9^{{9^{{{n}}}}}}}$",
+    r"\boxed{{10^{{10^{{10}}}}+{n}}}",
+    r"so it is $2^{{2^{{2^{{2^{{2^{{2}}}}}}}}}}-{n}$",
+    r"\boxed{{{n}000000!!!}}",
+    r"\boxed{{\binom{{10^{{12}}}}{{10^{{9}}+{n}}}}}",
+    r"\boxed{{\sum_{{k=1}}^{{10^{{9}}}} k^{{-{n}}}}}",
+    r"\boxed{{\int_0^1 x^{{x^{{x^{n}}}}} \sin(\tan(x)) dx}}",
+    r"\boxed{{\left(1+\frac{{1}}{{{n}}}\right)^{{10^{{10}}}}}}",
+    r"\boxed{{(x+y+z)^{{{n}00}}}}",
+]
+LONG = [
+    lambda n: r"\boxed{" + r"\frac{1}{" * n + "1" + "}" * n + "}",
+    lambda n: r"\boxed{" * n + "8" + "}" * n,
+    lambda n: "$" + r"\sqrt{" * n + "7" + "}" * n + "$",
+    lambda n: "$" + "(" * n + "7" + ")" * n + "$",
+    lambda n: "{" * 50 * n,
+    lambda n: "$" * 50 * n,
+    lambda n: r"\text{" * n,
+    lambda n: "Answer: " * 50 * n,
+    lambda n: "Answer: " + "$" * n + r"\text{" * n + r"\boxed{" * n,
+    lambda n: "9" * 50 * n,
+    lambda n: r"\boxed{" + "1," * n + "1}",
+    lambda n: r"\boxed{" + "+".join(["x"] * n) + "}",
+    lambda n: r"\boxed{\begin{pmatrix}" + r"1 & 2 \\" * n + r"\end{pmatrix}}",
+    lambda n: "\\" * 50 * n,
+    lambda n: "the answer is " * n + " =" * 50 * n,
+    lambda n: "\0\ud800\U0001f4a3" * n,
+]
+COUNTDOWN = {
+    "dataset": "countdown",
+    "entry": {"question": "", "answer": "1+6", "metadata": {"numbers": [1, 6], "target": 7}},
+}
+TOWERS = ["9**9**9**{n}", "10**10**10+{n}", "({n}**99999)**99999", "(" * 3000 + "{n}"]
+
+ENDLESS_PROGRAMS = [
+    "while True: pass",
+    "import time\ntime.sleep(10**6)",
+    "9**9**9",
+    "import re\nre.match(r'(a|a)*$', 'a' * 60 + 'b')",
+    "from threading import Thread\nfor _ in range(20): Thread(target=exec, args=('while 1: 1',)).start()",  # noqa: E501,
+]
+PROGRAMS = [
+    "import os\nwhile True: os.fork()",
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: break",
+    "import subprocess\nwhile True: subprocess.Popen(['sleep', '1000'])",
+    "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        import time\n"
+    "        time.sleep(10**6)",
+    "import multiprocessing as m\nm.Pool(50).map(hash, range(10**9))",
+    "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+    "x = []\nwhile True: x.append(bytearray(2**26))",
+    "x = 'x' * 10**12",
+    "import mmap\nx = [mmap.mmap(-1, 2**28) for _ in range(10**6)]",
+    "while True: print('x' * 10**6)",
+    "f = open('big', 'wb')\nwhile True: f.write(bytes(2**20))",
+    "for i in range(10**9): open(f'file{i}', 'w').write('x')",
+    "for path in PLACES:\n    try: open(path + TOKEN, 'w').write('x')\n    except OSError: pass",
+    "import os\nfor path in PLACES:\n    try: os.mkdir(path + TOKEN)\n    except OSError: pass",
+    "import socket\nsocket.create_connection(('127.0.0.1', 22), timeout=5)",
+    "import urllib.request\nurllib.request.urlopen('http://192.0.2.1/', timeout=5)",
+    "import os\nfor pid in (1, os.getppid(), -1):\n    try: os.kill(pid, 9)\n"
+    "    except OSError: pass",
+    "import os, signal\nfor n in range(1, 64):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nos.abort()",
+    "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "import ctypes\nctypes.string_at(0)",
+    "import os\nos.execv('/bin/sh', ['sh', '-c', 'sleep 1000 & sleep 1000 & exit 3'])",
+    "x = " + "(" * 100_000,
+    "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')",
+    "import os\nos.closerange(0, 10**4)\nprint(1)",
+    "import sys\nsys.stdout.write(chr(0xd800) * 100)",
+]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A completion, and whether it is a program that never ends."""
+
+    source: str
+    response: str
+    truth: str
+    extra: dict[str, Any]
+    is_endless: bool = False
+
+
+def attacks(count: int, token: str) -> list[Attack]:
+    """`count` of them, all kinds alike, in an order that mixes them."""
+    choice = random.Random(5)
+    header = f"PLACES, TOKEN = {[*PLACES, '.']!r}, {'/' + token!r}\n"
+    tests = json.dumps({"inputs": ["1\n"], "outputs": ["never written"]})
+
+    def one(kind: int) -> Attack:
+        n = choice.randint(2, 9)
+        if kind < 4:
+            response = choice.choice(LONG)(100 * n)
+            return Attack(("dapo_math", "math_verify")[kind % 2], response, "7", {})
+        if kind < 5:
+            return Attack("math_verify", choice.choice(MATH).format(n=n), "7", {})
+        if kind < 6:
+            return Attack("reasoning_gym", choice.choice(TOWERS).format(n=n), "", COUNTDOWN)
+        is_endless = kind < 7
+        program = choice.choice(ENDLESS_PROGRAMS if is_endless else PROGRAMS)
+        return Attack("code", f"```python\n{header}{program}\n```", tests, {}, is_endless)
+
+    made = [one(number % 20) for number in range(count)]
+    choice.shuffle(made)
+    return made
+
+
+@dataclass
+class Calls:
+    """How long the calls of the submitter took; seconds."""
+
+    submit: list[float]
+    collect: list[float]
+
+    def worst(self) -> dict[str, float]:
+        shares = {"median": 0.5, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
+        return {
+            f"{name} {share}": round(
+                1000 * sorted(times)[min(int(at * len(times)), len(times) - 1)], 3
+            )
+            for name, times in (("submit", self.submit), ("collect", self.collect))
+            for share, at in shares.items()
+        }
+
+
+def grade_all(pool: GradingPool, made: list[Attack]) -> tuple[dict[int, Grade | None], Calls]:
+    """As a coordinator does it: never waiting, with other things to do in between."""
+    grades: dict[int, Grade | None] = {}
+    calls = Calls([], [])
+
+    def collect() -> None:
+        started = time.perf_counter()
+        results = pool.collect(wait=False)
+        calls.collect.append(time.perf_counter() - started)
+        for key, grade, _ in results:
+            assert key not in grades
+            grades[key] = grade
+
+    for key, attack in enumerate(made):
+        started = time.perf_counter()
+        pool.submit(key, attack.source, attack.response, attack.truth, attack.extra)
+        calls.submit.append(time.perf_counter() - started)
+        collect()
+    while pool.pending:
+        collect()
+        time.sleep(0.005)
+    return grades, calls
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.timeout(1800)
+def test_hostile_completions_cost_their_limit_and_leave_nothing(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    token = f"hostile-{os.getpid()}-{tmp_path.name}"
+    made = attacks(count, token)
+    graders = {name: name for name in ("dapo_math", "math_verify", "reasoning_gym", "code")}
+    with GradingPool(graders, WORKERS, TIMEOUT_SECONDS) as pool:
+        pool.submit("first", "dapo_math", "", "", {})
+        pool.collect(wait=True)  # a worker has started
+        started = time.monotonic()
+        grades, calls = grade_all(pool, made)
+        seconds = time.monotonic() - started
+        counts = pool.counts
+    abstained = sum((Counter(counts[name]) for name in graders), Counter[str]())
+    lost = abstained["timeout"] + abstained["crash"] + abstained["memory"]
+    endless = sum(attack.is_endless for attack in made)
+    hung = abstained["timeout"] * TIMEOUT_SECONDS + endless * SHARE_OF_LIMIT * TIMEOUT_SECONDS
+    figures = {"seconds": round(seconds, 1), "endless": endless, "hung seconds": round(hung, 1)}
+    with capsys.disabled():
+        print(f"\n{count} hostile completions: {figures | calls.worst()}\n{counts}")
+
+    assert sorted(grades) == list(range(count))
+    # The reference grader reads 300 characters. A program cannot make its group abstain, but for a
+    # machine so busy that a sandbox does not start in time.
+    assert counts["dapo_math"]["graded"] == 1 + sum(a.source == "dapo_math" for a in made)
+    programs = sum(attack.source == "code" for attack in made)
+    assert counts["code"]["graded"] + counts["code"]["timeout"] == programs
+    assert counts["code"]["timeout"] < 0.1 * programs
+    assert abstained["timeout"] > 0
+    assert seconds < (hung + START_SECONDS * (WORKERS + lost) + COST_SECONDS * count) / WORKERS
+    worst = calls.worst()
+    assert worst["submit 99%"] < 20
+    assert worst["collect 99%"] < 20
+
+    assert processes_with(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+    assert not [place for place in PLACES if Path(place, token).exists()]
