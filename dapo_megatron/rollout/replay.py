@@ -14,23 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.codec import group_from_json
-from dapo_megatron.config import Config
 from dapo_megatron.rollout.coordinator import Collected
 from dapo_megatron.rollout.ledger import Fate
-from dapo_megatron.types import ConfigError, DataError, Group, SyncReport
-
-
-def check_recorded(run_folder: Path, config: Config) -> None:
-    """Raises ConfigError if `run_folder` has no rollouts, or is this run's own folder."""
-    if run_folder.resolve() == config.folder.resolve():
-        raise ConfigError(
-            f"run.name: {config.folder} is the run to be replayed; give the replay another name"
-        )
-    if not any((run_folder / "samples").glob("step_*.jsonl")):
-        raise ConfigError(
-            f"--replay: {run_folder}/samples has no step_*.jsonl; name the folder of a run that "
-            "was made with tracking.samples=true"
-        )
+from dapo_megatron.types import DataError, Group, SyncReport
 
 
 class Replay:

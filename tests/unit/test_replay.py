@@ -13,11 +13,10 @@ from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble
 from dapo_megatron.rollout.ledger import Fate
 from dapo_megatron.rollout.metrics import rollout_metrics
-from dapo_megatron.rollout.replay import NoEvaluation, Replay, check_recorded, no_sync
+from dapo_megatron.rollout.replay import NoEvaluation, Replay, no_sync
 from dapo_megatron.tracking import write_samples
 from dapo_megatron.types import (
     Completion,
-    ConfigError,
     DataError,
     Finish,
     Grade,
@@ -25,7 +24,6 @@ from dapo_megatron.types import (
     Prompt,
     Segment,
 )
-from tests.helpers.configs import tiny_config
 
 OVERLONG = OverlongConfig(
     max_tokens=8, buffer_tokens=4, penalty=True, filter=False, filtered_in_mean=False
@@ -118,17 +116,6 @@ def test_a_line_that_is_no_group_is_named(tmp_path: Path, spoil: object) -> None
     path.write_text(f"{first}\n{spoil(second)}\n")
     with pytest.raises(DataError, match=r"step_000001.jsonl, line 2: not a recorded group"):
         replay.collect(0, lambda _: None)
-
-
-def test_a_folder_without_rollouts_and_the_run_s_own_are_refused(tmp_path: Path) -> None:
-    config = tiny_config(run__directory=tmp_path, run__name="mine")
-    with pytest.raises(ConfigError, match=r"--replay: .*/other/samples has no step_"):
-        check_recorded(tmp_path / "other", config)
-    record(tmp_path / "other", [(group(0), Fate.TRAINED)])
-    check_recorded(tmp_path / "other", config)
-    record(tmp_path / "mine", [(group(0), Fate.TRAINED)])
-    with pytest.raises(ConfigError, match=r"run.name: .* give the replay another name"):
-        check_recorded(tmp_path / "mine" / ".." / "mine", config)
 
 
 def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
