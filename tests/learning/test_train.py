@@ -28,13 +28,14 @@ OVERRIDES = (
     "evaluation.every=0",
 )
 METRICS = {
-    "accuracy/raw", "reward/mean",
+    "accuracy/raw", "accuracy/perfect_fraction", "reward/mean",
     *(f"response_tokens/{name}" for name in ("mean", "max", "clipped_fraction")),
     *(
         f"groups/{name}"
         for name in (
-            "issued", "trained", "all_correct", "all_wrong", "overlong", "ungraded", "expired",
-            "carried",
+            "issued", "trained", "all_correct", "all_wrong", "overlong", "abstained", "expired",
+            "carried", "carried_mixed", "keep_rate", "interrupted_completions", "age_mean", "age_max",
+            "fresh_token_fraction",
         )
     ),
     *(
@@ -45,7 +46,8 @@ METRICS = {
         )
     ),
     *(f"mismatch/{name}" for name in ("gap_mean", "gap_max", "kl")),
-    *(f"grading/{name}" for name in ("timeout", "crash", "error")),
+    *(f"overlong/{name}" for name in ("penalty_mean", "penalised_fraction", "filtered_fraction")),
+    *(f"grading/{name}" for name in ("unparsed", "timeout", "crash", "memory", "error")),
     *(
         f"time/{name}"
         for name in (
@@ -104,9 +106,9 @@ def test_the_folder_is_complete(straight: Path) -> None:
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert rows[1]["policy/lr"] == 0.0
     for row in rows[1:]:
-        ended = ("trained", "all_correct", "all_wrong", "overlong", "ungraded", "expired")
+        ended = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
         assert row["groups/trained"] == 16
-        assert row["groups/issued"] >= sum(row[f"groups/{fate}"] for fate in ended[1:])
+        assert row["groups/age_mean"] <= 2.0  # rollout.lookahead
     issued = sum(row.get("groups/issued", 0) for row in rows)
     settled = sum(row.get(f"groups/{fate}", 0) for row in rows for fate in ended)
     assert issued == settled + rows[-1]["groups/carried"]
