@@ -241,6 +241,17 @@ def test_nothing_of_this_process_is_inherited(
 
 
 @pytest.mark.parametrize("layers", EACH)
+def test_a_program_has_no_privilege(layers: Sequence[str]) -> None:
+    result = run("print(open('/proc/self/status').read())", layers=layers)
+    fields = dict(line.split() for line in result.output.splitlines() if len(line.split()) == 2)
+    names = ("CapInh:", "CapPrm:", "CapEff:", "CapAmb:", "NoNewPrivs:")
+    assert {name: int(fields[name], 16) for name in names} == {
+        **dict.fromkeys(("CapInh:", "CapPrm:", "CapEff:", "CapAmb:"), 0),
+        "NoNewPrivs:": 1,
+    }
+
+
+@pytest.mark.parametrize("layers", EACH)
 def test_each_run_starts_afresh(layers: Sequence[str]) -> None:
     program = "import builtins; n = getattr(builtins, 'n', 0); builtins.n = n + 1; print(n)"
     with Sandbox(program, layers) as box:

@@ -91,6 +91,12 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "dies_at_import.py").write_text(
         "import os, sys\nif 'worker' in sys.argv[0]: os._exit(3)\ndef grade(r, t, e): return True\n"
     )
+    (tmp_path / "tells_of_import.py").write_text(
+        "import sys, time\nfrom pool_grader import act\n"
+        "if 'worker' in sys.argv[0]:\n"
+        f"    with open({str(tmp_path / 'imports')!r}, 'a') as file:\n"
+        "        print(time.monotonic(), file=file)"
+    )
     (tmp_path / "eats_at_import.py").write_text(
         "import sys\nif 'worker' in sys.argv[0]: bytearray(10**12)\n"
         "def grade(r, t, e): return True\n"
@@ -404,6 +410,15 @@ def test_a_slow_grading_holds_up_no_more_than_its_batch(
             grade_all(pool, ["slow"] * 2, pids)
         results = grade_all(pool, ["slow", *["ok"] * 50], pids)
     assert list(results).index(0) >= 51 - MAX_BATCH
+
+
+def test_a_worker_that_seems_to_hang_has_its_successor_ready(pids: Path) -> None:
+    with GradingPool({"task": "tells_of_import:act"}, 1, timeout_seconds=3.0) as pool:
+        grade_all(pool, ["hang"], pids)
+        killed = time.monotonic()
+        grade_all(pool, ["ok"], pids)
+    first, second = map(float, (pids.parent / "imports").read_text().split())
+    assert first < second < killed
 
 
 def test_submit_refuses_what_cannot_be_graded(make: Callable[..., GradingPool], pids: Path) -> None:

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapo_megatron.config import FileSource
+from dapo_megatron.data.sources import load_source
 from dapo_megatron.rewards import resolve
 from dapo_megatron.rewards.dapo_math import INVALID, grade
-from dapo_megatron.types import ConfigError, Grade
+from dapo_megatron.types import ConfigError, DataError, Grade
 
 LINES = (Path(__file__).parents[1] / "golden" / "grading.jsonl").read_text(encoding="utf-8")
 CASES = [json.loads(line) for line in LINES.splitlines()]
@@ -220,6 +222,52 @@ def test_a_user_function_gets_response_and_truth(user_module: str) -> None:
 def test_a_bad_grader_name_is_refused(user_module: str, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(name)
+
+
+# ------------------------------------------------------------------------ by data_source
+
+
+def rows(folder: Path, *data_sources: str) -> str:
+    lines = [
+        {
+            "data_source": data_source,
+            "prompt": [{"role": "user", "content": "1 + 2 ="}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": "3", "style": "rule"},
+            "extra_info": {"index": 1},
+        }
+        for data_source in data_sources
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return str(folder / "rows.jsonl")
+
+
+class Words:
+    """As much of a tokenizer as loading asks for."""
+
+    chat_template = "there is one"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: bool) -> str:
+        return messages[0]["content"]
+
+    def __call__(self, texts: list[str], **options: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1] for _ in texts]}
+
+
+def test_a_row_without_a_grader_is_refused_when_the_data_is_loaded(tmp_path: Path) -> None:
+    def load(grader: str | dict[str, str]) -> int:
+        path = rows(tmp_path, "math_dapo", "code", "math_dapo")
+        source = FileSource(kind="jsonl", name="mine", path=path, grader=grader)
+        return len(load_source(source, Words(), 10).prompts)  # type: ignore[arg-type]
+
+    assert load("dapo_math") == 3
+    assert load({"math_dapo": "dapo_math", "code": "code"}) == 3
+    with pytest.raises(DataError) as refused:
+        load({"math_dapo": "dapo_math", "math500": "math_verify"})
+    assert str(refused.value) == (
+        f"{tmp_path}/rows.jsonl, line 2, column data_source: source 'mine' has no grader for "
+        "'code'; known: math500, math_dapo"
+    )
 
 
 def test_importing_rewards_is_light() -> None:
