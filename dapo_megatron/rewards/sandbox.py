@@ -26,6 +26,9 @@ from dapo_megatron.types import ConfigError, DapoError
 MEMORY_MIB = 2048
 """Address space of a program, unless this process has less (then as much)."""
 
+END_SECONDS = 5.0
+"""Allowed for an idle sandbox to end by itself, before it is killed."""
+
 SPARE_TASKS = 512
 """Processes and threads that a program may have beyond those that its user has: RLIMIT_NPROC
 counts all of a user's where there is no user namespace."""
@@ -58,6 +61,7 @@ class Sandbox:
     """
 
     def __init__(self, program: str, layers: Sequence[str] = jail.LAYERS) -> None:
+        self._is_busy = False
         self._folder = tempfile.mkdtemp(prefix="program-")
         self._process = subprocess.Popen(
             [sys.executable, "-I", jail.__file__, ",".join(layers), self._folder],
@@ -84,13 +88,23 @@ class Sandbox:
         return Run(**self._ask({"input": stdin, "seconds": seconds}))
 
     def close(self) -> None:
-        """End all of it. Idempotent."""
+        """End all of it, and reap it. Idempotent."""
         if self._process.returncode is not None:
             return
-        jail.kill_descendants(self._process.pid)
-        self._process.kill()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with suppress(BrokenPipeError):
-            self._process.communicate()
+            self._process.stdin.close()
+        try:
+            self._process.wait(0.0 if self._is_busy else END_SECONDS)
+        except subprocess.TimeoutExpired:
+            killed = jail.kill_descendants(self._process.pid)
+            self._process.kill()
+            self._process.wait()
+            for pid in killed:
+                with suppress(ChildProcessError):  # unless this process adopts orphans
+                    os.waitpid(pid, 0)
+        self._process.stdout.close()
         remove(self._folder)
 
     def __enter__(self) -> Self:
@@ -107,6 +121,7 @@ class Sandbox:
     def _ask(self, message: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._is_busy = True
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
@@ -115,6 +130,7 @@ class Sandbox:
         answer = self._process.stdout.readline()
         if not answer.endswith(b"\n"):
             raise SandboxError("the sandbox ended without an answer")
+        self._is_busy = False
         return json.loads(answer)
 
 

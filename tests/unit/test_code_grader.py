@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Sequence
@@ -286,11 +288,31 @@ def test_closing_in_the_middle_leaves_nothing(layers: Sequence[str]) -> None:
     assert process.stdin is not None
     process.stdin.write(b'{"input": "", "seconds": 1000}\n')
     process.stdin.flush()
+    box._is_busy = True
     time.sleep(0.3)
     box.close()
     box.close()
     assert not folder.exists()
     assert processes_with(str(folder)) == []
+
+
+@pytest.mark.parametrize("layers", EACH)
+def test_no_zombie_stays_with_a_parent_that_adopts_orphans(layers: Sequence[str]) -> None:
+    # As in a worker, in a process of its own: this one is not to adopt anything.
+    code = f"""
+        import os
+        from dapo_megatron.rewards.jail import adopt_orphans
+        from dapo_megatron.rewards.sandbox import Sandbox
+        adopt_orphans()
+        for is_busy in (False, True):
+            with Sandbox("print(1)", {layers!r}) as box:
+                assert box.run("", 5.0).output == "1\\n"
+                box._is_busy = is_busy
+        try: os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError: pass
+        else: raise SystemExit("a child is left")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 @pytest.mark.parametrize("layers", NO_PROCESSES)
