@@ -36,6 +36,7 @@ def save(
     """Write `rank_<N>.safetensors`; `places` are those of the rank's model chunks, by which the
     bridge's stores find HF tensors in it."""
     tensors = {f"model/{name}": value for name, value in params.items()}
+    _init_optimizer_state(optimizer)  # before the first step there is none
     tensors.update(_optimizer_tensors(optimizer, params))
     tensors["rng/cpu"] = torch.get_rng_state()
     if has_cuda():

@@ -35,3 +35,18 @@ def processes_with(mark: str) -> list[str]:
         if mark.encode() in command + environment:
             found.append(command.replace(b"\0", b" ").decode())
     return found
+
+
+def broken(response: str, truth: str, extra: object) -> bool:
+    """Raises at every call."""
+    raise LookupError("no such table")
+
+
+def never(response: str, truth: str, extra: object) -> bool:
+    """Nothing is right."""
+    return False
+
+
+def near(response: str, truth: str, extra: object) -> bool:
+    """Right by the parity of the answer's length: mixed groups from any model."""
+    return sum(map(ord, response)) % 2 == 0

@@ -1,0 +1,89 @@
+"""A run that cannot go on says which data set and what to change, and leaves a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.configs import REPOSITORY, TINY
+
+OVERRIDES = (
+    "run.processes=1",
+    "policy.tensor_parallel=1",
+    "train.rollout_steps=2",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_prompts_per_step=12",
+    "rollout.on_policy=false",
+    "train.updates_per_step=2",
+    "evaluation.sets=[]",
+    "tracking.mlflow=false",
+)
+
+
+def train(directory: Path, rows: Path, grader: str, *more: str) -> subprocess.CompletedProcess[str]:
+    source = f"data.train=[{{kind: jsonl, name: sums, path: {rows}, grader: '{grader}'}}]"
+    return subprocess.run(
+        [sys.executable, "-m", "dapo_megatron", "train", str(TINY), *OVERRIDES, source,
+         f"run.directory={directory}", *more],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Sums that the tiny model gets right about half of the time."""
+    path = tmp_path / "sums.jsonl"
+    lines = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"State the final answer to the following "
+                        f"arithmetic problem: {a} + {b} ="}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": str(a + b), "style": "rule"},
+            "extra_info": {"index": a},
+        }
+        for a, b in ((10 + n, 73 - n) for n in range(60))
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_grader_that_always_raises_is_named_and_the_run_goes_on_with_another(
+    tmp_path: Path, rows: Path
+) -> None:
+    done = train(tmp_path, rows, "tests.helpers.graders:broken")
+    assert done.returncode != 0
+    assert "data set 'sums': its grader failed on every completion of" in done.stdout
+    assert "no such table" in done.stdout  # what the grader said
+    assert "Saved after step 0: resume=auto" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    folder = tmp_path / "tiny_cpu"
+    state = json.loads((folder / "checkpoints" / "step_000000" / "state.json").read_text())
+    ledger = state["coordinator"]["ledger"]
+    assert ledger["next_ticket"] == sum(ledger["totals"].values()) + len(ledger["open"])
+
+    done = train(tmp_path, rows, "tests.helpers.graders:near", "resume=auto")
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = [
+        json.loads(line)["ticket"]
+        for step in sorted((folder / "samples").iterdir())
+        for line in step.read_text().splitlines()
+    ]
+    assert len(seen) == len(set(seen))
+    assert min(seen) == 0  # what abstained before is told of, too
+
+
+def test_a_keep_rate_of_zero_is_named_at_the_bound(tmp_path: Path, rows: Path) -> None:
+    done = train(tmp_path, rows, "tests.helpers.graders:never")
+    assert done.returncode != 0
+    assert "0 of 4 mixed groups after 12 prompts (rollout.max_prompts_per_step)" in done.stdout
+    assert "sums: 12 all_wrong" in done.stdout
+    assert "change data.train or its grader" in done.stdout
+    assert (tmp_path / "tiny_cpu" / "checkpoints" / "step_000000" / "state.json").exists()
