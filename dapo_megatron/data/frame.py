@@ -1,6 +1,6 @@
 """The instructions that all prompts of a set share, taken off before problems are compared.
 
-DAPO-Math-17k wraps every problem in the same 43 words. With them, two short problems that have
+DAPO-Math-17k wraps every problem in the same 42 words. With them, two short problems that have
 nothing in common would look alike.
 """
 

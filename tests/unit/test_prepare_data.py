@@ -320,11 +320,19 @@ def test_the_same_command_makes_the_same_bytes(small: Path, tmp_path: Path) -> N
     assert [file.read_bytes() for file in files] == first
 
 
-def test_roles_are_part_of_a_prompt(tmp_path: Path) -> None:
-    row = made.row("1 + 1", "2", "a")
-    system = {**row, "prompt": [{"content": "Be brief.", "role": "system"}, *row["prompt"]]}
-    output, found = prepared(tmp_path, [row, system, row])
-    assert found["prompts"]["distinct"] == 2 == len(parquet.read_table(output))
+def test_roles_and_borders_are_part_of_a_prompt(tmp_path: Path) -> None:
+    talks = [
+        [("user", "ab"), ("user", "c")],
+        [("user", "a"), ("user", "bc")],
+        [("system", "ab"), ("user", "c")],
+        [("user", "abc")],
+    ]
+    rows = [
+        {**made.row("", "1", "x"), "prompt": [{"content": c, "role": r} for r, c in talk]}
+        for talk in talks
+    ]
+    output, found = prepared(tmp_path, [*rows, *rows], near_duplicates="off")
+    assert found["prompts"]["distinct"] == 4 == len(parquet.read_table(output))
 
 
 def test_several_inputs_are_one_set(tmp_path: Path) -> None:
@@ -423,7 +431,7 @@ def test_an_evaluation_set_in_another_frame_is_still_found(tmp_path: Path) -> No
 
 
 def test_the_frame_is_no_part_of_the_problem(tmp_path: Path) -> None:
-    # With the frame these are alike: 43 shared words against 3 that differ.
+    # With the frame these are alike: 42 shared words against 3 that differ.
     short = [made.row(text, "1", text) for text in ("Find 6 + 7.", "Solve x = 2.", "Is 7 prime?")]
     _, found = prepared(tmp_path, short, near_duplicates="drop")
     assert found["rows"]["out"] == 3
