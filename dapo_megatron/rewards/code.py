@@ -53,7 +53,7 @@ def last_program(response: str) -> str | None:
     """
     program = None
     language, lines = "", None
-    for line in response.splitlines():
+    for line in response.split("\n"):
         stripped = line.strip()
         if not stripped.startswith(_FENCE):
             if lines is not None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.rewards import jail, sandbox
+from dapo_megatron.rewards import jail, pool, sandbox
 from dapo_megatron.rewards.code import Case, grade, last_program, read_tests
 from dapo_megatron.rewards.sandbox import Run, Sandbox
 from dapo_megatron.types import ConfigError, Grade
@@ -50,6 +50,7 @@ def run(
         ("```python\na\n```\n```cpp\nb\n```", "a\n"),
         ("```python\na\n```\n```python\nnot closed", "a\n"),
         ("```python\n```", "\n"),
+        ("```python\r\na\f\u2028b\r\n```", "a\f\u2028b\r\n"),
         ("in ``` a line ``` of text", None),
         ("    ```python\n    a\n    ```", "    a\n"),
     ],
@@ -381,6 +382,18 @@ def test_without_any_limit_on_processes_nothing_runs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert sandbox.lacking() == {"seccomp": "for a test"}
     sandbox.lacking.cache_clear()
+
+
+def test_what_the_sandbox_lacks_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "lacking", lambda: {"read-only files": "an old kernel"})
+    with pool.GradingPool({"a": "code", "b": "code"}, workers=2, timeout_seconds=9.0):
+        pass
+    with pool.GradingPool({"a": "dapo_math"}, workers=1, timeout_seconds=9.0):
+        pass
+    (record,) = caplog.records
+    assert "its sandbox lacks read-only files here (an old kernel)" in record.getMessage()
 
 
 def test_a_limit_that_cannot_be_set_stops_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

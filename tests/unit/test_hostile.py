@@ -25,10 +25,8 @@ from tests.helpers.graders import processes_with
 
 WORKERS = 2
 TIMEOUT_SECONDS = 1.5
-START_SECONDS = 4.0
-"""Allowed for a worker's start on a busy machine (1.3 s of CPU time; its libraries are heavy)."""
-COST_SECONDS = 0.4
-"""Allowed for a grading that does not hang, likewise (0.05 s of CPU time in a sandbox)."""
+SLACK = 2.0
+"""The bound of the whole is this many times the sum of its parts, as measured just before."""
 
 PLACES = ["/tmp", "/dev/shm", "/var/tmp", str(Path.home()), str(Path.cwd())]
 """Where programs try to leave a file."""
@@ -119,6 +117,11 @@ class Attack:
     is_endless: bool = False
 
 
+HARMLESS = Attack(
+    "code", "```python\nprint(int(input()))\n```", '{"inputs": ["1"], "outputs": ["1"]}', {}
+)
+
+
 def attacks(count: int, token: str) -> list[Attack]:
     """`count` of them, all kinds alike, in an order that mixes them."""
     choice = random.Random(5)
@@ -194,10 +197,12 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     token = f"hostile-{os.getpid()}-{tmp_path.name}"
     made = attacks(count, token)
     graders = {name: name for name in ("dapo_math", "math_verify", "reasoning_gym", "code")}
+    started = time.monotonic()
     with GradingPool(graders, WORKERS, TIMEOUT_SECONDS) as pool:
-        pool.submit("first", "dapo_math", "", "", {})
-        pool.collect(wait=True)  # a worker has started
-        started = time.monotonic()
+        grade_all(pool, [HARMLESS])
+        start_seconds, started = time.monotonic() - started, time.monotonic()
+        grade_all(pool, [HARMLESS] * 20 * WORKERS)
+        cost_seconds, started = (time.monotonic() - started) / 20, time.monotonic()
         grades, calls = grade_all(pool, made)
         seconds = time.monotonic() - started
         counts = pool.counts
@@ -205,19 +210,28 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     lost = abstained["timeout"] + abstained["crash"] + abstained["memory"]
     endless = sum(attack.is_endless for attack in made)
     hung = abstained["timeout"] * TIMEOUT_SECONDS + endless * SHARE_OF_LIMIT * TIMEOUT_SECONDS
-    figures = {"seconds": round(seconds, 1), "endless": endless, "hung seconds": round(hung, 1)}
+    bound = (hung + start_seconds * (WORKERS + lost) + cost_seconds * count) / WORKERS
+    figures = {
+        "seconds": round(seconds, 1),
+        "bound": round(bound, 1),
+        "hung seconds": round(hung, 1),
+        "endless programs": endless,
+        "worker start": round(start_seconds, 2),
+        "sandbox": round(cost_seconds, 3),
+    }
     with capsys.disabled():
         print(f"\n{count} hostile completions: {figures | calls.worst()}\n{counts}")
 
     assert sorted(grades) == list(range(count))
+    programs = sum(attack.source == "code" for attack in made)
+    benign = 1 + 20 * WORKERS
     # The reference grader reads 300 characters. A program cannot make its group abstain, but for a
     # machine so busy that a sandbox does not start in time.
-    assert counts["dapo_math"]["graded"] == 1 + sum(a.source == "dapo_math" for a in made)
-    programs = sum(attack.source == "code" for attack in made)
-    assert counts["code"]["graded"] + counts["code"]["timeout"] == programs
-    assert counts["code"]["timeout"] < 0.1 * programs
+    assert counts["dapo_math"]["graded"] == sum(a.source == "dapo_math" for a in made)
+    assert counts["code"]["graded"] + counts["code"]["timeout"] == programs + benign
+    assert counts["code"]["timeout"] < 0.2 * programs
     assert abstained["timeout"] > 0
-    assert seconds < (hung + START_SECONDS * (WORKERS + lost) + COST_SECONDS * count) / WORKERS
+    assert seconds < SLACK * bound
     worst = calls.worst()
     assert worst["submit 99%"] < 20
     assert worst["collect 99%"] < 20
