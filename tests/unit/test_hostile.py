@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -123,22 +124,25 @@ HARMLESS = Attack(
 
 
 def attacks(count: int, token: str) -> list[Attack]:
-    """`count` of them, all kinds alike, in an order that mixes them."""
+    """`count` of them, every kind in turn, in an order that mixes them."""
     choice = random.Random(5)
+    long, math, towers, endless, programs = map(
+        cycle, (LONG, MATH, TOWERS, ENDLESS_PROGRAMS, PROGRAMS)
+    )
     header = f"PLACES, TOKEN = {[*PLACES, '.']!r}, {'/' + token!r}\n"
     tests = json.dumps({"inputs": ["1\n"], "outputs": ["never written"]})
 
     def one(kind: int) -> Attack:
         n = choice.randint(2, 9)
         if kind < 4:
-            response = choice.choice(LONG)(100 * n)
-            return Attack(("dapo_math", "math_verify")[kind % 2], response, "7", {})
+            grader = ("dapo_math", "math_verify")[choice.randint(0, 1)]
+            return Attack(grader, next(long)(100 * n), "7", {})
         if kind < 5:
-            return Attack("math_verify", choice.choice(MATH).format(n=n), "7", {})
+            return Attack("math_verify", next(math).format(n=n), "7", {})
         if kind < 6:
-            return Attack("reasoning_gym", choice.choice(TOWERS).format(n=n), "", COUNTDOWN)
+            return Attack("reasoning_gym", next(towers).format(n=n), "", COUNTDOWN)
         is_endless = kind < 7
-        program = choice.choice(ENDLESS_PROGRAMS if is_endless else PROGRAMS)
+        program = next(endless if is_endless else programs)
         return Attack("code", f"```python\n{header}{program}\n```", tests, {}, is_endless)
 
     made = [one(number % 20) for number in range(count)]
