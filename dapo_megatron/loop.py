@@ -13,7 +13,7 @@ from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.algo.mismatch import GapStatistics, gap_statistics
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import assemble, first_groups, fresh_mask, split
+from dapo_megatron.data.batch import assemble, fresh_mask, split
 from dapo_megatron.protocols import Policy, RolloutEngine
 from dapo_megatron.rollout import metrics as figures
 from dapo_megatron.rollout.coordinator import Collected
@@ -141,13 +141,11 @@ def train_step(
         # Policy and engine take turns in the accelerator's memory.
         parts.engine.sleep()
         parts.policy.onload()
-    groups = collected.train + collected.fresh
-    measured = assemble(groups, overlong=config.overlong, eps=config.loss.advantage_eps)
+    batch = assemble(collected.train, overlong=config.overlong, eps=config.loss.advantage_eps)
     with clock("logprobs"):
-        old = parts.policy.logprobs(measured).logprobs
-    measured = dataclasses.replace(measured, old_logprobs=old)
-    gap = check_gap(config, measured, groups, version=step - 1)
-    batch = first_groups(measured, len(collected.train))
+        old = parts.policy.logprobs(batch).logprobs
+    batch = dataclasses.replace(batch, old_logprobs=old)
+    gap = check_gap(config, batch, collected.train, version=step - 1)
     with clock("update"):
         stats = update(config, parts.policy, batch, step)
     with clock("sync"):

@@ -134,7 +134,6 @@ class WholeRounds:
             train=train,
             ended=ended,
             decided=[],
-            fresh=[],
             version=version,
             counts={"issued": issued},
             outcomes=Counter(),

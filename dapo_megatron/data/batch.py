@@ -93,12 +93,6 @@ def fresh_mask(groups: Sequence[Group], *, version: int, overlong: OverlongConfi
     return _flat(rows, torch.bool)
 
 
-def first_groups(batch: TokenBatch, num_groups: int) -> TokenBatch:
-    """The sequences of the first `num_groups` groups of `batch`."""
-    _, counts = torch.unique_consecutive(batch.group_ids, return_counts=True)
-    return _slice(batch, 0, int(counts[:num_groups].sum()))
-
-
 def split(batch: TokenBatch, num_updates: int, aggregation: Aggregation) -> list[TokenBatch]:
     """The mini-batches of a step: runs of sequences whose numbers differ by at most one.
 

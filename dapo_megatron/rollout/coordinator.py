@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 BOUND = 30
 """Default of rollout.max_prompts_per_step, in units of prompts_per_step."""
-FRESH_GROUPS = 8
-"""Groups with tokens of the current weights on which engine and policy are compared, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +45,6 @@ class Collected:
     decided: list[Group]
     """Groups whose last grade came in this step, whatever it said: what the policy does, before
     any filtering."""
-    fresh: list[Group]
-    """Carried groups with tokens of the current weights, some to compare engine and policy on."""
     version: int
     counts: dict[str, int]
     """The ledger's books of this step."""
@@ -273,7 +269,6 @@ class Coordinator:
             train=train,
             ended=sorted(ended, key=lambda item: item[0].ticket),
             decided=step.decided,
-            fresh=self._fresh(step.version),
             version=step.version,
             counts=self.ledger.close_step(),
             outcomes=step.outcomes,
@@ -302,16 +297,6 @@ class Coordinator:
         self._fates.setdefault(group.prompt.source, Counter())[fate.value] += 1
         self._ended.append((group.group(), fate))
         del self.groups[group.ticket]
-
-    def _fresh(self, version: int) -> list[Group]:
-        """Carried groups whose last token is of `version`: their weights will be gone later."""
-        fresh = [
-            group.group()
-            for group in self.groups.values()
-            if group.is_mixed
-            and any(c.segments[-1].version == version for c in group.completions.values())
-        ]
-        return fresh[:FRESH_GROUPS]
 
     def _num_mixed(self) -> int:
         return sum(group.is_mixed for group in self.groups.values())

@@ -42,7 +42,6 @@ class Replay:
             train=train,
             ended=ended,
             decided=decided,
-            fresh=[],
             version=version,
             counts={"issued": 0, **{fate.value: fates[fate.value] for fate in Fate}},
             outcomes=Counter(),

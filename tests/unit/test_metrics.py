@@ -58,7 +58,6 @@ def collected() -> Collected:
         train=[MIXED],
         ended=[(MIXED, Fate.TRAINED), (RIGHT, Fate.ALL_CORRECT), (UNGRADED, Fate.ABSTAINED)],
         decided=[MIXED, RIGHT, UNGRADED],
-        fresh=[],
         version=5,
         counts={"issued": 4, "trained": 1, "carried": 1},
         outcomes=Counter({("sums", "graded"): 4, ("sums", "timeout"): 1, ("sums", "unparsed"): 1}),

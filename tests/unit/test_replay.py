@@ -63,7 +63,6 @@ def test_a_step_trains_on_what_was_trained_in_it(tmp_path: Path) -> None:
     assert one.train == [group(1), group(4)]
     assert one.ended == first
     assert [each.ticket for each in one.decided] == [0, 1, 2, 4]
-    assert one.fresh == []
     assert (one.version, one.counts["trained"], one.counts["expired"]) == (0, 2, 1)
     assert seen == [2]
     assert replay.collect(1, seen.append).train == [group(3, step=2)]
