@@ -1,6 +1,6 @@
 """A run's folder: what is where, checkpoints that appear whole or not at all, resuming.
 
-runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  checkpoints/  logs/
+runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  data/  checkpoints/  logs/
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.samples = path / "samples"
+        self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.mlflow_run = path / "mlflow_run.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.config import Config
+from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config_file import dump_config
+from dapo_megatron.data.report import report_of
 from dapo_megatron.layout import describe
 from dapo_megatron.run_folder import RunFolder, read_state, write_json
 from dapo_megatron.types import DapoError
@@ -98,6 +100,7 @@ def _train(session: Session) -> None:
         prompts = build.load_prompts(config)
         for note in prompts.notes:
             recorder.note(f"  {note}")
+        _keep_reports(session, recorder)
         core = build.build_core(config, ranks)
         stack.callback(core.close)
         parts = build.build_parts(config, ranks, core, prompts, folder, recorder)
@@ -129,6 +132,18 @@ def _open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
         )
 
     return together(session.ranks, make, tell=False) or SilentRecorder()
+
+
+def _keep_reports(session: Session, recorder: RunRecorder | SilentRecorder) -> None:
+    """What tools/prepare_data.py told of the run's data files goes with the run."""
+    if session.ranks.rank:
+        return
+    for source in (*session.config.data.train, *session.config.evaluation.sets):
+        if isinstance(source, FileSource) and (report := report_of(source.path)):
+            session.folder.data.mkdir(exist_ok=True)
+            kept = session.folder.data / f"{source.name}.report.json"
+            shutil.copyfile(report, kept)
+            recorder.keep(kept)
 
 
 @contextmanager
