@@ -19,7 +19,6 @@ from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config_file import dump_config
-from dapo_megatron.data.report import report_of
 from dapo_megatron.layout import describe
 from dapo_megatron.run_folder import RunFolder, read_state, write_json
 from dapo_megatron.types import DapoError
@@ -136,6 +135,8 @@ def _open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
 
 def _keep_reports(session: Session, recorder: RunRecorder | SilentRecorder) -> None:
     """What tools/prepare_data.py told of the run's data files goes with the run."""
+    from dapo_megatron.data.report import report_of
+
     if session.ranks.rank:
         return
     for source in (*session.config.data.train, *session.config.evaluation.sets):
