@@ -45,9 +45,9 @@ class Setting:
     """Steps left out of ages and lengths: the first ones have nothing carried."""
     batch_prompts: int = 1_536
     """Of the first two policies."""
-    lookahead: float = 2.0
-    max_overtake: int = 8
-    max_age: int = 16
+    lookahead: float = RolloutConfig.model_fields["lookahead"].default
+    max_overtake: int = RolloutConfig.model_fields["max_overtake"].default
+    max_age: int = RolloutConfig.model_fields["max_age"].default
 
 
 @dataclass

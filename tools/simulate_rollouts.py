@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -95,8 +96,12 @@ def measure_all(cases: Sequence[Case], jobs: int) -> list[Figures]:
     """The figures of each case, by so many processes."""
     if jobs == 1:
         return [measure(case) for case in cases]
+    found = []
     with multiprocessing.Pool(jobs) as pool:
-        return pool.map(measure, cases, chunksize=1)
+        for case, figures in zip(cases, pool.imap(measure, cases)):
+            print(f"{case.name}, {case.policy}: done", file=sys.stderr, flush=True)
+            found.append(figures)
+    return found
 
 
 # ---------------------------------------------------------------------------- what is shown

@@ -40,20 +40,6 @@ class EngineModel:
     the engine does nothing else meanwhile. None: at no cost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A sequence in its slot: the request, its length in the end, the work at which it has it."""
-
-    request: SampleRequest
-    length: int
-    ends_at: float
-
-    def num_tokens(self, work: float) -> int:
-        """Whole tokens at `work`, those it came with included; at least one is still to come."""
-        done = self.length - math.ceil(self.ends_at - work - ROUNDING)
-        return min(max(done, so_far(self.request)), self.length - 1)
-
-
 def so_far(request: SampleRequest) -> int:
     """Tokens of the response that the request comes with."""
     return 0 if request.so_far is None else len(request.so_far.tokens)
@@ -66,14 +52,17 @@ class VirtualEngine:
         self.model = model
         self.time = 0.0
         self._work = 0.0
-        self._running: list[tuple[float, int, Running]] = []  # a heap; serials break ties
+        # A heap of (work at its end, serial to break ties, request, its length in the end).
+        self._running: list[tuple[float, int, SampleRequest, int]] = []
         self._queue: deque[tuple[SampleRequest, int]] = deque()
         self._serial = 0
 
     @property
     def rate(self) -> float:
         """Tokens/s of each running sequence now."""
-        return min(self.model.per_sequence, self.model.capacity / max(1, len(self._running)))
+        model, num = self.model, len(self._running)
+        knee = model.capacity / model.per_sequence
+        return model.per_sequence if num <= knee else model.capacity / num
 
     def submit(self, request: SampleRequest, length: int) -> None:
         """Queue a request whose response will have `length` tokens, more than it has so far."""
@@ -90,9 +79,9 @@ class VirtualEngine:
         """What ended up to then, with its length. Slots are filled from the queue at once."""
         ended = []
         while (end := self.next_end()) <= time:
-            self._work, self.time = self._running[0][0], end
-            running = heapq.heappop(self._running)[2]
-            ended.append((running.request, running.length))
+            self._work, _, request, length = heapq.heappop(self._running)
+            self.time = end
+            ended.append((request, length))
             self._admit()
         if time > self.time:  # reading prompts may have taken longer
             self._work += (time - self.time) * self.rate
@@ -102,8 +91,10 @@ class VirtualEngine:
     def interrupt(self) -> list[tuple[SampleRequest, int]]:
         """Drop everything; all requests, running or queued, and the tokens that each has."""
         dropped = []
-        for _, _, running in self._running:
-            dropped.append((running.request, running.num_tokens(self._work)))
+        for ends_at, _, request, length in self._running:
+            # Whole tokens; at least one is still to come.
+            done = length - math.ceil(ends_at - self._work - ROUNDING)
+            dropped.append((request, min(max(done, so_far(request)), length - 1)))
         dropped += [(request, so_far(request)) for request, _ in self._queue]
         self._running.clear()
         self._queue.clear()
@@ -113,11 +104,9 @@ class VirtualEngine:
         while self._queue and len(self._running) < self.model.max_sequences:
             request, length = self._queue.popleft()
             had = so_far(request)
-            ends_at = self._work + length - had
             self._serial += 1
-            heapq.heappush(
-                self._running, (ends_at, self._serial, Running(request, length, ends_at))
-            )
+            place = (self._work + length - had, self._serial, request, length)
+            heapq.heappush(self._running, place)
             if self.model.prefill is not None:
                 self.time += (len(request.tokens) + had) / self.model.prefill
 
