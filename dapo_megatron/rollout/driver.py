@@ -23,7 +23,6 @@ EXCHANGE_SHARE = 0.05
 """Share of the time that exchanges may take; they are made as often as that allows, ..."""
 MIN_SECONDS, MAX_SECONDS = 0.02, 2.0
 """... but neither more nor less often than this."""
-MAX_STEPS = 1000
 
 
 class Grading(Protocol):
@@ -135,6 +134,7 @@ class EngineDriver:
         self._grades: defaultdict[str, list[tuple[int, int, Grade | None, str]]] = defaultdict(list)
         self._num_steps = STEPS if deterministic else 1
         self._period = MIN_SECONDS
+        self._step_seconds = MIN_SECONDS  # until the first one is measured
         self._exchange_seconds = 0.0
 
     @property
@@ -155,9 +155,8 @@ class EngineDriver:
         for ticket, prompt, completion in grade:
             if ticket % self.num_replicas == self._engine.replica:
                 self._grade(use, ticket, prompt, completion)
-        sampled, step_seconds = self._run(use)
-        graded = self._graded(use)
-        told = self._tell(sampled, graded, step_seconds)
+        sampled = self._run(use)
+        told = self._tell(sampled, self._graded(use))
         return News(
             sampled=[item for part in told for item in part.sampled],
             graded=[item for part in told for item in part.graded],
@@ -172,8 +171,8 @@ class EngineDriver:
             (item for part in parts for item in part), key=lambda item: (item[0], item[1].sample)
         )
 
-    def _run(self, use: str) -> tuple[list[tuple[int, Completion]], float]:
-        """What finished in some engine steps, and the seconds of one."""
+    def _run(self, use: str) -> list[tuple[int, Completion]]:
+        """What finished in some engine steps."""
         sampled: list[tuple[int, Completion]] = []
         begun, steps = time.perf_counter(), 0
         while steps < self._num_steps and self._engine.has_work():
@@ -182,7 +181,9 @@ class EngineDriver:
                 prompt = self._prompts.pop((ticket, completion.sample))
                 self._grade(use, ticket, prompt, completion)
             steps += 1
-        return sampled, (time.perf_counter() - begun) / max(steps, 1)
+        if steps:  # an idle engine's pace is the one it had
+            self._step_seconds = (time.perf_counter() - begun) / steps
+        return sampled
 
     def _grade(self, use: str, ticket: int, prompt: Prompt, completion: Completion) -> None:
         if self._grading is not None:
@@ -221,7 +222,6 @@ class EngineDriver:
         self,
         sampled: list[tuple[int, Completion]],
         graded: list[tuple[int, int, Grade | None, str]],
-        step_seconds: float,
     ) -> list[_Told]:
         """Exchange, and set the pace up to the next time."""
         leads = self._engine.is_leader
@@ -229,7 +229,7 @@ class EngineDriver:
             self._engine.replica,
             sampled if leads else [],
             graded if leads else [],
-            step_seconds,
+            self._step_seconds,
             self._exchange_seconds,
         )
         begun = time.perf_counter()
@@ -241,5 +241,5 @@ class EngineDriver:
             self._period = min(max(cost / EXCHANGE_SHARE, MIN_SECONDS), MAX_SECONDS)
             # As the first rank of the replica says: all of them must make as many steps.
             pace = next(p.step_seconds for p in told if p.replica == self._engine.replica)
-            self._num_steps = min(max(round(self._period / max(pace, 1e-6)), 1), MAX_STEPS)
+            self._num_steps = max(round(self._period / pace), 1)
         return told

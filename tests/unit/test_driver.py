@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.dispatch import Sampling, sample_all, sample_seed
-from dapo_megatron.rollout.driver import EngineDriver
+from dapo_megatron.rollout.driver import MIN_SECONDS, EngineDriver
 from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment
 from tests.helpers.ranks import run_ranks
 
@@ -57,8 +59,6 @@ def prompts() -> list[tuple[int, Prompt]]:
 
 
 def roll_out(rank: int, deterministic: bool) -> Any:
-    from dapo_megatron.cluster.ranks import Ranks
-
     engine = CannedEngine(rank)
     grader = {"sums": "tests.helpers.graders:moody"}
     seen: list[int] = []
@@ -119,3 +119,24 @@ def test_seeds_depend_on_ticket_sample_use_and_tokens_so_far_alone() -> None:
     assert len(seeds) == 600
     assert all(0 <= seed < 2**62 for seed in seeds)
     assert sample_seed("0/train", 3, 1) == sample_seed("0/train", 3, 1)
+
+
+def test_an_engine_that_was_idle_does_not_run_on_without_news() -> None:
+    class Alone(CannedEngine):
+        num_replicas = 1
+        max_sequences = 1000
+        num_steps = 0
+
+        def step(self) -> list[tuple[int, Completion]]:
+            self.num_steps += 1
+            time.sleep(0.005)
+            return super().step()
+
+    engine = Alone(0)
+    driver = EngineDriver(engine, None, Ranks(0, 1, 0), deterministic=False)  # type: ignore[arg-type]
+    for _ in range(5):
+        driver.advance([[]])
+    prompt = Prompt("sums", 5, (1, 2), "3+4", "7")
+    many = Sampling(400, 8, 1.0, 1.0, "seed")
+    driver.advance([[many.order(5, prompt, sample) for sample in range(400)]])
+    assert engine.num_steps * 0.005 < 20 * MIN_SECONDS  # of 200 steps that it could make
