@@ -382,7 +382,11 @@ def test_workers_die_with_a_parent_that_was_killed(pids: Path, behaviour: str) -
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    parent = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60)
+    parent = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"TMPDIR": str(pids.parent)},  # nobody is left to remove its folders
+        timeout=60,
+    )
     assert parent.returncode == -signal.SIGKILL
     wait_until_dead(noted(pids))
 
