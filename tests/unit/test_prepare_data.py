@@ -135,6 +135,16 @@ def test_near_duplicates_are_dropped_if_asked_and_the_first_stays(
         assert number == sorted(number)
 
 
+def test_reporting_counts_what_dropping_drops(tmp_path: Path) -> None:
+    # The second is like the first, the third like the second alone: one is dropped, two are left.
+    text = long_problem()
+    chain = [made.row(text[cut : cut + 200], "1", str(cut)) for cut in (0, 15, 30)]
+    _, reported = prepared(tmp_path, chain, "reported", near_duplicates="report")
+    _, without = prepared(tmp_path, chain, "without", near_duplicates="drop")
+    assert without["rows"]["dropped"]["near_duplicate"] == 1
+    assert reported["rows"]["kept"] == {"near_duplicate": 1}
+
+
 def test_types_and_order_stay(small: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.parquet"
     run(small, "--output", output, *OFF)
