@@ -165,25 +165,18 @@ _COLUMNS = (
     ("reward", "reward/mean", "+.3f"),
     ("tokens", "response_tokens/mean", ".1f"),
     ("entropy", "policy/entropy", ".3f"),
-    ("keep", "keep", ".2f"),
+    ("keep", "groups/keep_rate", ".2f"),
+    ("age", "groups/age_mean", ".1f"),
     ("gap", "mismatch/gap_max", ".1e"),
     ("grad", "policy/grad_norm", ".3f"),
 )
-"""(label, metric, format) of a step's line; `keep` is made here."""
+"""(label, metric, format) of a step's line."""
 
 
 def _step_line(step: int, num_steps: int, metrics: Mapping[str, float], eta: float) -> str:
-    values = {"keep": _keep_rate(metrics), **metrics}
-    cells = [f"{label} {_number(values.get(name), form)}" for label, name, form in _COLUMNS]
+    cells = [f"{label} {_number(metrics.get(name), form)}" for label, name, form in _COLUMNS]
     counter = f"step {step:>{len(str(num_steps))}}/{num_steps}"
     return "  ".join([counter, *cells, f"{metrics['time/step']:.1f} s", f"left {_clock(eta)}"])
-
-
-def _keep_rate(metrics: Mapping[str, float]) -> float | None:
-    """Share of the judged groups that were mixed."""
-    issued = metrics.get("groups/issued", 0)
-    useless = metrics.get("groups/all_correct", 0) + metrics.get("groups/all_wrong", 0)
-    return 1 - useless / issued if issued else None
 
 
 def evaluation_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:

@@ -49,9 +49,8 @@ METRICS = {
     "response_tokens/mean": 4.2,
     "policy/entropy": 0.5,
     "policy/grad_norm": 0.8,
-    "groups/issued": 80,
-    "groups/all_correct": 10,
-    "groups/all_wrong": 6,
+    "groups/keep_rate": 0.8,
+    "groups/age_mean": 1.53,
     "mismatch/gap_max": 1.2e-6,
     "time/step": 5.0,
     "eval/chain_sum/avg@4": 0.31,
@@ -533,7 +532,7 @@ def test_a_step_is_one_plain_line() -> None:
     text = shown(lambda console: console.log(2, METRICS))
     line, evaluation = text.splitlines()
     assert line == (
-        "step  2/20  accuracy 0.410  reward -0.120  tokens 4.2  entropy 0.500  keep 0.80  "
+        "step  2/20  accuracy 0.410  reward -0.120  tokens 4.2  entropy 0.500  keep 0.80  age 1.5  "
         "gap 1.2e-06  grad 0.800  5.0 s  left 1:30"
     )
     assert evaluation == "  eval chain_sum  avg@4 0.310"
