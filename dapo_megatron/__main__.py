@@ -52,14 +52,27 @@ class Precision(StrEnum):
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, overlay: Overlays = None) -> None:
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    overlay: Overlays = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="Train on the rollouts that this run recorded, without an engine.",
+        ),
+    ] = None,
+) -> None:
     """Train. Outside a launcher, starts its own ranks; under torchrun, joins."""
-    checked = _load(config, overrides, overlay)
+    checked = _load(config, overrides, overlay, has_engine=replay is None)
+    if replay is not None:
+        _check_recorded(replay, checked)
     _on_ranks(checked)
     from dapo_megatron import session
 
     with _told():
-        session.train(checked)
+        session.train(checked, replay)
 
 
 @app.command()
@@ -148,9 +161,15 @@ def sync(
         proof.sync(checked, json_file)
 
 
-def _load(path: Path, overrides: list[str] | None, overlays: list[Path] | None) -> Config:
+def _load(
+    path: Path,
+    overrides: list[str] | None,
+    overlays: list[Path] | None,
+    *,
+    has_engine: bool = True,
+) -> Config:
     config = load_config(path, overrides or [], overlays or [])
-    check_layout(config, num_processes(config))
+    check_layout(config, num_processes(config), has_engine=has_engine)
     for key, sources in (
         ("data.train", config.data.train),
         ("evaluation.sets", config.evaluation.sets),
@@ -162,6 +181,19 @@ def _load(path: Path, overrides: list[str] | None, overlays: list[Path] | None) 
             except ConfigError as error:
                 raise ConfigError(f"{key}.{number}.grader: {error}") from None
     return config
+
+
+def _check_recorded(run_folder: Path, config: Config) -> None:
+    """Refuse to replay a folder without rollouts, or the one that the replay itself would take."""
+    if run_folder.resolve() == config.folder.resolve():
+        raise ConfigError(
+            f"run.name: {config.folder} is the run to be replayed; give the replay another name"
+        )
+    if not any((run_folder / "samples").glob("step_*.jsonl")):
+        raise ConfigError(
+            f"--replay: {run_folder}/samples has no step_*.jsonl; name the folder of a run that "
+            "was made with tracking.samples=true"
+        )
 
 
 def _on_ranks(config: Config) -> None:

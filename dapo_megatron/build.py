@@ -29,6 +29,7 @@ from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import Driver, EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
+from dapo_megatron.rollout.replay import NoEngine, NoEvaluation, Replay, no_sync
 from dapo_megatron.run_folder import (
     FolderCheckpoints,
     RunFolder,
@@ -187,18 +188,51 @@ def build_parts(
         ),
         evaluator=build_evaluator(config, prompts, core),
         recorder=recorder,
-        checkpoints=FolderCheckpoints(
-            config,
-            folder,
-            ranks,
-            core.policy,
-            partial(export_hf, config, core.policy, ranks) if config.checkpoint.export_hf else None,
-            {"mlflow_run": recorder.run_id},
-            partial(
-                copy_companions,
-                Path(config.model.path),
-                dtype=getattr(torch, config.policy.precision),
-            ),
+        checkpoints=_checkpoints(config, ranks, core.policy, folder, recorder),
+    )
+
+
+def build_replay(
+    config: Config,
+    ranks: Ranks,
+    folder: RunFolder,
+    recorder: RunRecorder | SilentRecorder,
+    run_folder: Path,
+) -> Parts:
+    """What the loop works with to train on the rollouts recorded in `run_folder`: a policy, and
+    nothing else that is heavy. Collective."""
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
+    return Parts(
+        policy=policy,
+        engine=NoEngine(),
+        sync=no_sync,
+        coordinator=Replay(run_folder),
+        evaluator=NoEvaluation(),
+        recorder=recorder,
+        checkpoints=_checkpoints(config, ranks, policy, folder, recorder),
+    )
+
+
+def _checkpoints(
+    config: Config,
+    ranks: Ranks,
+    policy: Policy,
+    folder: RunFolder,
+    recorder: RunRecorder | SilentRecorder,
+) -> FolderCheckpoints:
+    return FolderCheckpoints(
+        config,
+        folder,
+        ranks,
+        policy,
+        partial(export_hf, config, policy, ranks) if config.checkpoint.export_hf else None,
+        {"mlflow_run": recorder.run_id},
+        partial(
+            copy_companions,
+            Path(config.model.path),
+            dtype=getattr(torch, config.policy.precision),
         ),
     )
 

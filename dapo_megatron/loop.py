@@ -14,10 +14,9 @@ from dapo_megatron.algo.mismatch import GapStatistics, gap_statistics
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import assemble, fresh_mask, split
-from dapo_megatron.protocols import Policy, RolloutEngine
+from dapo_megatron.protocols import Policy
 from dapo_megatron.rollout import metrics as figures
 from dapo_megatron.rollout.coordinator import Collected
-from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.types import (
     Group,
     StarvedError,
@@ -44,6 +43,20 @@ class Collector(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Engine(Protocol):
+    """What the loop itself asks of the engines; a replay has none."""
+
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+
+
+class Evaluations(Protocol):
+    """See rollout/evaluate.py."""
+
+    def due(self, step: int, last: int) -> bool: ...
+    def run(self) -> dict[str, float]: ...
+
+
 class Checkpoints(Protocol):
     """Saving and resuming; run_folder.py makes it."""
 
@@ -58,11 +71,11 @@ class Parts:
     """Everything a run is made of, behind its seams."""
 
     policy: Policy
-    engine: RolloutEngine
+    engine: Engine
     sync: Callable[[int], SyncReport]
     """Policy weights into the engines, which then carry this version."""
     coordinator: Collector
-    evaluator: Evaluator
+    evaluator: Evaluations
     recorder: Recorder
     checkpoints: Checkpoints
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -21,9 +23,10 @@ from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config_file import dump_config
 from dapo_megatron.layout import describe
 from dapo_megatron.run_folder import RunFolder, read_state, write_json
-from dapo_megatron.types import DapoError
+from dapo_megatron.types import CheckpointError, DapoError
 
 if TYPE_CHECKING:
+    from dapo_megatron.loop import Parts
     from dapo_megatron.tracking import RunRecorder, SilentRecorder
 
 Result = TypeVar("Result")
@@ -82,29 +85,31 @@ def _tell(error: BaseException, ranks: Ranks, terminal: TextIO, logs: Path | Non
         print(f"rank {ranks.rank}: {said[:300]}{where}", file=terminal, flush=True)
 
 
-def train(config: Config) -> None:
-    """Train, on this rank of a launched job."""
+def train(config: Config, replay: Path | None = None) -> None:
+    """Train, on this rank of a launched job; with `replay`, on what that run's folder recorded."""
     with open_session(config, with_folder=True) as session:
-        _train(session)
+        _train(session, replay)
 
 
-def _train(session: Session) -> None:
-    from dapo_megatron import build, loop
+def _train(session: Session, replay: Path | None) -> None:
+    from dapo_megatron import loop
 
     config, ranks, folder = session.config, session.ranks, session.folder
     state = read_state(session.resume_from) if session.resume_from else None
     progress = loop.Progress(**state["progress"]) if state else loop.Progress()
+    if state is not None and replay is None and "replay" in state["coordinator"]:
+        raise CheckpointError(
+            f"resume: {session.resume_from} is of a replay, which keeps no prompts and no books; "
+            f"go on with --replay {state['coordinator']['replay']}, or use it as model.path"
+        )
     recorder = _open_recorder(session, progress.step)
     with _true_status(recorder), ExitStack() as stack:
-        prompts = build.load_prompts(config)
-        for note in prompts.notes:
-            recorder.note(f"  {note}")
-        _keep_reports(session, recorder)
-        core = build.build_core(config, ranks)
-        stack.callback(core.close)
-        parts = build.build_parts(config, ranks, core, prompts, folder, recorder)
+        if replay is None:
+            parts = _live_parts(session, recorder, stack)
+        else:
+            config, parts = _replay_parts(session, recorder, replay)
         if state is not None and session.resume_from is not None:
-            core.policy.load(session.resume_from)
+            parts.policy.load(session.resume_from)
             parts.coordinator.restore(state["coordinator"])
         started = started_at() - progress.seconds
         progress = loop.train(config, parts, progress, started=started)
@@ -113,6 +118,35 @@ def _train(session: Session) -> None:
             write_json(folder.summary, summary)
         recorder.keep(folder.summary)
     recorder.summary(summary, folder.path)
+
+
+def _live_parts(
+    session: Session, recorder: RunRecorder | SilentRecorder, stack: ExitStack
+) -> Parts:
+    """Engine, graders and prompts; what must be closed goes on `stack`."""
+    from dapo_megatron import build
+
+    prompts = build.load_prompts(session.config)
+    for note in prompts.notes:
+        recorder.note(f"  {note}")
+    _keep_reports(session, recorder)
+    core = build.build_core(session.config, session.ranks)
+    stack.callback(core.close)
+    return build.build_parts(session.config, session.ranks, core, prompts, session.folder, recorder)
+
+
+def _replay_parts(
+    session: Session, recorder: RunRecorder | SilentRecorder, replay: Path
+) -> tuple[Config, Parts]:
+    """For the rollouts recorded in `replay`. Other weights than sampled them may be trained on
+    them: the gap is measured, and never ends the run."""
+    from dapo_megatron import build
+
+    recorder.note(f"  replays {replay}, without an engine")
+    config = session.config
+    sync = config.sync.model_copy(update={"max_gap": math.inf})
+    parts = build.build_replay(config, session.ranks, session.folder, recorder, replay)
+    return config.model_copy(update={"sync": sync}), parts
 
 
 def _open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
@@ -218,7 +252,7 @@ def _summary(session: Session, progress: Any) -> dict[str, Any]:
 
 def _accuracy(figures: Mapping[str, float]) -> float | None:
     """Mean over the evaluation sets of avg@k."""
-    values = [value for name, value in figures.items() if "/avg@" in name]
+    values = [value for name, value in figures.items() if re.search(r"/avg@\d+$", name)]
     return fmean(values) if values else None
 
 

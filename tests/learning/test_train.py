@@ -57,7 +57,13 @@ METRICS = {
     ),
     *(f"sync/{name}" for name in ("bytes", "tensors", "fingerprinted", "canary_gap")),
     "throughput/tokens_per_second", "throughput/tokens_per_second_per_device",
-    *(f"eval/chain_sum_held_out/{name}" for name in ("avg@4", "pass@4", "cons@4")),
+    *(
+        f"eval/chain_sum_held_out/{name}"
+        for name in (
+            *(f"{kind}@4{end}" for kind in ("avg", "pass", "cons") for end in ("", "_low", "_high")),
+            "pass@1", "pass@2", "ungraded",
+        )
+    ),
 }  # fmt: skip
 """What docs/architecture.md promises of a run."""
 

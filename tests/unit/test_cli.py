@@ -98,6 +98,19 @@ def test_mistakes_are_told_before_anything_starts(arguments: tuple[str, ...], sa
     assert ran.stderr.startswith(f"error: {said}")
 
 
+def test_a_replay_of_nothing_or_of_itself_is_refused(tmp_path: Path) -> None:
+    def refusal(run_folder: Path) -> str:
+        where = (f"run.directory={tmp_path}", "run.name=mine")
+        ran = command_line("train", TINY, *where, "--replay", str(run_folder))
+        assert ran.returncode == 2
+        return ran.stderr
+
+    other = tmp_path / "other"
+    assert refusal(other).startswith(f"error: --replay: {other}/samples has no step_*.jsonl; ")
+    itself = tmp_path / "other" / ".." / "mine"
+    assert refusal(itself).startswith(f"error: run.name: {tmp_path}/mine is the run to be replayed")
+
+
 @pytest.mark.parametrize(
     "command", [("train",), ("evaluate",), ("doctor", "layouts"), ("doctor", "sync")], ids=" ".join
 )
