@@ -23,7 +23,7 @@ from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.layout import row_multiple, sequence_multiple
-from dapo_megatron.loop import Parts
+from dapo_megatron.parts import Parts
 from dapo_megatron.protocols import Planner, Policy, RolloutEngine, Tracker
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.coordinator import Coordinator

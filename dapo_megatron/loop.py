@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.algo.mismatch import GapStatistics, gap_statistics
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import assemble, fresh_mask, split
+from dapo_megatron.parts import Parts
 from dapo_megatron.protocols import Policy
 from dapo_megatron.rollout import metrics as figures
 from dapo_megatron.rollout.coordinator import Collected
@@ -22,62 +22,8 @@ from dapo_megatron.types import (
     StarvedError,
     StepStats,
     SyncError,
-    SyncReport,
     TokenBatch,
 )
-
-
-class Recorder(Protocol):
-    """What the loop tells the world; see tracking/recorder.py."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None: ...
-    def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]: ...
-
-
-class Collector(Protocol):
-    """Where a step's groups come from: the coordinator, or a recorded run (rollout/replay.py)."""
-
-    def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Engine(Protocol):
-    """What the loop itself asks of the engines; a replay has none."""
-
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
-
-
-class Evaluations(Protocol):
-    """See rollout/evaluate.py."""
-
-    def due(self, step: int, last: int) -> bool: ...
-    def run(self) -> dict[str, float]: ...
-
-
-class Checkpoints(Protocol):
-    """Saving and resuming; run_folder.py makes it."""
-
-    def due(self, step: int) -> bool: ...
-    def save(self, step: int, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Write everything under a temporary name; calling what it returns publishes it."""
-        ...
-
-
-@dataclass
-class Parts:
-    """Everything a run is made of, behind its seams."""
-
-    policy: Policy
-    engine: Engine
-    sync: Callable[[int], SyncReport]
-    """Policy weights into the engines, which then carry this version."""
-    coordinator: Collector
-    evaluator: Evaluations
-    recorder: Recorder
-    checkpoints: Checkpoints
 
 
 @dataclass

@@ -26,7 +26,7 @@ from dapo_megatron.run_folder import RunFolder, read_state, write_json
 from dapo_megatron.types import CheckpointError, DapoError
 
 if TYPE_CHECKING:
-    from dapo_megatron.loop import Parts
+    from dapo_megatron.parts import Parts
     from dapo_megatron.tracking import RunRecorder, SilentRecorder
 
 Result = TypeVar("Result")

@@ -36,7 +36,8 @@ from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.doctor.facts import facts
 from dapo_megatron.engine import engine as engine_module
 from dapo_megatron.engine.engine import VllmEngine
-from dapo_megatron.loop import Clock, Parts, train_step
+from dapo_megatron.loop import Clock, train_step
+from dapo_megatron.parts import Parts
 from dapo_megatron.rollout.coordinator import Collected, Coordinator
 from dapo_megatron.rollout.dispatch import Sampling, sample_all
 from dapo_megatron.rollout.driver import Driver, EngineDriver

@@ -55,7 +55,8 @@ ROOMS = {
     ),
     "engine": room("types config protocols bridge", "torch vllm numpy"),
     "rollout": room("types codec config protocols algo data rewards", "torch"),
-    "loop": room("types config protocols algo data rewards rollout", "torch"),
+    "parts": room("types protocols rollout"),
+    "loop": room("types config protocols parts algo data rewards rollout", "torch"),
     "tracking": room("types codec config config_file protocols", "mlflow rich"),
     "cluster": room("types config protocols", "torch rich"),
     "doctor": room(

@@ -60,7 +60,8 @@ METRICS = {
     *(
         f"eval/chain_sum_held_out/{name}"
         for name in (
-            *(f"{kind}@4{end}" for kind in ("avg", "pass", "cons") for end in ("", "_low", "_high")),
+            *(f"{kind}@4" for kind in ("avg", "pass", "cons")),
+            *(f"{kind}@4_{end}" for kind in ("avg", "pass", "cons") for end in ("low", "high")),
             "pass@1", "pass@2", "ungraded",
         )
     ),
