@@ -32,7 +32,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 EVERYTHING = (
     "types codec config config_file layout protocols algo data rewards bridge policy engine "
-    "rollout loop tracking cluster "
+    "rollout parts loop tracking cluster "
     "run_folder session build doctor"
 )
 ROOMS = {
