@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dapo_megatron.data.frame import Frame, frame_of
 from dapo_megatron.data.report import LABELS
-from dapo_megatron.data.sources import _render, _Row
+from dapo_megatron.data.rows import Row
+from dapo_megatron.data.sources import render
 from dapo_megatron.data.tables import BATCH_ROWS, Spool, checked, read, write
 from dapo_megatron.data.unique import Inputs, Source, Unique, collect, file_source
 from dapo_megatron.types import DataError
@@ -123,7 +124,7 @@ def prepare(
 # ------------------------------------------------------------------------------- what is left
 
 
-def _alive(uniques: Sequence[Unique], spool: Spool) -> Iterator[tuple[int, Unique, _Row]]:
+def _alive(uniques: Sequence[Unique], spool: Spool) -> Iterator[tuple[int, Unique, Row]]:
     """Place, prompt and row of all that is not dropped when its turn comes."""
     first = 0
     for batch in spool.batches():
@@ -151,7 +152,7 @@ def drop_long(uniques: Sequence[Unique], spool: Spool, settings: Settings) -> No
         )
     alive = [unique for unique in uniques if unique.dropped is None]
     rows = (replace(row, where=unique.where) for _, unique, row in _alive(uniques, spool))
-    for unique, prompt in zip(alive, _render(rows, settings.tokenizer, ""), strict=True):
+    for unique, prompt in zip(alive, render(rows, settings.tokenizer, ""), strict=True):
         if len(prompt.tokens) > settings.max_prompt_tokens:
             unique.dropped = "too_long"
             unique.found["too_long"] = {"where": unique.where, "tokens": len(prompt.tokens)}
@@ -180,7 +181,7 @@ def _written_frame(schema: pyarrow.Schema) -> Frame | None:
     return None if written is None else Frame.from_json(json.loads(written))
 
 
-def _text(row: _Row) -> str:
+def _text(row: Row) -> str:
     return "\n".join(message["content"] for message in row.messages)
 
 

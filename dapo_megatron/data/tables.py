@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.data.sources import COLUMNS, _checked, _jsonl, _Row
+from dapo_megatron.data.rows import COLUMNS, Row, checked_row, read_jsonl
 from dapo_megatron.types import DataError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ ROW_GROUP = 4096
 """Rows of a row group of the output, whatever the batches were."""
 SPOOL_ROWS = 8192
 """Rows collected before they go to disk, so that thin batches do not make thousands of pieces."""
-Batch = tuple["pyarrow.RecordBatch", list[_Row]]
+Batch = tuple["pyarrow.RecordBatch", list[Row]]
 
 
 def read(path: Path, batch_rows: int = BATCH_ROWS) -> Iterator[Batch]:
@@ -32,9 +32,9 @@ def read(path: Path, batch_rows: int = BATCH_ROWS) -> Iterator[Batch]:
     if path.suffix == ".parquet":
         yield from _read_parquet(path, batch_rows)
     elif path.suffix in (".jsonl", ".json"):
-        lines = _jsonl(str(path))
+        lines = read_jsonl(str(path))
         while chunk := list(islice(lines, batch_rows)):
-            rows = [_checked(*line) for line in chunk]
+            rows = [checked_row(*line) for line in chunk]
             yield _as_arrow([row for _, _, row in chunk], chunk[0][1]), rows
     else:
         raise DataError(f"{path}: must end in .parquet or .jsonl")
@@ -56,11 +56,11 @@ def _read_parquet(path: Path, batch_rows: int) -> Iterator[Batch]:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
 
-def checked(batch: pyarrow.RecordBatch, name: str, first: int) -> list[_Row]:
+def checked(batch: pyarrow.RecordBatch, name: str, first: int) -> list[Row]:
     """The rows of an Arrow batch that begins at row `first` of `name`. Raises DataError."""
     known = batch.select([column for column in COLUMNS if column in batch.schema.names])
     return [
-        _checked(index, f"{name}, row {index}", row)
+        checked_row(index, f"{name}, row {index}", row)
         for index, row in enumerate(known.to_pylist(), start=first)
     ]
 

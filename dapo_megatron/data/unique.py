@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.data.frame import fold
-from dapo_megatron.data.sources import _Row
+from dapo_megatron.data.rows import Row
 from dapo_megatron.data.tables import Batch, Spool, read
 
 
@@ -91,7 +91,7 @@ def collect(
     return inputs
 
 
-def _take(inputs: Inputs, row: _Row, hashed: Callable[[bytes], object]) -> bool:
+def _take(inputs: Inputs, row: Row, hashed: Callable[[bytes], object]) -> bool:
     """Count one row; whether its prompt is new but for whitespace."""
     truth = fold(row.truth)
     exact = _digest(row)
@@ -114,7 +114,7 @@ def _take(inputs: Inputs, row: _Row, hashed: Callable[[bytes], object]) -> bool:
     return False
 
 
-def _digest(row: _Row, change: Callable[[str], str] = str) -> bytes:
+def _digest(row: Row, change: Callable[[str], str] = str) -> bytes:
     """Of roles and contents; the lengths keep neighbours apart."""
     digest = blake2b(digest_size=16)
     for message in row.messages:
