@@ -169,7 +169,7 @@ def _open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
 
 def _keep_reports(session: Session, recorder: RunRecorder | SilentRecorder) -> None:
     """What tools/prepare_data.py told of the run's data files goes with the run."""
-    from dapo_megatron.data.report import report_of
+    from dapo_megatron.data.preparing.report import report_of
 
     if session.ranks.rank:
         return

@@ -33,10 +33,10 @@ import typer
 from rich import progress as bars
 from rich.console import Console
 
-from dapo_megatron.data.prepare import Settings, prepare
-from dapo_megatron.data.report import LABELS, markdown, report_path
-from dapo_megatron.data.tables import Batch, checked
-from dapo_megatron.data.unique import Source, file_source
+from dapo_megatron.data.preparing.prepare import Settings, prepare
+from dapo_megatron.data.preparing.report import LABELS, markdown, report_path
+from dapo_megatron.data.preparing.tables import Batch, checked
+from dapo_megatron.data.preparing.unique import Source, file_source
 from dapo_megatron.types import DapoError, DataError
 
 SHINGLE_CHARACTERS = 5

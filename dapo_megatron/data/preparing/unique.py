@@ -12,9 +12,9 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.data.frame import fold
+from dapo_megatron.data.preparing.frame import fold
+from dapo_megatron.data.preparing.tables import Batch, Spool, read
 from dapo_megatron.data.rows import Row
-from dapo_megatron.data.tables import Batch, Spool, read
 
 
 @dataclass(frozen=True, slots=True)
