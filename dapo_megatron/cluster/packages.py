@@ -61,6 +61,7 @@ SHARED_PINS = {
     "mlflow": Pin("3.17.2", "mlflow"),
     "math-verify": Pin("0.9.0", "math_verify"),
     "reasoning-gym": Pin("0.1.25", "reasoning_gym"),
+    "datasketch": Pin("2.0.0", "datasketch"),
     "pydantic": Pin("2.14.3", "pydantic"),
     "pyyaml": Pin("6.0.3", "yaml"),
     "typer": Pin("0.29.2", "typer"),
