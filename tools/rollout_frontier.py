@@ -6,6 +6,7 @@ keeps the oldest younger, and makes steps wait. The plot is a plain SVG.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from xml.sax.saxutils import escape
 from rollout_policies import CARRYING, POLICIES, Figures, Setting, run
 from rollout_workload import Workload
 
-LOOKAHEADS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
+LOOKAHEADS = (1.0, 1.25, 1.5, 1.8, 2.2, 3.0)
 MAX_OVERTAKES = (0, 2, 4, 8, 16)
 MAX_SEQUENCES = (96, 128, 160, 192, 256)
 
@@ -90,6 +91,13 @@ NAMES = {
     "max_overtake": "rollout.max_overtake",
     "max_sequences": "engine.max_sequences",
 }
+LABELS = {
+    "lookahead": ("start", 6, -7),
+    "max_overtake": ("start", 6, 15),
+    "max_sequences": ("end", -6, 15),
+}
+"""Where a value stands beside its point: anchor, pixels to the right, pixels down."""
+CLOSE = 16
 WIDTH, HEIGHT, MARGIN = 420, 320, 56
 
 
@@ -148,13 +156,28 @@ def _panel(points: Sequence[Point], title: str) -> list[str]:
         )
     for line, color in COLORS.items():
         own = [(x(p.age_mean), y(p.seconds_per_step), p.value) for p in points if p.line == line]
-        path = " ".join(f"{across:.1f},{up:.1f}" for across, up, _ in own)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
-        for across, up, value in own:
-            parts.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5" fill="{color}"/>')
-            parts.append(
-                f'<text x="{across + 5:.1f}" y="{up - 5:.1f}" fill="{color}">{value:g}</text>'
-            )
+        parts += _line(own, color, *LABELS[line])
+    return parts
+
+
+def _line(
+    places: Sequence[tuple[float, float, float]], color: str, anchor: str, right: int, down: int
+) -> list[str]:
+    """Points joined, each with its value; values of points that are close share a label."""
+    path = " ".join(f"{across:.1f},{up:.1f}" for across, up, _ in places)
+    parts = [f'<polyline points="{path}" fill="none" stroke="{color}"/>']
+    labels: list[tuple[float, float, list[str]]] = []
+    for across, up, value in places:
+        parts.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5" fill="{color}"/>')
+        if labels and math.dist(labels[-1][:2], (across, up)) < CLOSE:
+            labels[-1][2].append(f"{value:g}")
+        else:
+            labels.append((across, up, [f"{value:g}"]))
+    for across, up, values in labels:
+        parts.append(
+            f'<text x="{across + right:.1f}" y="{up + down:.1f}" text-anchor="{anchor}" '
+            f'fill="{color}">{", ".join(values)}</text>'
+        )
     return parts
 
 

@@ -1,0 +1,269 @@
+"""Virtual engines keep to their speed; on them the coordinator keeps what issue 5 asks of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_frontier import Point, draw
+from rollout_policies import (
+    CARRYING,
+    FIRST_FINISHED,
+    ON_POLICY,
+    POLICIES,
+    WHOLE_BATCHES,
+    Figures,
+    kolmogorov_smirnov,
+    run,
+)
+from rollout_workload import Answers, LogNormal, Recorded, concentration, location, read_recorded
+from scipy.stats import ks_2samp
+from simulate_rollouts import MAX_AGE_MEAN, MIN_BUSY, MIN_P, PRESETS, Preset, main
+from virtual_engines import EngineModel, VirtualDriver, VirtualEngine
+
+from dapo_megatron.codec import group_to_json
+from dapo_megatron.rollout.driver import Order
+from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SampleRequest, Segment
+
+LIMIT = 500
+PROMPT = Prompt("simulated", 0, (1, 2, 3), "", "")
+
+
+def request(
+    ticket: int, so_far: Completion | None = None, max_tokens: int = LIMIT
+) -> SampleRequest:
+    return SampleRequest(ticket, 0, PROMPT.tokens, 0, max_tokens, 1.0, 1.0, so_far)
+
+
+# ---------------------------------------------------------------------------- engines
+
+
+@pytest.mark.parametrize(
+    ("num", "slots", "seconds"),
+    [
+        (1, 256, 600 / 60),  # as fast as one sequence can be
+        (150, 256, 600 / 60),  # the knee
+        (300, 512, 300 * 600 / 9_000),  # the engine is full
+        (30, 10, 3 * 600 / 60),  # three waves
+    ],
+)
+def test_an_engine_is_as_fast_as_its_model(num: int, slots: int, seconds: float) -> None:
+    engine = VirtualEngine(EngineModel(max_sequences=slots))
+    for ticket in range(num):
+        engine.submit(request(ticket, max_tokens=1_000), 600)
+    early = len(engine.run_until(seconds - 0.01))
+    assert early == max(0, num - slots)
+    assert early + len(engine.run_until(seconds + 0.01)) == num
+    assert engine.next_end() == math.inf
+
+
+def test_a_long_sequence_speeds_up_when_short_ones_have_ended() -> None:
+    engine = VirtualEngine(EngineModel(capacity=60, per_sequence=60))
+    engine.submit(request(0), 100)
+    engine.submit(request(1), 400)
+    # 30 tokens/s each until 100 are done, then 60.
+    assert [asked.ticket for asked, _ in engine.run_until(200 / 60 + 0.01)] == [0]
+    assert engine.next_end() == pytest.approx((200 + 300) / 60)
+
+
+def test_an_interrupted_sequence_has_the_tokens_of_its_time() -> None:
+    engine = VirtualEngine(EngineModel(max_sequences=1))
+    engine.submit(request(0), 100)
+    engine.submit(request(1), 100)
+    engine.run_until(1.01)
+    assert [(asked.ticket, tokens) for asked, tokens in engine.interrupt()] == [(0, 60), (1, 0)]
+    assert engine.next_end() == math.inf
+
+
+def test_reading_what_is_continued_takes_its_time() -> None:
+    before = Completion(0, tuple(range(97)), (0.0,) * 97, "", Finish.UNFINISHED, (Segment(0, 97),))
+    engine = VirtualEngine(EngineModel(prefill=50))
+    engine.submit(request(0, before), 157)
+    assert engine.next_end() == pytest.approx((3 + 97) / 50 + 60 / 60)
+
+
+@given(
+    lengths=st.lists(st.integers(1, LIMIT), min_size=1, max_size=30),
+    slots=st.integers(1, 8),
+    seconds=st.lists(st.floats(0.05, 5.0), min_size=1, max_size=6),
+    prefill=st.sampled_from([None, 100.0]),
+)
+def test_no_token_is_lost_or_made_up_however_often_engines_are_interrupted(
+    lengths: list[int], slots: int, seconds: list[float], prefill: float | None
+) -> None:
+    model = EngineModel(max_sequences=slots, capacity=300, per_sequence=60, prefill=prefill)
+    driver = VirtualDriver(model, 2, lambda ticket, _: (lengths[ticket], True), 0.5)
+    so_far: dict[int, Completion | None] = dict.fromkeys(range(len(lengths)))
+    ended: dict[int, Completion] = {}
+    for version in range(10_000):
+        if not so_far:
+            break
+        driver.version = version // 2  # not every interrupt is the end of a step
+        orders: list[list[Order]] = [[], []]
+        for ticket, completion in so_far.items():
+            orders[ticket % 2].append(Order(PROMPT, request(ticket, completion)))
+        started, made = driver.clock, driver.num_generated
+        until = started + seconds[version % len(seconds)] + 2.0 * (prefill is not None)
+        while driver.clock < until and so_far:
+            news = driver.advance(orders)
+            orders = [[], []]
+            for ticket, completion in news.sampled:
+                ended[ticket] = completion
+                del so_far[ticket]
+            assert [(t, c.sample) for t, c in news.sampled] == [g[:2] for g in news.graded]
+        so_far |= dict(driver.interrupt())
+        assert driver.num_generated - made <= 2 * 300 * (driver.clock - started) + 1
+        driver.sleep(3.0)
+    assert not so_far
+    for ticket, length in enumerate(lengths):
+        completion = ended[ticket]
+        assert len(completion.tokens) == len(completion.logprobs) == length
+        assert sum(segment.num_tokens for segment in completion.segments) == length
+        versions = [segment.version for segment in completion.segments]
+        assert versions == sorted(set(versions))
+        assert all(segment.num_tokens > 0 for segment in completion.segments)
+        assert completion.finish is (Finish.LENGTH if length == LIMIT else Finish.STOP)
+    assert driver.tokens_of == Counter(dict(enumerate(lengths)))
+
+
+# ---------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(("mean", "keep_rate"), [(1_500, 0.3), (4_500, 0.7)])
+def test_drawn_answers_have_the_mean_and_the_keep_rate_asked_for(
+    mean: float, keep_rate: float
+) -> None:
+    workload = LogNormal(mean, keep_rate, between=0.5)
+    groups = [workload.group(ticket) for ticket in range(5_000)]
+    assert fmean(group.mean_length for group in groups) == pytest.approx(mean, rel=0.04)
+    assert fmean(group.is_mixed for group in groups) == pytest.approx(keep_rate, abs=0.03)
+    assert max(length for group in groups for length in group.lengths) == 20_480
+    again = LogNormal(mean, keep_rate, between=0.5)
+    assert [again.group(ticket) for ticket in (4_999, 0)] == [groups[4_999], groups[0]]
+
+
+def test_answers_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="between 1 and the cap, 100"):
+        location(100, 1.0, 100)
+    with pytest.raises(ValueError, match=r"between 0 and 0\.875"):
+        concentration(0.9, 4)
+
+
+def recorded_group(correct: list[bool | None]) -> Group:
+    completions = (
+        Completion(
+            sample=sample,
+            tokens=(7,) * (sample + 1),
+            logprobs=(-0.5,) * (sample + 1),
+            text="",
+            finish=Finish.STOP,
+            segments=(Segment(0, sample + 1),),
+            grade=None if right is None else Grade(1.0 if right else -1.0, right, ""),
+        )
+        for sample, right in enumerate(correct)
+    )
+    return Group(0, PROMPT, tuple(completions))
+
+
+def test_groups_of_a_recorded_run_are_drawn(tmp_path: Path) -> None:
+    groups = [recorded_group([True, False]), recorded_group([True, None])]
+    lines = [json.dumps({**group_to_json(group), "fate": "trained"}) for group in groups]
+    (tmp_path / "step_000001.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    drawn = Recorded(read_recorded(tmp_path))
+    assert drawn.groups == [Answers((1, 2), (True, False))]  # the other has no verdict
+    assert (drawn.mean, drawn.keep_rate, drawn.group(9)) == (1.5, 1.0, drawn.groups[0])
+    with pytest.raises(ValueError, match="no step_"):
+        read_recorded(tmp_path / "elsewhere")
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10_000), st.floats(0.0, 0.6), st.integers(60, 300), st.integers(60, 300))
+def test_two_samples_are_compared_as_by_scipy(
+    seed: int, shift: float, num_first: int, num_second: int
+) -> None:
+    shifted, other = LogNormal(1_500, 0.5, seed=seed), LogNormal(1_500, 0.5, seed=seed + 1)
+    first = [shifted.group(t).mean_length * (1 + shift) for t in range(num_first)]
+    second = [other.group(t).mean_length for t in range(num_second)]
+    distance, p = kolmogorov_smirnov(first, second)
+    scipy = ks_2samp(first, second, method="asymp")
+    assert distance == pytest.approx(scipy.statistic)
+    assert p == pytest.approx(scipy.pvalue, abs=0.06)
+
+
+# ---------------------------------------------------------------------------- what is compared
+
+
+SMALL = PRESETS[Preset.small]
+
+
+@pytest.fixture(scope="module", params=[(1_500.0, 0.5), (4_500.0, 0.7)], ids=str)
+def found(request: pytest.FixtureRequest) -> dict[str, Figures]:
+    """The figures of each policy on a small cluster."""
+    mean, keep_rate = request.param
+    workload = LogNormal(mean, keep_rate, samples=SMALL.samples)
+    return {name: run(policy, SMALL, workload) for name, policy in POLICIES.items()}
+
+
+def test_carrying_keeps_engines_busy_and_loses_nothing(found: dict[str, Figures]) -> None:
+    ours, whole = found[CARRYING], found[WHOLE_BATCHES]
+    assert ours.busy >= MIN_BUSY
+    assert ours.seconds_per_step <= 0.5 * whole.seconds_per_step
+    assert ours.lost_groups == 0
+    assert ours.wasted_tokens == 0.0
+    assert ours.age_mean <= MAX_AGE_MEAN
+    assert ours.age_max <= SMALL.max_age
+
+
+def test_trained_lengths_are_those_of_mixed_groups(found: dict[str, Figures]) -> None:
+    for name in (WHOLE_BATCHES, CARRYING, ON_POLICY):
+        assert found[name].length_p >= MIN_P, name
+
+
+def test_finish_order_with_dropping_prefers_short_answers(found: dict[str, Figures]) -> None:
+    dropping = found[FIRST_FINISHED]
+    assert dropping.length_ratio < 0.95
+    assert dropping.length_p < MIN_P
+    assert dropping.lost_groups > 0
+
+
+def test_on_policy_is_faster_than_whole_batches_and_fresh(found: dict[str, Figures]) -> None:
+    ours, whole = found[ON_POLICY], found[WHOLE_BATCHES]
+    assert ours.seconds_per_step <= 0.95 * whole.seconds_per_step
+    assert ours.age_max == 0
+    assert ours.prompts_per_step < whole.prompts_per_step
+
+
+def test_strict_order_is_what_makes_data_old() -> None:
+    workload = LogNormal(1_500, 0.5, samples=SMALL.samples)
+    bound = replace(SMALL, steps=16, max_age=1_000, lookahead=4.0)
+    strict = run(POLICIES[CARRYING], replace(bound, max_overtake=0), workload)
+    assert strict.age_mean > 1.3 * run(POLICIES[CARRYING], bound, workload).age_mean
+    assert strict.lost_groups == 0
+
+
+def test_the_program_ends_in_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(preset=Preset.small, mean=[1_500.0], keep_rate=[0.5], steps=9, jobs=1)
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    assert {"commit", "machine", "python", "sigma", "seconds"} <= found.keys()
+    assert [one["policy"] for one in found["results"]] == list(POLICIES)
+    assert any("ours, carrying: 0 mixed groups lost, none: target met" in line for line in lines)
+
+
+def test_the_plot_is_a_picture() -> None:
+    point = Point(1_500, 0.5, "lookahead", 1.0, 1.0, 8, 256, 200.0, 0.8, 1.0, 4)
+    points = [point, replace(point, value=2.0, age_mean=2.0, seconds_per_step=145.0)]
+    points += [replace(one, mean=4_500.0) for one in points]
+    picture = ElementTree.fromstring(draw(points))
+    assert picture.tag.endswith("svg")
+    texts = [element.text for element in picture.iter() if element.tag.endswith("text")]
+    assert "mean length 1,500, keep rate 0.5" in texts
+    assert "mean length 4,500, keep rate 0.5" in texts
