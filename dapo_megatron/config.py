@@ -109,10 +109,10 @@ class RolloutConfig(Section):
     False: groups finished beyond N and groups still running are carried."""
     dynamic_sampling: bool
     """Train on mixed groups alone (eq. 11). False: on every group."""
-    lookahead: Annotated[float, Field(ge=1.0)] = 2.0
-    """Mixed groups expected of the prompts in flight, and waiting, in units of prompts_per_step.
-    By Little's law the mean age in versions of what is trained on is at most this; acts only with
-    on_policy false."""
+    lookahead: Annotated[float, Field(ge=1.0)] = 1.8
+    """Mixed groups expected of the prompts in flight (and waiting beyond the step's own), in units
+    of prompts_per_step. By Little's law the mean age in versions of what is trained on is this, or
+    less if the engines have no room; acts only with on_policy false."""
     max_overtake: Annotated[int, Field(ge=0)] = 8
     """Steps for which later groups may be trained on while a group is still running; then the step
     waits for it. 0: strictly in ticket order. Acts only with on_policy false."""

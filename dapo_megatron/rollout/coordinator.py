@@ -178,9 +178,10 @@ class Coordinator:
         wanted = self._config.prompts_per_step
         if self._config.on_policy:
             return self.keep_rate.prompts_for(wanted - num_mixed) - undecided
-        # Little's law: groups spend as many steps in flight as there are steps' worth of them.
-        ahead = self._config.lookahead * wanted
-        return math.ceil((ahead - num_mixed) / self.keep_rate.mean) - undecided
+        # Little's law: groups spend as many steps in flight as there are steps' worth of them. The
+        # N mixed groups that this step trains on are no longer in flight; those beyond them wait.
+        ahead = self._config.lookahead * wanted - max(0, num_mixed - wanted)
+        return math.ceil(ahead / self.keep_rate.mean) - undecided
 
     def _submit(self, group: OpenGroup) -> None:
         missing = group.to_sample()
@@ -197,7 +198,7 @@ class Coordinator:
         for ticket, completion in news.sampled:
             group = self.groups[ticket]
             group.completions[completion.sample] = completion
-            if not group.to_sample():
+            if group.is_sampled:
                 self.ledger.move(ticket, State.GRADING)
         for ticket, sample, grade, why in news.graded:
             found = self.groups.get(ticket)
@@ -208,7 +209,7 @@ class Coordinator:
             step.outcomes[source, "unparsed" if grade and not grade.parsed else why] += 1
             if grade is not None:
                 self._answered.add(source)
-            if not found.to_sample() and not found.to_grade():
+            if found.is_sampled and not found.to_grade():
                 self._decide(found, step)
 
     def _decide(self, group: OpenGroup, step: _Step) -> None:
@@ -299,7 +300,7 @@ class Coordinator:
         del self.groups[group.ticket]
 
     def _num_mixed(self) -> int:
-        return sum(group.is_mixed for group in self.groups.values())
+        return list(self.ledger.open.values()).count(State.MIXED)
 
     # ------------------------------------------------------------------ when it cannot go on
 

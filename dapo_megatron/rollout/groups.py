@@ -35,6 +35,13 @@ class OpenGroup:
             if so_far is None or so_far.finish is Finish.UNFINISHED
         ]
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether every completion is finished."""
+        return len(self.completions) == self.num_samples and all(
+            c.finish is not Finish.UNFINISHED for c in self.completions.values()
+        )
+
     def to_grade(self) -> list[Completion]:
         """Finished completions that no grader has answered for."""
         return [
