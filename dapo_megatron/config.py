@@ -98,7 +98,7 @@ class RolloutConfig(Section):
     """Mixed groups to train on per rollout step (N)."""
     samples_per_prompt: Annotated[int, Field(ge=2)]
     """Completions per prompt (G); at least 2, or no group can be mixed."""
-    temperature: Positive
+    temperature: Annotated[float, Field(gt=0.0, le=2.0)]
     top_p: Annotated[float, Field(gt=0.0, le=1.0)]
     max_prompt_tokens: Count
     """Longer prompts are dropped and counted."""
@@ -223,7 +223,7 @@ class EvaluationConfig(Section):
     sets: Annotated[tuple[Source, ...], Field(strict=False)] = ()
     samples: Count = 4
     """Completions per problem (k)."""
-    temperature: NonNegative = 1.0
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     max_response_tokens: Count | None = None
     """Generation limit per completion; null: that of rollouts."""
@@ -294,6 +294,12 @@ class Config(Section):
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.run.directory) / self.run.name
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Prompt and response, in rollouts and evaluations."""
+        longest = max(self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0)
+        return self.rollout.max_prompt_tokens + longest
 
     @property
     def engine_tensor_parallel(self) -> int:

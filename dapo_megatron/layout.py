@@ -253,6 +253,11 @@ def _model_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
     """What no other layout would mend."""
     limit = hf.get("max_position_embeddings")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if limit and config.max_sequence_tokens > max(limit, longest):
+        yield (
+            f"evaluation.max_response_tokens: with rollout.max_prompt_tokens, "
+            f"{config.max_sequence_tokens} exceeds the model's {limit} positions"
+        )
     if limit and longest > limit:
         yield (
             f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "

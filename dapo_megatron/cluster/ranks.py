@@ -15,6 +15,9 @@ class Ranks:
     rank: int
     world_size: int
     local_rank: int
+    group: Any = None
+    """Process group for plain values; None: the default one. Not NCCL's: it would copy them, padded
+    to the longest, into the memory of every GPU."""
 
     def all_gather(self, value: Any) -> list[Any]:
         """The value of each rank, in rank order."""
@@ -23,7 +26,7 @@ class Ranks:
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def broadcast(self, value: Any) -> Any:
@@ -33,7 +36,7 @@ class Ranks:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def barrier(self) -> None:
@@ -41,22 +44,19 @@ class Ranks:
         if self.world_size > 1:
             import torch.distributed as dist
 
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 def join(backend: str, timeout_minutes: float = 120.0) -> Ranks:
     """Join the process group that the launcher's environment describes."""
     import torch.distributed as dist
 
-    ranks = Ranks(
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        group=None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
     )
-    dist.init_process_group(
-        backend,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timedelta(minutes=timeout_minutes),
-    )
-    return ranks

@@ -132,6 +132,10 @@ def _string(value: Any, where: str, column: str) -> str:
         raise DataError(
             f"{where}, column {column}: must be a non-empty string, found {_shown(value)}{hint}"
         )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}, column {column}: half a character at {error.start}") from error
     return value
 
 

@@ -72,6 +72,8 @@ def load_source(
             dropped.long += 1
         else:
             prompts.append(prompt)
+    if not prompts and dropped == _Dropped():
+        raise DataError(f"source {source.name!r}: it is empty; name other data")
     if not prompts:
         raise DataError(
             f"source {source.name!r}: no prompt left ({dropped.long} longer than "

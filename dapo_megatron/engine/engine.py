@@ -240,7 +240,7 @@ def _start(config: Config, load_format: str) -> LLM:
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=config.engine_tensor_parallel,
             dtype=config.policy.precision,
-            max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+            max_model_len=config.max_sequence_tokens,
             max_num_seqs=config.engine.max_sequences,
             enforce_eager=config.engine.enforce_eager,
             enable_expert_parallel=config.engine.expert_parallel,

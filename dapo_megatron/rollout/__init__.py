@@ -1,4 +1,2 @@
-"""Rollouts: tickets and their ledger, rounds of prompts until enough groups are mixed, evaluation.
-
-Everything here runs on every rank alike; only grading and engine work differ between replicas.
-"""
+"""Rollouts: tickets and their ledger, the coordinator that decides what is issued, trained on and
+carried, engines and graders behind a driver, evaluation, replay. Every rank decides alike."""

@@ -27,7 +27,15 @@ from dapo_megatron.rollout.driver import Driver, News
 from dapo_megatron.rollout.forecast import KeepRate
 from dapo_megatron.rollout.groups import OpenGroup, commit
 from dapo_megatron.rollout.ledger import Fate, Ledger, State
-from dapo_megatron.types import Completion, Finish, Group, Prompt, StarvedError, Verdict
+from dapo_megatron.types import (
+    CheckpointError,
+    Completion,
+    Finish,
+    Group,
+    Prompt,
+    StarvedError,
+    Verdict,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +110,9 @@ class Coordinator:
         self._dispatcher = Dispatcher(driver, self._sampling.seed_name)
         self._ended: list[tuple[Group, Fate]] = []  # and not told of yet
         self._fates: dict[str, Counter[str]] = {}  # by data set, over the run
+        # Of this process alone: a resumed run may have another grader.
         self._answered: set[str] = set()  # data sets of which some completion was graded
+        self._abstained: Counter[str] = Counter()  # groups, by data set
         self._regrade: list[tuple[int, Prompt, Completion]] = []  # of a resumed run
         self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
         self._max_overtake = 0 if config.on_policy else config.max_overtake
@@ -125,7 +135,7 @@ class Coordinator:
             self._regrade = []
             self._hear(news, step)
             self._check_graders(step)
-            on_progress(min(self._num_mixed(), self._config.prompts_per_step))
+            on_progress(min(self._num_ready(), self._config.prompts_per_step))
         return self._close(step, chosen, self._driver.grade_seconds - waited)
 
     def state(self) -> dict[str, Any]:
@@ -137,7 +147,6 @@ class Coordinator:
             "keep_rate": [self.keep_rate.kept, self.keep_rate.decided],
             "ended": [[group_to_json(group), fate.value] for group, fate in self._ended],
             "fates": {source: dict(fates) for source, fates in self._fates.items()},
-            "answered": sorted(self._answered),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -146,12 +155,13 @@ class Coordinator:
         self.ledger = Ledger.from_state(state["ledger"])
         found = [OpenGroup.from_json(group) for group in state["groups"]]
         self.groups = {group.ticket: group for group in found}
+        self.ledger.audit(self._held())
+        self._check_lengths()
         # Graders have not heard of these: what they were at died with the run.
         self._regrade = [(g.ticket, g.prompt, c) for g in found for c in g.to_grade()]
         self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
         self._ended = [(group_from_json(group), Fate(fate)) for group, fate in state["ended"]]
         self._fates = {source: Counter(fates) for source, fates in state["fates"].items()}
-        self._answered = set(state["answered"])
 
     # ------------------------------------------------------------------ issuing
 
@@ -173,14 +183,14 @@ class Coordinator:
 
     def _num_wanted(self) -> int:
         """Prompts to issue now, were there room."""
-        num_mixed = self._num_mixed()
-        undecided = len(self.groups) - num_mixed
+        num_ready = self._num_ready()
+        undecided = len(self.groups) - num_ready
         wanted = self._config.prompts_per_step
         if self._config.on_policy:
-            return self.keep_rate.prompts_for(wanted - num_mixed) - undecided
+            return self.keep_rate.prompts_for(wanted - num_ready) - undecided
         # Little's law: groups spend as many steps in flight as there are steps' worth of them. The
         # N mixed groups that this step trains on are no longer in flight; those beyond them wait.
-        ahead = self._config.lookahead * wanted - max(0, num_mixed - wanted)
+        ahead = self._config.lookahead * wanted - max(0, num_ready - wanted)
         return math.ceil(ahead / self.keep_rate.mean) - undecided
 
     def _submit(self, group: OpenGroup) -> None:
@@ -215,11 +225,12 @@ class Coordinator:
     def _decide(self, group: OpenGroup, step: _Step) -> None:
         """The last grade of a group has come."""
         fate = self._judge(group)
+        self._abstained[group.prompt.source] += fate is Fate.ABSTAINED
         step.decided.append(group.group())
         self.keep_rate.observe(fate is None)
         if fate is None:
-            group.is_mixed = True
-            self.ledger.move(group.ticket, State.MIXED)
+            group.is_ready = True
+            self.ledger.move(group.ticket, State.READY)
         else:
             self._end(group, fate)
 
@@ -243,13 +254,13 @@ class Coordinator:
 
     def _commit(self, step: _Step) -> list[OpenGroup] | None:
         """The groups to train on, if it can be said by now."""
-        wanted, num_mixed = self._config.prompts_per_step, self._num_mixed()
-        if num_mixed >= wanted:
+        wanted, num_ready = self._config.prompts_per_step, self._num_ready()
+        if num_ready >= wanted:
             return commit(self.groups.values(), wanted, self._max_overtake)
-        undecided = len(self.groups) - num_mixed
+        undecided = len(self.groups) - num_ready
         if undecided or step.issued < self._bound or self._config.at_bound == "wait":
             return None
-        if num_mixed and self._config.at_bound == "train_partial":
+        if num_ready and self._config.at_bound == "train_partial":
             return list(self.groups.values())
         raise self._starved(step, self._shortage(step) + _ADVICE)
 
@@ -261,7 +272,7 @@ class Coordinator:
         for ticket, group in list(self.groups.items()):
             if self._config.on_policy:
                 self._end(group, Fate.EXPIRED)
-            elif not group.is_mixed and ticket < chosen[-1].ticket:
+            elif not group.is_ready and ticket < chosen[-1].ticket:
                 group.overtaken += 1
         forecast = self.keep_rate.mean
         self.keep_rate.forget()
@@ -271,7 +282,7 @@ class Coordinator:
             ended=sorted(ended, key=lambda item: item[0].ticket),
             decided=step.decided,
             version=step.version,
-            counts=self.ledger.close_step(),
+            counts=self.ledger.close_step(self._held()),
             outcomes=step.outcomes,
             keep_rate=forecast,
             interrupted=step.interrupted,
@@ -288,9 +299,15 @@ class Coordinator:
                 self.ledger.move(ticket, State.ISSUED)
 
     def _expire(self, step: _Step) -> None:
-        """Finished groups that have waited too long; never one that is still running."""
+        """Finished groups that have waited too long; never one that is still running. On-policy,
+        what other weights have begun, as a resumed run may bring."""
         for group in list(self.groups.values()):
-            if group.is_mixed and step.version - group.oldest_version > self._config.max_age:
+            if not group.completions:
+                continue
+            age = step.version - group.oldest_version
+            if age > (0 if self._config.on_policy else self._config.max_age) and (
+                group.is_ready or self._config.on_policy
+            ):
                 self._end(group, Fate.EXPIRED)
 
     def _end(self, group: OpenGroup, fate: Fate) -> None:
@@ -299,15 +316,30 @@ class Coordinator:
         self._ended.append((group.group(), fate))
         del self.groups[group.ticket]
 
-    def _num_mixed(self) -> int:
-        return list(self.ledger.open.values()).count(State.MIXED)
+    def _held(self) -> dict[int, bool]:
+        """What the books must agree with."""
+        return {ticket: group.is_ready for ticket, group in self.groups.items()}
+
+    def _num_ready(self) -> int:
+        return list(self.ledger.open.values()).count(State.READY)
 
     # ------------------------------------------------------------------ when it cannot go on
 
+    def _check_lengths(self) -> None:
+        """Raises CheckpointError for a carried completion that this run could not continue."""
+        limit = self._config.max_response_tokens
+        for group in self.groups.values():
+            for completion in group.completions.values():
+                if completion.finish is Finish.UNFINISHED and len(completion.tokens) >= limit:
+                    raise CheckpointError(
+                        f"rollout.max_response_tokens: {limit}, but ticket {group.ticket}, sample "
+                        f"{completion.sample} of the checkpoint is unfinished with "
+                        f"{len(completion.tokens)} tokens; resume with the limit that saved"
+                    )
+
     def _check_graders(self, step: _Step) -> None:
         """Raises StarvedError for a data set whose grader never answered, in a step's groups."""
-        for source, fates in self._fates.items():
-            num_groups = fates[Fate.ABSTAINED.value]
+        for source, num_groups in self._abstained.items():
             if num_groups >= self._config.prompts_per_step and source not in self._answered:
                 said = self._driver.last_errors.get(source, "it hung or died")
                 raise self._starved(
@@ -328,7 +360,7 @@ class Coordinator:
             for source, fates in self._fates.items()
         )
         return (
-            f"dynamic sampling: {self._num_mixed()} of {self._config.prompts_per_step} mixed "
+            f"dynamic sampling: {self._num_ready()} of {self._config.prompts_per_step} mixed "
             f"groups after {step.issued} prompts (rollout.max_prompts_per_step). "
             f"Of the run so far, by data set: {by_source or 'nothing ended'}"
         )

@@ -74,10 +74,8 @@ class Driver(Protocol):
     grade_seconds: float
     """This rank waited for graders with an idle engine, so far."""
 
-    @property
-    def last_errors(self) -> Mapping[str, str]:
-        """What last went wrong in a grader, by data set."""
-        ...
+    last_errors: dict[str, str]
+    """What last went wrong in a grader, by data set."""
 
     def advance(
         self,
@@ -105,6 +103,8 @@ class _Told:
     replica: int
     sampled: list[tuple[int, Completion]]
     graded: list[tuple[int, int, Grade | None, str]]
+    errors: Mapping[str, str]
+    """What last went wrong in a grader, by data set."""
     step_seconds: float
     exchange_seconds: float
 
@@ -126,6 +126,7 @@ class EngineDriver:
         self.num_replicas = engine.num_replicas
         self.max_sequences = engine.max_sequences
         self.grade_seconds = 0.0
+        self.last_errors: dict[str, str] = {}
         self._engine = engine
         self._grading = grading
         self._exchange = exchange
@@ -136,11 +137,6 @@ class EngineDriver:
         self._period = MIN_SECONDS
         self._step_seconds = MIN_SECONDS  # until the first one is measured
         self._exchange_seconds = 0.0
-
-    @property
-    def last_errors(self) -> Mapping[str, str]:
-        """What last went wrong in a grader of this replica, by data set."""
-        return {} if self._grading is None else self._grading.last_errors
 
     def advance(
         self,
@@ -166,6 +162,7 @@ class EngineDriver:
         """See `Driver`."""
         unfinished = self._engine.interrupt()
         self._prompts.clear()
+        self._set_pace(1)  # the next work may be of another kind: full engines, long prompts
         parts = self._exchange.all_gather(unfinished if self._engine.is_leader else [])
         return sorted(
             (item for part in parts for item in part), key=lambda item: (item[0], item[1].sample)
@@ -229,17 +226,25 @@ class EngineDriver:
             self._engine.replica,
             sampled if leads else [],
             graded if leads else [],
+            {} if self._grading is None else dict(self._grading.last_errors),
             self._step_seconds,
             self._exchange_seconds,
         )
         begun = time.perf_counter()
         told: list[_Told] = self._exchange.all_gather(mine)
         self._exchange_seconds = time.perf_counter() - begun
+        for part in told:
+            self.last_errors |= part.errors
         if not self._deterministic:
             # The last to come waited for nobody: what it took is what the exchange costs.
             cost = min(part.exchange_seconds for part in told)
             self._period = min(max(cost / EXCHANGE_SHARE, MIN_SECONDS), MAX_SECONDS)
             # As the first rank of the replica says: all of them must make as many steps.
             pace = next(p.step_seconds for p in told if p.replica == self._engine.replica)
-            self._num_steps = max(round(self._period / pace), 1)
+            # A pace that has just dropped must not keep the others waiting for long.
+            self._set_pace(min(max(round(self._period / pace), 1), 2 * self._num_steps))
         return told
+
+    def _set_pace(self, num_steps: int) -> None:
+        if not self._deterministic:
+            self._num_steps = num_steps

@@ -23,7 +23,7 @@ class OpenGroup:
     """Samples whose grader hung, died or raised."""
     overtaken: int = 0
     """Steps that trained on later groups while this one was running."""
-    is_mixed: bool = False
+    is_ready: bool = False
     """Decided, and waiting to be trained on."""
 
     def to_sample(self) -> list[tuple[int, Completion | None]]:
@@ -75,7 +75,7 @@ class OpenGroup:
             "num_samples": self.num_samples,
             "ungradable": sorted(self.ungradable),
             "overtaken": self.overtaken,
-            "is_mixed": self.is_mixed,
+            "is_ready": self.is_ready,
         }
 
     @classmethod
@@ -89,7 +89,7 @@ class OpenGroup:
             completions={completion.sample: completion for completion in group.completions},
             ungradable=set(value["ungradable"]),
             overtaken=value["overtaken"],
-            is_mixed=value["is_mixed"],
+            is_ready=value["is_ready"],
         )
 
 
@@ -102,7 +102,7 @@ def commit(groups: Iterable[OpenGroup], wanted: int, max_overtake: int) -> list[
     """
     chosen: list[OpenGroup] = []
     for group in groups:
-        if group.is_mixed:
+        if group.is_ready:
             chosen.append(group)
             if len(chosen) == wanted:
                 return chosen

@@ -27,8 +27,8 @@ class State(StrEnum):
     """An engine was asked for some of its completions."""
     GRADING = "grading"
     """All completions are sampled, not all are graded."""
-    MIXED = "mixed"
-    """Decided: it can be trained on, and waits its turn."""
+    READY = "ready"
+    """Decided: it can be trained on (is mixed, with dynamic sampling), and waits its turn."""
 
 
 class Fate(StrEnum):
@@ -51,16 +51,18 @@ _NEXT: dict[State, set[State | Fate]] = {
     # Back to ISSUED: the step ended before its last token.
     State.RUNNING: {State.ISSUED, State.GRADING, Fate.EXPIRED},
     State.GRADING: {
-        State.MIXED,
+        State.READY,
         Fate.ALL_CORRECT,
         Fate.ALL_WRONG,
         Fate.OVERLONG,
         Fate.ABSTAINED,
         Fate.EXPIRED,
     },
-    State.MIXED: {Fate.TRAINED, Fate.EXPIRED},
+    State.READY: {Fate.TRAINED, Fate.EXPIRED},
 }
 """What may follow. An unfinished ticket expires by on_policy alone, never for being slow."""
+
+_HELD = {None: "does not have it", False: "has it as undecided", True: "has it as ready"}
 
 
 @dataclass
@@ -95,24 +97,33 @@ class Ledger:
         self.totals[fate.value] += 1  # a plain word in messages
         self.step[fate.value] += 1
 
-    def close_step(self) -> dict[str, int]:
-        """This step's counts: issued, each fate, what is carried, and how much of it is mixed.
+    def close_step(self, held: Mapping[int, bool]) -> dict[str, int]:
+        """This step's counts: issued, each fate, what is carried, and how much of it is ready.
 
-        Raises DapoError if the sums do not match or an engine still works on a ticket.
+        Raises DapoError as `audit` does, or if an engine still works on a ticket.
         """
-        self.audit()
+        self.audit(held)
         if State.RUNNING in self.open.values():
             running = [ticket for ticket, state in self.open.items() if state is State.RUNNING]
             raise DapoError(f"ledger: ticket {running[0]} is still running at the end of a step")
         counts = {"issued": self.step["issued"]}
         counts |= {fate.value: self.step[fate.value] for fate in Fate}
         counts["carried"] = len(self.open)
-        counts["carried_mixed"] = sum(state is State.MIXED for state in self.open.values())
+        counts["carried_ready"] = sum(state is State.READY for state in self.open.values())
         self.step = Counter()
         return counts
 
-    def audit(self) -> None:
-        """Raises DapoError unless every ticket issued is open or has ended."""
+    def audit(self, held: Mapping[int, bool]) -> None:
+        """Raises DapoError unless every ticket issued has ended or is open, and what is open is
+        what the coordinator holds: ticket -> whether it is ready to be trained on."""
+        ready = {ticket: state is State.READY for ticket, state in self.open.items()}
+        if ready != held:
+            odd = {t for t in (*ready, *held) if ready.get(t) is not held.get(t)}
+            ticket = min(odd)
+            raise DapoError(
+                f"ledger: ticket {ticket} is {self.open.get(ticket, 'not open')}, but the "
+                f"coordinator {_HELD[held.get(ticket)]}"
+            )
         if self.next_ticket != sum(self.totals.values()) + len(self.open):
             raise DapoError(
                 f"ledger: {self.next_ticket} tickets issued, but {dict(self.totals)} and "
@@ -140,7 +151,6 @@ class Ledger:
         for ticket, value in ledger.open.items():
             if value is State.RUNNING:
                 ledger.open[ticket] = State.ISSUED
-        ledger.audit()
         return ledger
 
     def _check(self, ticket: int, to: State | Fate) -> None:

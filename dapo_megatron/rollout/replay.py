@@ -3,6 +3,9 @@
 What a run wrote to samples/ says which groups each of its steps trained on, with every token and
 log-prob to the last bit. From the same weights (its start, or one of its checkpoints) and with the
 same layout, a replayed step gives the same update: whatever then differs is not the sampling.
+
+What a step decided is not recorded as such: accuracies and lengths of a replay are over the groups
+that ended in the step.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ METRICS = {
         f"groups/{name}"
         for name in (
             "issued", "trained", "all_correct", "all_wrong", "overlong", "abstained", "expired",
-            "carried", "carried_mixed", "keep_rate", "interrupted_completions", "age_mean",
+            "carried", "carried_ready", "keep_rate", "interrupted_completions", "age_mean",
             "age_max", "fresh_token_fraction",
         )
     ),

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from dapo_megatron.config import Config, num_processes, read_model_config
 from dapo_megatron.config_file import dump_config, load_config, parse_config
 from dapo_megatron.types import ConfigError
+from tests.helpers.configs import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "model_configs").glob("*.yaml"))
@@ -429,3 +430,9 @@ def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.Monk
 def test_the_engine_is_cut_as_the_policy_unless_told() -> None:
     assert load_config(TINY, ["policy.tensor_parallel=2"]).engine_tensor_parallel == 2
     assert load_config(TINY, ["engine.tensor_parallel=1"]).engine_tensor_parallel == 1
+
+
+def test_an_evaluation_may_answer_at_more_length_than_rollouts() -> None:
+    assert tiny_config().max_sequence_tokens == 96 + 16
+    assert tiny_config(evaluation__max_response_tokens=40).max_sequence_tokens == 96 + 40
+    assert tiny_config(evaluation__max_response_tokens=4).max_sequence_tokens == 96 + 16

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.rollout.coordinator import BOUND, Collected, Coordinator
 from dapo_megatron.rollout.ledger import Fate
-from dapo_megatron.types import Finish, StarvedError
+from dapo_megatron.types import CheckpointError, DapoError, Finish, StarvedError
 from tests.helpers.rollouts import (
     MAX_TOKENS,
     Correct,
@@ -245,7 +245,13 @@ def test_a_grader_that_never_answers_ends_the_run_early_and_by_name() -> None:
         collect(coordinator, driver, 0)
     assert "data set 'sums': its grader failed on every completion" in str(caught.value)
     assert coordinator.ledger.next_ticket < BOUND * 4 / 2  # long before the bound
-    coordinator.ledger.audit()
+
+    # With a grader that answers the run goes on, however late its first answer comes.
+    mended = ScriptedDriver(every(1), grade_at_once=False)
+    mended.rng.seed(4)
+    resumed = make_coordinator(mended)
+    resumed.restore(json.loads(json.dumps(coordinator.state())))
+    assert len(collect(resumed, mended, 0).train) == 4
 
 
 # ---------------------------------------------------------------------------- whatever happens
@@ -359,7 +365,7 @@ class History:
     def enter(self, collected: Collected) -> None:
         version, tickets = len(self.steps), trained(collected)
         self.steps.append(collected)
-        self.coordinator.ledger.audit()
+        self.coordinator.ledger.audit(self.coordinator._held())
         assert collected.version == version
         assert tickets == sorted(tickets)
         assert len(tickets) == self.run["prompts_per_step"]
@@ -382,7 +388,7 @@ class History:
     def _check_order(self, tickets: list[int], version: int) -> None:
         """Who was passed over was still at it, and not for too long."""
         for group in self.coordinator.groups.values():
-            assert not (group.is_mixed and group.ticket < tickets[-1])
+            assert not (group.is_ready and group.ticket < tickets[-1])
             assert group.overtaken <= self.run["max_overtake"]
         if self.run["on_policy"]:
             assert not self.coordinator.groups
@@ -447,7 +453,48 @@ def test_a_finished_group_that_waits_too_long_expires_and_is_counted() -> None:
     driver = ScriptedDriver(every(1))
     coordinator = make_coordinator(driver, max_overtake=0, max_age=1, lookahead=3.0)
     collect(coordinator, driver, 0)
-    waiting = [group.ticket for group in coordinator.groups.values() if group.is_mixed]
+    waiting = [group.ticket for group in coordinator.groups.values() if group.is_ready]
     assert waiting
     late = collect(coordinator, driver, 2)  # two versions later
     assert [ticket for ticket in waiting if fates(late).get(ticket) is Fate.EXPIRED] == waiting
+
+
+def test_a_group_lost_behind_the_books_stops_the_run() -> None:
+    driver = ScriptedDriver(every(1), lambda ticket, sample: MAX_TOKENS)
+    coordinator = make_coordinator(driver)
+    collect(coordinator, driver, 0)
+    lost = min(coordinator.groups)
+    state = json.loads(json.dumps(coordinator.state()))
+    del coordinator.groups[lost]
+    with pytest.raises(DapoError, match=f"ticket {lost} is .*, but the coordinator does not have"):
+        collect(coordinator, driver, 1)
+    del state["groups"][0]
+    with pytest.raises(DapoError, match=f"ticket {lost} is .*, but the coordinator does not have"):
+        make_coordinator(ScriptedDriver(every(1))).restore(state)
+
+
+def test_on_policy_does_not_train_on_what_a_carrying_run_left() -> None:
+    driver = ScriptedDriver(every(1), lambda ticket, sample: 1 + ticket % MAX_TOKENS)
+    carrying = make_coordinator(driver)
+    for version in range(3):
+        collect(carrying, driver, version)
+    resumed = make_coordinator(driver, on_policy=True)
+    resumed.restore(json.loads(json.dumps(carrying.state())))
+    collected = collect(resumed, driver, 3)
+    assert {p.version for g in collected.train for c in g.completions for p in c.segments} == {3}
+    assert collected.counts["expired"] > 0
+
+
+def test_a_lower_limit_than_what_is_carried_is_refused() -> None:
+    driver = ScriptedDriver(every(1), lambda ticket, sample: MAX_TOKENS)
+    coordinator = make_coordinator(driver, lookahead=4.0)
+    for version in range(4):
+        collect(coordinator, driver, version)
+    assert any(
+        len(c.tokens) > 2 and c.finish is Finish.UNFINISHED
+        for group in coordinator.groups.values()
+        for c in group.completions.values()
+    )
+    shorter = make_coordinator(driver, lookahead=4.0, max_response_tokens=2)
+    with pytest.raises(CheckpointError, match=r"rollout\.max_response_tokens: 2, but"):
+        shorter.restore(json.loads(json.dumps(coordinator.state())))

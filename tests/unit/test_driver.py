@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.dispatch import Sampling, sample_all, sample_seed
-from dapo_megatron.rollout.driver import MIN_SECONDS, EngineDriver
+from dapo_megatron.rollout.driver import MIN_SECONDS, EngineDriver, Order
 from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment
 from tests.helpers.ranks import run_ranks
 
@@ -74,7 +75,8 @@ def roll_out(rank: int, deterministic: bool) -> Any:
         unfinished = driver.interrupt()
         sample_all(driver, prompts()[4:], Sampling(1, 8, 1.0, 1.0, "evaluation"))
         late = driver.advance([[], []], use="train")
-    return groups, seen, [request.ticket for request in engine.asked], unfinished, late
+    asked = [request.ticket for request in engine.asked]
+    return groups, seen, asked, unfinished, late, driver.last_errors
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["deterministic", "by the clock"])
@@ -121,22 +123,68 @@ def test_seeds_depend_on_ticket_sample_use_and_tokens_so_far_alone() -> None:
     assert sample_seed("0/train", 3, 1) == sample_seed("0/train", 3, 1)
 
 
+class Timed(CannedEngine):
+    """One replica alone, whose steps take a while."""
+
+    num_replicas = 1
+    max_sequences = 10**6
+    seconds = 0.001
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.num_steps = 0
+
+    def step(self) -> list[tuple[int, Completion]]:
+        self.num_steps += 1
+        time.sleep(self.seconds)
+        return super().step()
+
+
+def many(number: int, first: int = 0) -> list[Order]:
+    sampling = Sampling(number, 8, 1.0, 1.0, "seed")
+    prompt = Prompt("sums", 5, (1, 2), "3+4", "7")
+    return [sampling.order(5, prompt, sample) for sample in range(first, first + number)]
+
+
+def timed() -> tuple[Timed, EngineDriver]:
+    engine = Timed()
+    return engine, EngineDriver(engine, None, Ranks(0, 1, 0), deterministic=False)  # type: ignore[arg-type]
+
+
 def test_an_engine_that_was_idle_does_not_run_on_without_news() -> None:
-    class Alone(CannedEngine):
-        num_replicas = 1
-        max_sequences = 1000
-        num_steps = 0
-
-        def step(self) -> list[tuple[int, Completion]]:
-            self.num_steps += 1
-            time.sleep(0.005)
-            return super().step()
-
-    engine = Alone(0)
-    driver = EngineDriver(engine, None, Ranks(0, 1, 0), deterministic=False)  # type: ignore[arg-type]
+    engine, driver = timed()
     for _ in range(5):
         driver.advance([[]])
-    prompt = Prompt("sums", 5, (1, 2), "3+4", "7")
-    many = Sampling(400, 8, 1.0, 1.0, "seed")
-    driver.advance([[many.order(5, prompt, sample) for sample in range(400)]])
+    engine.seconds = 0.005
+    driver.advance([many(400)])
     assert engine.num_steps * 0.005 < 20 * MIN_SECONDS  # of 200 steps that it could make
+
+
+def test_an_engine_that_gets_slow_with_a_new_step_keeps_nobody_waiting() -> None:
+    engine, driver = timed()
+    driver.advance([many(4000)])
+    for _ in range(8):
+        driver.advance([[]])
+    before = engine.num_steps
+    driver.advance([[]])
+    assert engine.num_steps - before >= 5  # light steps: several between two exchanges
+    driver.interrupt()
+    engine.seconds, before = 0.1, engine.num_steps
+    driver.advance([many(4000, 4000)])
+    assert engine.num_steps - before == 1  # full ones: how long they take is seen first
+
+
+def test_steps_between_exchanges_at_most_double() -> None:
+    engine, driver = timed()
+    driver.advance([many(4000)])
+    steps = [engine.num_steps]
+    for _ in range(6):
+        driver.advance([[]])
+        steps.append(engine.num_steps)
+    made = [after - before for before, after in pairwise(steps)]
+    assert all(after <= 2 * before for before, after in pairwise(made))
+
+
+def test_what_a_grader_said_last_is_known_to_every_rank(ranks: list[Any]) -> None:
+    assert ranks[0][5] == ranks[1][5]
+    assert "sums" in ranks[0][5]

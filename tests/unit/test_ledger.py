@@ -13,6 +13,11 @@ from dapo_megatron.rollout.ledger import _NEXT, Fate, Ledger, State
 from dapo_megatron.types import DapoError
 
 
+def held(ledger: Ledger) -> dict[int, bool]:
+    """What an honest coordinator would hold."""
+    return {ticket: state is State.READY for ticket, state in ledger.open.items()}
+
+
 @given(st.data())
 def test_sums_match_after_every_move_and_across_a_resume(data: st.DataObject) -> None:
     ledger = Ledger()
@@ -34,15 +39,15 @@ def test_sums_match_after_every_move_and_across_a_resume(data: st.DataObject) ->
             ledger.settle(ticket, to)
             ever[to.value] += 1
             assert ticket not in ledger.open
-        ledger.audit()
+        ledger.audit(held(ledger))
     assert ledger.totals == ever
     for ticket, state in list(ledger.open.items()):
         if state is State.RUNNING:
             ledger.move(ticket, State.ISSUED)
-    counts = ledger.close_step()
+    counts = ledger.close_step(held(ledger))
     assert counts["issued"] == ledger.next_ticket
     assert counts["issued"] == counts["carried"] + sum(counts[fate.value] for fate in Fate)
-    assert ledger.close_step()["issued"] == 0
+    assert ledger.close_step(held(ledger))["issued"] == 0
 
 
 @pytest.mark.parametrize("state", State)
@@ -61,11 +66,11 @@ def test_a_group_still_running_cannot_be_trained_on_or_filtered() -> None:
     unfinished = {State.ISSUED, State.RUNNING}
     for state in unfinished:
         assert {to for to in _NEXT[state] if isinstance(to, Fate)} == {Fate.EXPIRED}
-    assert _NEXT[State.MIXED] == {Fate.TRAINED, Fate.EXPIRED}
+    assert _NEXT[State.READY] == {Fate.TRAINED, Fate.EXPIRED}
 
 
 def test_a_ticket_ends_once() -> None:
-    ledger = Ledger(next_ticket=1, open={0: State.MIXED})
+    ledger = Ledger(next_ticket=1, open={0: State.READY})
     ledger.settle(0, Fate.TRAINED)
     with pytest.raises(DapoError, match="ticket 0 is not open, it cannot become trained"):
         ledger.settle(0, Fate.TRAINED)
@@ -74,15 +79,35 @@ def test_a_ticket_ends_once() -> None:
 def test_a_step_cannot_end_while_an_engine_is_at_a_ticket() -> None:
     ledger = Ledger(next_ticket=2, open={0: State.ISSUED, 1: State.RUNNING})
     with pytest.raises(DapoError, match="ticket 1 is still running"):
-        ledger.close_step()
+        ledger.close_step(held(ledger))
 
 
 def test_books_that_do_not_balance_stop_the_run() -> None:
     ledger = Ledger(next_ticket=3, open={0: State.ISSUED}, totals=Counter(trained=1))
     with pytest.raises(DapoError, match=r"3 tickets issued, but \{'trained': 1\} and 1 open"):
-        ledger.close_step()
+        ledger.close_step(held(ledger))
     with pytest.raises(DapoError, match="3 tickets issued"):
-        Ledger.from_state(ledger.state())
+        Ledger.from_state(ledger.state()).audit(held(ledger))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({0: False}, "ticket 1 is ready, but the coordinator does not have it"),
+        (
+            {0: False, 1: True, 2: False},
+            "ticket 2 is not open, but the coordinator has it as undec",
+        ),
+        ({0: True, 1: True}, "ticket 0 is grading, but the coordinator has it as ready"),
+    ],
+)
+def test_the_books_are_held_against_what_the_coordinator_holds(
+    found: dict[int, bool], message: str
+) -> None:
+    ledger = Ledger(next_ticket=2, open={0: State.GRADING, 1: State.READY})
+    ledger.audit({0: False, 1: True})
+    with pytest.raises(DapoError, match=message):
+        ledger.audit(found)
 
 
 def test_what_ran_when_it_was_saved_is_not_running_when_resumed() -> None:

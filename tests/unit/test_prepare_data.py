@@ -553,6 +553,15 @@ def test_an_empty_input_is_refused(tmp_path: Path, name: str) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
+def test_an_empty_evaluation_set_is_refused(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "in.parquet", [made.row("a", "1", "x")])
+    empty = tmp_path / "aime.jsonl"
+    empty.write_text("")
+    said = refused(data, "--output", tmp_path / "o.parquet", "--evaluation", empty)
+    assert f"--evaluation {empty}: no rows" in said
+    assert not (tmp_path / "o.parquet").exists()
+
+
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
 def test_a_bad_row_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> None:
     rows = [made.row(f"problem {n}", "1", "x") for n in range(5000)]

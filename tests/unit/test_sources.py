@@ -161,6 +161,7 @@ BAD_ROWS = [
     ("prompt.0.role", ["user"], r"column prompt\[0\].role: must be one of system, user"),
     ("prompt.0.role", "assistant", "column prompt: the last message must be the user's"),
     ("prompt.0.content", " ", r"column prompt\[0\].content: must be a non-empty string"),
+    ("prompt.0.content", "7 \ud800", r"column prompt\[0\].content: half a character at 2"),
     ("reward_model", DELETE, "column reward_model: must be a mapping, found nothing"),
     ("reward_model", "3", "column reward_model: must be a mapping, found str '3'"),
     ("reward_model.ground_truth", DELETE, "column reward_model.ground_truth: .* found nothing"),
@@ -234,7 +235,7 @@ def test_other_columns_are_ignored(tmp_path: Path, tokenizer: Any) -> None:
         (b'{"prompt": \n', "line 1: not valid JSON"),
         (b"\n[1, 2]\n", "line 2: must be a mapping of columns, found list"),
         (b'{"prompt": "\xff"}\n', "line 1: not valid JSON"),
-        (b"", "no prompt left"),
+        (b"", "it is empty; name other data"),
     ],
 )
 def test_files_that_are_not_jsonl(

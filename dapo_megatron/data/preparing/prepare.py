@@ -98,6 +98,9 @@ def prepare(
     if settings.tokenizer is not None:
         drop_long(inputs.uniques, spool, settings)
     held_out = collect([file_source(path) for path in evaluation], settings.batch_rows)
+    for path, num_rows in zip(evaluation, held_out.num_rows, strict=True):
+        if not num_rows:
+            raise DataError(f"--evaluation {path}: no rows, so nothing could overlap with it")
     frame = _written_frame(schema) if len(sources) == 1 else None
     frame = frame or frame_of(_text(row) for _, _, row in _alive(inputs.uniques, spool))
     compare(inputs.uniques, spool, frame, held_out, evaluation, settings)
