@@ -498,3 +498,17 @@ def test_a_lower_limit_than_what_is_carried_is_refused() -> None:
     shorter = make_coordinator(driver, lookahead=4.0, max_response_tokens=2)
     with pytest.raises(CheckpointError, match=r"rollout\.max_response_tokens: 2, but"):
         shorter.restore(json.loads(json.dumps(coordinator.state())))
+
+
+def test_a_group_still_running_never_expires_however_old() -> None:
+    driver = ScriptedDriver(every(1), lambda ticket, sample: MAX_TOKENS)
+    coordinator = make_coordinator(driver, max_overtake=0, max_age=1)
+    collect(coordinator, driver, 0)
+    running = [
+        group.ticket
+        for group in coordinator.groups.values()
+        if group.completions and not group.is_ready
+    ]
+    assert running
+    late = collect(coordinator, driver, 20)
+    assert not any(fates(late).get(ticket) is Fate.EXPIRED for ticket in running)
