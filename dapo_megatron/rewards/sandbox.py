@@ -1,13 +1,14 @@
 """Running an untrusted program from outside: start the jail, ask it, end it.
 
 jail.py says how it locks itself in. Layers that a machine does not have are left out, except the
-resource limits: without those nothing runs.
+resource limits and the namespaces that jail.NEEDED names: without those nothing runs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dapo_megatron.rewards import jail
+from dapo_megatron.rewards import jail, seccomp
 from dapo_megatron.types import ConfigError, DapoError
 
 MEMORY_MIB = 2048
@@ -52,8 +53,9 @@ class Sandbox:
     program   Python source
     layers    kinds of isolation to try; `lacking` says which of them could not be had, and why
 
-    Raises SandboxError if it does not start. Leaving it ends all that the program started and
-    removes its folder.
+    Raises SandboxError if it does not start, or if a layer of jail.NEEDED is asked for and cannot
+    be had: each sandbox is looked at, for namespaces can also run out. Leaving it ends all that
+    the program started and removes its folder.
 
     Example:
         with Sandbox("print(int(input()) * 2)") as sandbox:
@@ -76,9 +78,11 @@ class Sandbox:
             "program": program,
             "memory_bytes": _memory_bytes(),
             "num_tasks": _num_tasks() + SPARE_TASKS,
+            "filter": seccomp.assemble(platform.machine()).hex(),
         }
         try:
             self.lacking: dict[str, str] = self._ask(order)["lacking"]
+            self._check_needed()
         except SandboxError:
             self.close()
             raise
@@ -118,6 +122,14 @@ class Sandbox:
     ) -> None:
         self.close()
 
+    def _check_needed(self) -> None:
+        missing = [f"{name} ({self.lacking[name]})" for name in jail.NEEDED if name in self.lacking]
+        if missing:
+            raise SandboxError(
+                f"the kernel refuses its sandbox these namespaces: {', '.join(missing)}. In "
+                "Docker, start the container with --security-opt seccomp=unconfined"
+            )
+
     def _ask(self, message: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -138,7 +150,8 @@ class Sandbox:
 def lacking() -> dict[str, str]:
     """The kinds of isolation that this machine does not give, each with the reason.
 
-    Raises ConfigError if the resource limits are among them: `code` cannot be used here.
+    Raises ConfigError if the resource limits or one of jail.NEEDED are among them: `code` cannot
+    be used here.
     """
     if sys.platform != "linux":
         raise ConfigError("grader 'code': it needs Linux, whose limits it runs programs under")

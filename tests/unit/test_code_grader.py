@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.rewards import jail, pool, sandbox
+from dapo_megatron.rewards import jail, pool, sandbox, seccomp
 from dapo_megatron.rewards.code import Case, grade, last_program, read_tests
 from dapo_megatron.rewards.sandbox import Run, Sandbox
 from dapo_megatron.types import ConfigError, Grade
@@ -330,6 +333,181 @@ def test_no_zombie_stays_with_a_parent_that_adopts_orphans(layers: Sequence[str]
 )
 def test_no_process_can_be_started_nor_signalled(layers: Sequence[str], program: str) -> None:
     assert run(program, layers=layers).failure == "exit status 1"
+
+
+# What reaches other processes or escapes a limit: numbers on (x86_64, aarch64), and arguments with
+# which an ordinary user may call it.
+RAW = {
+    "kill": (62, 129, "(me, 0)"),
+    "tgkill": (234, 131, "(me, me, 0)"),
+    "rt_sigqueueinfo": (129, 138, "(me, 0, bytes(128))"),
+    "rt_tgsigqueueinfo": (297, 240, "(me, me, 0, bytes(128))"),
+    "pidfd_open": (434, 434, "(me, 0)"),
+    "pidfd_getfd": (438, 438, "(-1, 0, 0)"),
+    "prlimit64": (302, 261, "(os.getppid(), 7, None, bytearray(16))"),
+    "kcmp": (312, 272, "(me, me, 0, 0, 0)"),
+    "setpriority": (141, 140, "(0, 0, 5)"),
+    "sched_setaffinity": (203, 122, "(0, 8, b'\\xff' * 8)"),
+    "memfd_create": (319, 279, "(b'x', 0)"),
+    "userfaultfd": (323, 282, "(1,)"),
+    "F_SETOWN": (72, 25, "(0, 8, me)"),
+    "F_SETSIG": (72, 25, "(0, 10, 0)"),
+    "F_SETOWN_EX": (72, 25, "(0, 15, struct.pack('ii', 1, me))"),
+    "FIOSETOWN": (16, 29, "(socket.socketpair()[0].fileno(), 0x8901, struct.pack('i', me))"),
+    "SIOCSPGRP": (16, 29, "(socket.socketpair()[0].fileno(), 0x8902, struct.pack('i', me))"),
+    "datagrams": (53, 199, "(1, 2, 0, bytes(8))"),
+}
+RAW_CALL = """
+    import ctypes, os, socket, struct
+    me = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    wide = [ctypes.c_long(a) if isinstance(a, int) else bytes(a) if a else a for a in {arguments}]
+    libc.syscall(ctypes.c_long({number}), *wide)
+    raise SystemExit(ctypes.get_errno() == 1)
+"""
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("layers", [*NO_PROCESSES, pytest.param(NONE, id="limits")])
+def test_no_call_reaches_other_processes(layers: Sequence[str], name: str) -> None:
+    *numbers, arguments = RAW[name]
+    number = numbers[["x86_64", "aarch64"].index(platform.machine())]
+    result = run(RAW_CALL.format(number=number, arguments=arguments), layers=layers)
+    assert result.failure == ("exit status 1" if "seccomp" in layers else "")
+
+
+@pytest.mark.parametrize("layers", NO_PROCESSES)
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import resource as r; r.setrlimit(r.RLIMIT_STACK, r.getrlimit(r.RLIMIT_STACK))",
+        "import asyncio; asyncio.run(asyncio.sleep(0.01))",
+        "import signal; signal.alarm(100)",
+        "import fcntl; fcntl.fcntl(0, fcntl.F_GETFL)",
+        "import threading as t; x = t.Thread(target=print); x.start(); x.join()",
+    ],
+)
+def test_what_solutions_use_is_not_refused(layers: Sequence[str], program: str) -> None:
+    assert run(program, layers=layers).failure == ""
+
+
+def verdict(rules: bytes, machine: str, number: int, arguments: Sequence[int]) -> int:
+    """What the kernel would return for the call: a classic BPF machine with one register."""
+    arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+    data = struct.pack("=IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
+    program = list(struct.iter_unpack("=HBBI", rules))
+    value = at = 0
+    while True:
+        operation, if_so, if_not, operand = program[at]
+        if operation == 0x06:
+            return int(operand)
+        if operation == 0x20:
+            (value,) = struct.unpack_from("=I", data, operand)
+            at += 1
+            continue
+        holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}
+        at += 1 + (if_so if holds[operation] else if_not)
+
+
+@pytest.mark.parametrize(("column", "machine"), list(enumerate(["x86_64", "aarch64"])))
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=6, max_size=6), st.integers(0, 500))
+def test_the_filter_decides_alike_on_both_machines(
+    column: int, machine: str, arguments: list[int], number: int
+) -> None:
+    rules = seccomp.assemble(machine)
+    first, second = (argument % 2**32 for argument in arguments[:2])
+    refused = {pair[column] for pair in seccomp.REFUSED}
+    conditional = {
+        (56, 220)[column]: not first & 0x10000,
+        (302, 261)[column]: first != 0,
+        (72, 25)[column]: second in (8, 10, 15),
+        (16, 29)[column]: second in (0x8901, 0x8902),
+        (53, 199)[column]: bool(second & 0xE),
+    }
+    for call in (number, *conditional):
+        expected = 0x50001 if call in refused or conditional.get(call) else 0x7FFF0000
+        expected = 0x50026 if call == 435 else expected
+        assert verdict(rules, machine, call, arguments) == expected
+    for second in (8, 10, 15, 0x8901, 0x8902):
+        for call, known in (((72, 25)[column], second < 16), ((16, 29)[column], second > 16)):
+            expected = 0x50001 if known else 0x7FFF0000
+            assert verdict(rules, machine, call, [0, second]) == expected
+
+
+def as_ordinary_user(code: str) -> str:
+    """What the code prints in a process that is not root, whatever this one is."""
+    root = Path(__file__).parents[2]
+    before = f"""
+        import os, platform, sys
+        sys.path.insert(0, {str(root)!r})
+        from dapo_megatron.rewards import jail, sandbox, seccomp
+    """
+    user: dict[str, Any] = {}
+    if os.geteuid() == 0:
+        user = {"user": 65534, "group": 65534, "extra_groups": []}
+    # The interpreter of this run may lie in root's home: any other one serves as well.
+    for python in (sys.executable, "/usr/bin/python3"):
+        with suppress(OSError, subprocess.CalledProcessError):
+            subprocess.run([python, "-c", textwrap.dedent(before)], cwd="/", check=True, **user)
+            break
+    else:
+        pytest.skip("no Python that another user than root can start")
+    done = subprocess.run(
+        [python, "-c", textwrap.dedent(before) + textwrap.dedent(code)],
+        env=os.environ | {"SECRET_TOKEN": "s3cr3t"},
+        cwd="/",
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        **user,
+    )
+    return str(done.stdout)
+
+
+OPEN_PROC = """
+    import os
+    me = os.readlink("/proc/self")
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        for name, mode in (("mem", "r+b"), ("environ", "rb")):
+            try: open(f"/proc/{pid}/{name}", mode)
+            except OSError: continue
+            if pid != me: print(pid, name)
+"""
+
+
+@pytest.mark.parametrize("layers", [EACH[0], pytest.param(jail.NEEDED, id="needed"), *EACH[2:]])
+def test_memory_and_secrets_of_others_stay_theirs(layers: Sequence[str]) -> None:
+    printed = as_ordinary_user(f"""
+        with sandbox.Sandbox({textwrap.dedent(OPEN_PROC)!r}, {layers!r}) as box:
+            print(os.getpid(), box._process.pid)
+            print(box.run("", 20.0).output)
+    """)
+    this, box = printed.split()[:2]
+    opened = set(printed.splitlines()[1:])
+    if set(jail.NEEDED) <= set(layers):
+        assert opened == {""}
+    else:  # this is why they are needed; the jail hides itself all the same
+        assert {f"{this} mem", f"{this} environ"} <= opened
+        assert not {f"{box} mem", f"{box} environ"} & opened
+
+
+def test_under_docker_s_defaults_nothing_runs() -> None:
+    # They refuse unshare, and a filter may be added.
+    printed = as_ordinary_user("""
+        rules = seccomp.assemble(platform.machine(), refused=((272, 97),), conditions=())
+        jail._give_up_privileges()
+        jail.filter_system_calls(rules)
+        try: print("accepted, but for", sandbox.lacking())
+        except sandbox.ConfigError as error: print(error)
+        with sandbox.Sandbox("print(1)", ("seccomp",)) as box: print(box.run("", 5.0).output)
+    """)
+    refused, output = printed.splitlines()[:2]
+    assert refused.startswith("grader 'code': ")
+    why = "unshare: Operation not permitted"
+    assert f"user ({why}), pid ({why})" in refused
+    assert "--security-opt seccomp=unconfined" in refused
+    assert "docs/rewards.md" in refused
+    assert output == "1"
 
 
 @pytest.mark.parametrize("layers", EACH[:3])
