@@ -75,7 +75,6 @@ class _Step:
     issued: int = 0
     decided: list[Group] = field(default_factory=list)
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    interrupted: int = 0
 
 
 class Coordinator:
@@ -134,7 +133,7 @@ class Coordinator:
             news = self._dispatcher.advance(self._regrade)
             self._regrade = []
             self._hear(news, step)
-            self._check_graders(step)
+            self._check_graders()
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
         return self._close(step, chosen, self._driver.grade_seconds - waited)
 
@@ -262,10 +261,10 @@ class Coordinator:
             return None
         if num_ready and self._config.at_bound == "train_partial":
             return list(self.groups.values())
-        raise self._starved(step, self._shortage(step) + _ADVICE)
+        raise self._starved(self._shortage(step) + _ADVICE)
 
     def _close(self, step: _Step, chosen: list[OpenGroup], grade_seconds: float) -> Collected:
-        self._interrupt(step)
+        self._interrupt()
         train = [group.group() for group in chosen]
         for group in chosen:
             self._end(group, Fate.TRAINED)
@@ -285,15 +284,18 @@ class Coordinator:
             counts=self.ledger.close_step(self._held()),
             outcomes=step.outcomes,
             keep_rate=forecast,
-            interrupted=step.interrupted,
+            interrupted=sum(
+                completion.finish is Finish.UNFINISHED
+                for group in self.groups.values()
+                for completion in group.completions.values()
+            ),
             grade_seconds=grade_seconds,
         )
 
-    def _interrupt(self, step: _Step) -> None:
+    def _interrupt(self) -> None:
         """Stop the engines; what they were at stays with its group."""
         for ticket, completion in self._dispatcher.interrupt():
             self.groups[ticket].completions[completion.sample] = completion
-            step.interrupted += 1
         for ticket, state in self.ledger.open.items():
             if state is State.RUNNING:
                 self.ledger.move(ticket, State.ISSUED)
@@ -337,21 +339,20 @@ class Coordinator:
                         f"{len(completion.tokens)} tokens; resume with the limit that saved"
                     )
 
-    def _check_graders(self, step: _Step) -> None:
+    def _check_graders(self) -> None:
         """Raises StarvedError for a data set whose grader never answered, in a step's groups."""
         for source, num_groups in self._abstained.items():
             if num_groups >= self._config.prompts_per_step and source not in self._answered:
                 said = self._driver.last_errors.get(source, "it hung or died")
                 raise self._starved(
-                    step,
                     f"data set {source!r}: its grader failed on every completion of {num_groups} "
                     f"groups; the last time: {said}. Mend the grader named for it in the config "
                     "(rewards.timeout_seconds and rewards.memory_mib limit it)",
                 )
 
-    def _starved(self, step: _Step, message: str) -> StarvedError:
+    def _starved(self, message: str) -> StarvedError:
         """With the engines stopped, so that the state is whole."""
-        self._interrupt(step)
+        self._interrupt()
         return StarvedError(message)
 
     def _shortage(self, step: _Step) -> str:

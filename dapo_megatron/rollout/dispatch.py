@@ -82,19 +82,11 @@ class Dispatcher:
         return news
 
     def interrupt(self) -> list[tuple[int, Completion]]:
-        """Empty queue and engines: (ticket, unfinished completion) of what had any tokens.
-
-        What was still queued with tokens of an earlier step is among them.
-        """
-        queued = [
-            (ticket, order.request.so_far)
-            for ticket, _, order in self._queue
-            if order.request.so_far is not None
-        ]
+        """Empty queue and engines: (ticket, unfinished completion) of what engines were at."""
         self._queue.clear()
         self._replica_of.clear()
         self._running = [0] * self._driver.num_replicas
-        return queued + self._driver.interrupt()
+        return self._driver.interrupt()
 
     def _hand_out(self) -> list[list[Order]]:
         """Orders by replica. The completions of a group stay together where they fit, to share the
