@@ -168,7 +168,7 @@ def test_an_endless_program_is_wrong_within_the_limit() -> None:
     for program in ("while True: pass", "import time\ntime.sleep(1000)", "print(2)\ninput('')"):
         started = time.monotonic()
         assert not grade(answer(program), DOUBLE, {}, seconds=0.6).correct
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 10.0  # starting Python, on a busy machine
 
 
 # ------------------------------------------------------------------------ the sandbox

@@ -194,6 +194,7 @@ def grade_all(pool: GradingPool, made: list[Attack]) -> tuple[dict[int, Grade | 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.long)])
 @pytest.mark.timeout(1800)
+@needs_sandbox
 def test_hostile_completions_cost_their_limit_and_leave_nothing(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -326,6 +326,7 @@ def test_graders_that_do_not_fit_into_memory_say_so(pids: Path) -> None:
             pool.collect(wait=True)
 
 
+@needs_sandbox
 def test_the_libraries_of_the_graders_fit_into_the_default_memory() -> None:
     graders = {name: name for name in ("math_verify", "reasoning_gym", "dapo_math", "code")}
     with GradingPool(graders, workers=1, timeout_seconds=60.0) as pool:
