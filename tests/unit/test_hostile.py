@@ -23,6 +23,7 @@ from dapo_megatron.rewards import GradingPool
 from dapo_megatron.rewards.code import SHARE_OF_LIMIT
 from dapo_megatron.types import Grade
 from tests.helpers.graders import processes_with
+from tests.helpers.sandboxes import needs_sandbox
 
 WORKERS = 2
 TIMEOUT_SECONDS = 1.5

@@ -25,6 +25,7 @@ from dapo_megatron.types import ConfigError, DapoError, Grade
 GRADER = """
 import os, re, signal, subprocess, sys, tempfile, time
 from dapo_megatron.types import Grade
+from tests.helpers.sandboxes import needs_sandbox
 
 def act(response, truth, extra):
     with open(extra["pids"], "a") as file:
