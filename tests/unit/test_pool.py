@@ -20,12 +20,12 @@ from dapo_megatron.rewards import GradingPool
 from dapo_megatron.rewards.dapo_math import INVALID
 from dapo_megatron.rewards.pool import MAX_BATCH, OUTCOMES
 from dapo_megatron.types import ConfigError, DapoError, Grade
+from tests.helpers.sandboxes import needs_sandbox
 
 # The response says how the grader behaves; every call notes its process id.
 GRADER = """
 import os, re, signal, subprocess, sys, tempfile, time
 from dapo_megatron.types import Grade
-from tests.helpers.sandboxes import needs_sandbox
 
 def act(response, truth, extra):
     with open(extra["pids"], "a") as file:
