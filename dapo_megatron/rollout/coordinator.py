@@ -223,9 +223,10 @@ class Coordinator:
 
     def _decide(self, group: OpenGroup, step: _Step) -> None:
         """The last grade of a group has come."""
-        fate = self._judge(group)
+        whole = group.group()
+        fate = Fate.ABSTAINED if group.ungradable else self._judge(whole)
         self._abstained[group.prompt.source] += fate is Fate.ABSTAINED
-        step.decided.append(group.group())
+        step.decided.append(whole)
         self.keep_rate.observe(fate is None)
         if fate is None:
             group.is_ready = True
@@ -233,12 +234,10 @@ class Coordinator:
         else:
             self._end(group, fate)
 
-    def _judge(self, group: OpenGroup) -> Fate | None:
-        """How a decided group ends, or None: it can be trained on. On raw correctness, never on
+    def _judge(self, group: Group) -> Fate | None:
+        """How a graded group ends, or None: it can be trained on. On raw correctness, never on
         the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431)."""
-        if group.ungradable:
-            return Fate.ABSTAINED
-        completions = counted(group.group(), self._overlong)
+        completions = counted(group, self._overlong)
         if len(completions) < 2:  # a mean of one is no baseline
             return Fate.OVERLONG
         if self._config.dynamic_sampling:
@@ -303,13 +302,11 @@ class Coordinator:
     def _expire(self, step: _Step) -> None:
         """Finished groups that have waited too long; never one that is still running. On-policy,
         what other weights have begun, as a resumed run may bring."""
+        on_policy = self._config.on_policy
+        max_age = 0 if on_policy else self._config.max_age
         for group in list(self.groups.values()):
-            if not group.completions:
-                continue
-            age = step.version - group.oldest_version
-            if age > (0 if self._config.on_policy else self._config.max_age) and (
-                group.is_ready or self._config.on_policy
-            ):
+            may_expire = group.is_ready or (on_policy and group.completions)
+            if may_expire and step.version - group.oldest_version > max_age:
                 self._end(group, Fate.EXPIRED)
 
     def _end(self, group: OpenGroup, fate: Fate) -> None:

@@ -13,10 +13,11 @@ from statistics import fmean
 from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.config import OverlongConfig
+from dapo_megatron.rewards.pool import CAUSES
 from dapo_megatron.rollout.coordinator import Collected
 from dapo_megatron.types import Completion, Finish, Group, StepStats, SyncReport
 
-OUTCOMES = ("unparsed", "timeout", "crash", "memory", "error")
+OUTCOMES = ("unparsed", *CAUSES)
 """What grading/* counts."""
 
 
