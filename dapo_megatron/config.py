@@ -43,6 +43,8 @@ class RunConfig(Section):
     """Where run folders are made."""
     processes: Count = 1
     """Ranks that `train` starts on this machine when no launcher has started them."""
+    stop_seconds: Positive = 240.0
+    """SIGUSR1 or SIGTERM: save and exit within this time; then exit, saved or not."""
 
 
 class ModelConfig(Section):
@@ -254,14 +256,39 @@ class SyncConfig(Section):
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 10
     """Rollout steps between checkpoints; 0: only after the last step."""
+    max_minutes: Positive | None = None
+    """Save also when the last save began so long ago; null: by steps alone."""
     keep: Count = 2
     """Newest checkpoints to keep."""
+    keep_every: Count | None = None
+    """Beside them, every checkpoint whose step is a multiple of this is kept; null: none."""
     export_hf: bool = False
     """Also write each checkpoint as an HF folder."""
 
 
+class WatchdogConfig(Section):
+    """Seconds without a sign of life, by phase: then every rank writes down where it is, the ranks
+    that do not are named, and the job ends (so that Slurm can requeue it). Generation and
+    evaluation give one at every exchange between replicas, the other phases at their begin and at
+    every mini-batch."""
+
+    start: Positive = 3600.0
+    """Loading data, building engine and policy, the first sync."""
+    generate: Positive = 900.0
+    evaluate: Positive = 900.0
+    logprobs: Positive = 1800.0
+    update: Positive = 1800.0
+    """Of one mini-batch."""
+    sync: Positive = 900.0
+    checkpoint: Positive = 3600.0
+    """Waiting for the disk."""
+
+
 class TrackingConfig(Section):
     mlflow: bool = True
+    wait_seconds: NonNegative = 30.0
+    """At the end of a run, wait so long for MLflow to take what is spooled; the rest is sent at the
+    next start, or by `track`."""
     experiment: str = "dapo_megatron"
     samples: bool = True
     """Write every rollout to samples/ and keep it as an artifact."""
@@ -288,6 +315,7 @@ class Config(Section):
     sync: SyncConfig
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @property

@@ -6,6 +6,7 @@ Every method is collective unless it says otherwise: all ranks call it, in the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,12 +84,14 @@ class Policy(Protocol):
         time they are the current weights. Not collective."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's weights, optimizer state and RNG state into `folder`."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy this rank's weights, optimizer state and RNG state to host memory. Calling what it
+        returns, from any thread and at any time, writes the copy into a folder. Not collective."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Read back what `save` wrote. Raises CheckpointError, naming file and key."""
+        """Read back what `snapshot` wrote, in this or another layout. Raises CheckpointError,
+        naming file and key."""
         ...
 
     def offload(self) -> None:
@@ -164,6 +167,22 @@ class RolloutEngine(Protocol):
 
     def wake(self) -> None:
         """Undo `sleep`."""
+        ...
+
+
+class Watch(Protocol):
+    """Signs of life of this rank; see cluster/watch.py."""
+
+    def phase(self, name: str, step: int = 0) -> AbstractContextManager[None]:
+        """What is done inside; a key of config.watchdog."""
+        ...
+
+    def beat(self, what: str = "") -> None:
+        """A sign of life, and what it was."""
+        ...
+
+    def tell(self, what: str, ask: Callable[[], str]) -> None:
+        """Something to ask for when the rank hangs."""
         ...
 
 

@@ -249,5 +249,10 @@ class StarvedError(DapoError):
     ranks together, with the coordinator's state whole: the run saves a checkpoint and ends."""
 
 
+class Stopped(DapoError):
+    """A signal asked the run to stop. Raised by all ranks together, where the run's state is whole
+    and can be saved."""
+
+
 class Diverged(DapoError):
     """A non-finite loss or gradient, caught before the optimizer step."""
