@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.config import Config, num_processes, read_model_config
 from dapo_megatron.config_file import load_config
@@ -235,6 +236,7 @@ def _write(path: Path | None, figures: Any) -> None:
 def main() -> None:
     """The entry point: a user's mistake is a message, not a traceback."""
     try:
+        adopt_step()
         app()
     except DapoError as error:
         if os.environ.get("RANK", "0") == "0":

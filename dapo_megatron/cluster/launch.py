@@ -27,7 +27,7 @@ def started_at() -> float:
 
 
 def is_launched() -> bool:
-    """Whether torchrun or `launch` started this process."""
+    """Whether torchrun, srun (see join.py) or `launch` started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
+
+TIMEOUT_MINUTES = 120.0
+"""Longer than anything a rank may have to wait for; the watchdog is sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +24,17 @@ class Ranks:
     group: Any = None
     """Process group for plain values; None: the default one. Not NCCL's: it would copy them, padded
     to the longest, into the memory of every GPU."""
+    beat: Callable[[str], None] = lambda _: None
+    """Told of every exchange, before and after: a rank that hangs can say in which it is."""
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def second(self) -> Ranks:
+        """The same ranks over a group of their own, for another thread. Collective."""
+        import torch.distributed as dist
+
+        timeout = timedelta(minutes=TIMEOUT_MINUTES)
+        group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+        return replace(self, group=group, beat=lambda _: None, _numbers=itertools.count(1))
 
     def all_gather(self, value: Any) -> list[Any]:
         """The value of each rank, in rank order."""
@@ -26,7 +43,8 @@ class Ranks:
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self.group)
+        with self._told("all_gather"):
+            dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def broadcast(self, value: Any) -> Any:
@@ -36,7 +54,8 @@ class Ranks:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        with self._told("broadcast"):
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def barrier(self) -> None:
@@ -44,19 +63,28 @@ class Ranks:
         if self.world_size > 1:
             import torch.distributed as dist
 
-            dist.barrier(group=self.group)
+            with self._told("barrier"):
+                dist.barrier(group=self.group)
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        name = f"{what} {next(self._numbers)}"
+        self.beat(name)
+        yield
+        self.beat(f"{name} done")
 
 
-def join(backend: str, timeout_minutes: float = 120.0) -> Ranks:
+def join(backend: str, beat: Callable[[str], None] = lambda _: None) -> Ranks:
     """Join the process group that the launcher's environment describes."""
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(minutes=timeout_minutes)
+    timeout = timedelta(minutes=TIMEOUT_MINUTES)
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         group=None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
+        beat=beat,
     )
