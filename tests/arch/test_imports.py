@@ -31,7 +31,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 
 EVERYTHING = (
-    "types codec config config_file layout protocols algo data rewards bridge policy engine "
+    "types codec config config_file layout memory protocols algo data rewards bridge policy engine "
     "rollout parts loop tracking cluster "
     "run_folder session build doctor"
 )
@@ -43,6 +43,7 @@ ROOMS = {
     "config_file": room("types config", "pydantic yaml"),
     "layout": room("types config layout_search"),
     "layout_search": room("types config"),
+    "memory": room("types config layout bridge", "torch rich"),
     # bridge for annotations alone: pieces and shards are what policy and engine hand over.
     "protocols": room("types bridge", "torch"),
     "algo": room("types", "torch"),
