@@ -210,10 +210,12 @@ def _this_command() -> list[str]:
 @contextmanager
 def _told() -> Iterator[None]:
     """A session has told its user of an error already, on the terminal it was started from."""
+    from dapo_megatron.session import exit_code
+
     try:
         yield
-    except DapoError:
-        raise SystemExit(2) from None
+    except DapoError as error:
+        raise SystemExit(exit_code(error)) from None
 
 
 def _print_figures(figures: dict[str, float]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,7 @@ from dapo_megatron.bridge.stores import HfWriter, Store, TensorInfo, copy_compan
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.bridge.transfer import gather_whole
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
@@ -27,7 +28,7 @@ from dapo_megatron.parts import Parts
 from dapo_megatron.protocols import Planner, Policy, RolloutEngine, Tracker
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.rollout.driver import Driver, EngineDriver
+from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.replay import NoEngine, NoEvaluation, Replay, no_sync
 from dapo_megatron.run_folder import (
@@ -47,6 +48,9 @@ from dapo_megatron.tracking import (
 )
 from dapo_megatron.types import ConfigError, Prompt
 
+if TYPE_CHECKING:
+    from dapo_megatron.session import Session
+
 
 @dataclass
 class Prompts:
@@ -65,7 +69,7 @@ class Core:
     engine: RolloutEngine
     sync: WeightSync
     grading: GradingPool | None
-    driver: Driver
+    driver: EngineDriver
 
     def close(self) -> None:
         """End the grading processes."""
@@ -139,7 +143,7 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
     return policy, engine, sync
 
 
-def build_core(config: Config, ranks: Ranks) -> Core:
+def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
     """Models and graders. Collective."""
     policy, engine, sync = build_models(config, ranks)
     grading = None
@@ -151,7 +155,13 @@ def build_core(config: Config, ranks: Ranks) -> Core:
             config.rewards.timeout_seconds,
             config.rewards.memory_mib,
         )
-    driver = EngineDriver(engine, grading, ranks, deterministic=config.rollout.deterministic)
+    driver = EngineDriver(
+        engine,
+        grading,
+        ranks,
+        deterministic=config.rollout.deterministic,
+        stop=lambda: (stop and stop.signal) or "",
+    )
     return Core(policy, engine, sync, grading, driver)
 
 
@@ -167,14 +177,10 @@ def build_evaluator(config: Config, prompts: Prompts, core: Core) -> Evaluator:
 
 
 def build_parts(
-    config: Config,
-    ranks: Ranks,
-    core: Core,
-    prompts: Prompts,
-    folder: RunFolder,
-    recorder: RunRecorder | SilentRecorder,
+    session: Session, core: Core, prompts: Prompts, recorder: RunRecorder | SilentRecorder
 ) -> Parts:
     """What the loop works with."""
+    config, ranks = session.config, session.ranks
     return Parts(
         policy=core.policy,
         engine=core.engine,
@@ -188,21 +194,20 @@ def build_parts(
         ),
         evaluator=build_evaluator(config, prompts, core),
         recorder=recorder,
-        checkpoints=_checkpoints(config, ranks, core.policy, folder, recorder),
+        checkpoints=_checkpoints(config, ranks, core.policy, session.folder, recorder),
+        watch=session.watch,
+        stop=partial(session.stop.check, ranks),
     )
 
 
 def build_replay(
-    config: Config,
-    ranks: Ranks,
-    folder: RunFolder,
-    recorder: RunRecorder | SilentRecorder,
-    run_folder: Path,
+    session: Session, recorder: RunRecorder | SilentRecorder, run_folder: Path
 ) -> Parts:
     """What the loop works with to train on the rollouts recorded in `run_folder`: a policy, and
     nothing else that is heavy. Collective."""
     from dapo_megatron.policy.policy import MegatronPolicy
 
+    config, ranks = session.config, session.ranks
     policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
     return Parts(
         policy=policy,
@@ -211,7 +216,9 @@ def build_replay(
         coordinator=Replay(run_folder),
         evaluator=NoEvaluation(),
         recorder=recorder,
-        checkpoints=_checkpoints(config, ranks, policy, folder, recorder),
+        checkpoints=_checkpoints(config, ranks, policy, session.folder, recorder),
+        watch=session.watch,
+        stop=partial(session.stop.check, ranks),
     )
 
 

@@ -14,16 +14,10 @@ from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import assemble, fresh_mask, split
 from dapo_megatron.parts import Parts
-from dapo_megatron.protocols import Policy
+from dapo_megatron.protocols import Watch
 from dapo_megatron.rollout import metrics as figures
-from dapo_megatron.rollout.coordinator import Collected
-from dapo_megatron.types import (
-    Group,
-    StarvedError,
-    StepStats,
-    SyncError,
-    TokenBatch,
-)
+from dapo_megatron.rollout.open_step import OpenStep
+from dapo_megatron.types import Group, StarvedError, Stopped, SyncError, TokenBatch
 
 
 @dataclass
@@ -37,85 +31,112 @@ class Progress:
     last_evaluation: dict[str, float] = field(default_factory=dict)
 
 
-def train(config: Config, parts: Parts, progress: Progress, *, started: float) -> Progress:
+def train(
+    config: Config, parts: Parts, progress: Progress, open_step: OpenStep, *, started: float
+) -> Progress:
     """Train from `progress.step` to `train.rollout_steps`. Collective: every rank calls it.
 
-    `started` is the time (as time.time()) from which `progress.seconds` counts on.
+    `open_step` is the step after it, as far as it has come. `started` is the time (as time.time())
+    from which `progress.seconds` counts on. Raises StarvedError and Stopped once all is saved.
     """
-    last = config.train.rollout_steps
-    parts.sync(progress.step)
-    if progress.step == 0 and parts.evaluator.due(0, last):
-        progress.first_evaluation = parts.evaluator.run()
-        progress.last_evaluation = progress.first_evaluation
-        parts.recorder.log(0, progress.first_evaluation)
-    while progress.step < last:
-        step = progress.step + 1
-        clock = Clock()
-        try:
-            collected, metrics = train_step(config, parts, step, clock)
-        except StarvedError as error:
-            save_at_end(parts, progress, started)
-            raise StarvedError(
-                f"{error}. Saved after step {progress.step}: resume=auto goes on from there"
-            ) from error
-        progress.step = step
-        progress.max_gap = max(progress.max_gap, metrics.get("mismatch/gap_max", 0.0))
-        if parts.evaluator.due(step, last):
-            with clock("evaluate"):
-                progress.last_evaluation = parts.evaluator.run()
-            metrics |= progress.last_evaluation
-        publish = None
-        if parts.checkpoints.due(step):
-            with clock("checkpoint"):
-                publish = save(parts, progress, started)
-        parts.recorder.samples(step, collected.ended)
-        parts.recorder.log(step, metrics | clock.metrics())
-        # Published last: a checkpoint that exists has its metrics and samples on disk.
-        if publish is not None:
-            publish()
+    try:
+        train_steps(config, parts, progress, open_step, started)
+    except (StarvedError, Stopped) as error:
+        # Policy and engine take turns; either may have been on.
+        parts.engine.sleep()
+        parts.policy.onload()
+        save(parts, progress, open_step, started)()
+        parts.checkpoints.wait()
+        raise type(error)(
+            f"{error}. Saved after step {progress.step}: resume=auto goes on from there"
+        ) from error
+    with parts.watch.phase("checkpoint", progress.step):
+        parts.checkpoints.wait()
     progress.seconds = time.time() - started
     return progress
 
 
-def save(parts: Parts, progress: Progress, started: float) -> Callable[[], None]:
-    """A checkpoint after the steps done so far; calling what is returned publishes it."""
+def train_steps(
+    config: Config, parts: Parts, progress: Progress, open_step: OpenStep, started: float
+) -> None:
+    """The steps; what they change is in `progress` and `open_step` at any time."""
+    last = config.train.rollout_steps
+    with parts.watch.phase("sync", progress.step):
+        parts.sync(progress.step)
+    if progress.step == 0 and not progress.first_evaluation and parts.evaluator.due(0, last):
+        with parts.watch.phase("evaluate"):
+            progress.first_evaluation = parts.evaluator.run()
+        progress.last_evaluation = progress.first_evaluation
+        parts.recorder.log(0, progress.first_evaluation)
+    while progress.step < last:
+        step = progress.step + 1
+        clock = Clock(parts.watch, step)
+        parts.stop()
+        metrics = train_step(config, parts, step, open_step, clock)
+        if parts.evaluator.due(step, last):
+            with clock("evaluate"):
+                progress.last_evaluation = parts.evaluator.run()
+            metrics |= progress.last_evaluation
+        progress.step = step
+        progress.max_gap = max(progress.max_gap, metrics.get("mismatch/gap_max", 0.0))
+        open_step.close()
+        publish = None
+        if parts.checkpoints.due(step):
+            with clock("checkpoint"):
+                publish = save(parts, progress, open_step, started)
+        parts.recorder.log(step, metrics | clock.metrics())
+        # Published last: a checkpoint that exists has its metrics and samples on disk.
+        if publish is not None:
+            publish()
+
+
+def save(
+    parts: Parts, progress: Progress, open_step: OpenStep, started: float
+) -> Callable[[], None]:
+    """A checkpoint of what is done so far; calling what is returned has it published."""
     progress.seconds = time.time() - started
-    state = {"progress": vars(progress), "coordinator": parts.coordinator.state()}
+    state = {
+        "progress": dict(vars(progress)),
+        "open_step": open_step.state(),
+        "coordinator": parts.coordinator.state(),
+    }
     return parts.checkpoints.save(progress.step, state)
 
 
-def save_at_end(parts: Parts, progress: Progress, started: float) -> None:
-    """A checkpoint from the middle of a step that cannot be finished."""
+def train_step(
+    config: Config, parts: Parts, step: int, open_step: OpenStep, clock: Clock
+) -> dict[str, float]:
+    """One rollout step: sample with the weights of step - 1, update them, sync. What `open_step`
+    has of it already is not done again."""
+    if open_step.train is None:
+        with clock("generate"), parts.recorder.progress(config.rollout.prompts_per_step) as watch:
+            collected = parts.coordinator.collect(version=step - 1, on_progress=watch)
+        parts.recorder.samples(step, collected.ended)
+        metrics = figures.rollout_metrics(collected, config.overlong)
+        open_step.begin(collected.train, metrics)
+    groups = open_step.train or []
+    # Policy and engine take turns in the accelerator's memory.
     parts.engine.sleep()
     parts.policy.onload()
-    save(parts, progress, started)()
-
-
-def train_step(
-    config: Config, parts: Parts, step: int, clock: Clock
-) -> tuple[Collected, dict[str, float]]:
-    """One rollout step: sample with the weights of step - 1, update them, sync."""
-    with clock("generate"), parts.recorder.progress(config.rollout.prompts_per_step) as watch:
-        collected = parts.coordinator.collect(version=step - 1, on_progress=watch)
-        # Policy and engine take turns in the accelerator's memory.
-        parts.engine.sleep()
-        parts.policy.onload()
-    batch = assemble(collected.train, overlong=config.overlong, eps=config.loss.advantage_eps)
-    with clock("logprobs"):
-        old = parts.policy.logprobs(batch).logprobs
-    batch = dataclasses.replace(batch, old_logprobs=old)
-    gap = check_gap(config, batch, collected.train, version=step - 1)
+    batch = assemble(groups, overlong=config.overlong, eps=config.loss.advantage_eps)
+    if open_step.old_logprobs is None:
+        parts.stop()
+        with clock("logprobs"):
+            open_step.old_logprobs = parts.policy.logprobs(batch).logprobs
+        batch = dataclasses.replace(batch, old_logprobs=open_step.old_logprobs)
+        gap = check_gap(config, batch, groups, version=step - 1)
+        open_step.metrics |= figures.mismatch_metrics(gap)
+    batch = dataclasses.replace(batch, old_logprobs=open_step.old_logprobs)
     with clock("update"):
-        stats = update(config, parts.policy, batch, step)
+        update(config, parts, batch, step, open_step)
     with clock("sync"):
         parts.engine.wake()
         report = parts.sync(step)
         parts.policy.offload()
     clock.tokens = int(batch.tokens.numel())
-    return collected, {
-        **figures.rollout_metrics(collected, config.overlong),
-        **figures.mismatch_metrics(gap),
-        **figures.update_metrics(stats),
+    return {
+        **open_step.metrics,
+        **figures.update_metrics(open_step.updates),
         **figures.sync_metrics(report),
     }
 
@@ -143,8 +164,8 @@ def check_gap(
     return gap
 
 
-def update(config: Config, policy: Policy, batch: TokenBatch, step: int) -> list[StepStats]:
-    """The optimizer steps of one rollout step."""
+def update(config: Config, parts: Parts, batch: TokenBatch, step: int, open_step: OpenStep) -> None:
+    """The optimizer steps of one rollout step that `open_step` does not have yet."""
     numbers = config.loss
     loss = make_loss(
         clip_low=numbers.clip_low,
@@ -159,13 +180,18 @@ def update(config: Config, policy: Policy, batch: TokenBatch, step: int) -> list
     )
     minis = split(batch, config.train.updates_per_step, numbers.aggregation)
     # Without a loss token there is no gradient, and momentum alone must not move the weights.
-    return [policy.update(mini, loss, lr) for mini in minis if mini.num_loss_tokens]
+    minis = [mini for mini in minis if mini.num_loss_tokens]
+    for mini in minis[len(open_step.updates) :]:
+        parts.stop()
+        open_step.updates.append(parts.policy.update(mini, loss, lr))
 
 
 class Clock:
     """Seconds per phase of one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch, step: int) -> None:
+        self._watch = watch
+        self._step = step
         self._started = time.perf_counter()
         self._phases: dict[str, float] = {}
         self.tokens = 0
@@ -173,9 +199,10 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time what is inside."""
+        """Time what is inside, under the watchdog's eyes."""
         begun = time.perf_counter()
-        yield
+        with self._watch.phase(phase, self._step):
+            yield
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - begun
 
     def metrics(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dapo_megatron.protocols import Policy
+from dapo_megatron.protocols import Policy, Watch
 from dapo_megatron.rollout.coordinator import Collected
 from dapo_megatron.types import Group, SyncReport
 
@@ -43,11 +43,15 @@ class Evaluations(Protocol):
 
 
 class Checkpoints(Protocol):
-    """Saving and resuming; run_folder.py makes it."""
+    """Saving in the background; see checkpoints/."""
 
     def due(self, step: int) -> bool: ...
     def save(self, step: int, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Write everything under a temporary name; calling what it returns publishes it."""
+        """Copy everything to host memory; calling what it returns has it written and published."""
+        ...
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises CheckpointError if the last save failed."""
         ...
 
 
@@ -63,3 +67,6 @@ class Parts:
     evaluator: Evaluations
     recorder: Recorder
     checkpoints: Checkpoints
+    watch: Watch
+    stop: Callable[[], None] = lambda: None
+    """Raises Stopped on all ranks if a signal asked any of them to stop. Collective."""

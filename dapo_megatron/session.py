@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,13 +18,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from dapo_megatron.cluster import verdict
+from dapo_megatron.cluster.attempt import FENCED, STOPPED
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.cluster.ranks import Ranks, join
+from dapo_megatron.cluster.stop import Stop
+from dapo_megatron.cluster.watch import Watch
 from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config_file import dump_config
 from dapo_megatron.layout import describe
 from dapo_megatron.run_folder import RunFolder, read_state, write_json
-from dapo_megatron.types import CheckpointError, DapoError
+from dapo_megatron.types import CheckpointError, DapoError, Fenced, Stopped
 
 if TYPE_CHECKING:
     from dapo_megatron.parts import Parts
@@ -41,6 +46,8 @@ class Session:
     folder: RunFolder
     terminal: TextIO
     resume_from: Path | None
+    watch: Watch
+    stop: Stop
 
 
 @contextmanager
@@ -53,36 +60,52 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
 
     from dapo_megatron.policy.device import backend, claim
 
-    signal.signal(signal.SIGTERM, _interrupt)
-    claim(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    ranks = join(backend())
     folder = RunFolder(config.folder)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stop = Stop(config.run.stop_seconds)
+    watch = Watch(folder.path, rank, world_size, config.watchdog.model_dump())
     terminal = sys.stdout
+    if with_folder:
+        stop.listen()
+        watch.start()  # before the others are waited for: one of them may never come
+    else:
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
+        claim(int(os.environ.get("LOCAL_RANK", rank)))
+        ranks = join(backend(), watch.beat)
         source = None
         if with_folder:
             source = together(ranks, lambda: folder.open(config.resume))
             folder.is_continued = ranks.broadcast(folder.is_continued)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
-        yield Session(config, ranks, folder, terminal, source)
+        yield Session(config, ranks, folder, terminal, source, watch, stop)
     finally:
+        watch.close()
         error = sys.exc_info()[1]
         if error is not None:
-            _tell(error, ranks, terminal, folder.logs if with_folder else None)
+            _tell(error, rank, terminal, folder.logs if with_folder else None)
         elif dist.is_initialized():
             # Not after an error: the other ranks may never come.
             dist.destroy_process_group()
 
 
-def _tell(error: BaseException, ranks: Ranks, terminal: TextIO, logs: Path | None) -> None:
-    """One line on the terminal. A DapoError is as a rule everybody's, so rank 0 tells it there;
-    the others write it to their logs (and cluster/launch.py names a rank that failed alone)."""
+def _tell(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) -> None:
+    """One line on the terminal, and the verdict for whoever started the ranks. A DapoError is as a
+    rule everybody's, so rank 0 tells it there; the others write it to their logs."""
     if isinstance(error, DapoError):
-        print(f"error: {error}", file=terminal if ranks.rank == 0 else sys.stderr, flush=True)
+        print(f"error: {error}", file=terminal if rank == 0 else sys.stderr, flush=True)
+        verdict.record(exit_code(error), str(error))
     elif isinstance(error, Exception):
-        where = f" (traceback in {logs}/rank_{ranks.rank}.log)" if logs else ""
-        said = f"{type(error).__name__}: {error}".strip()
-        print(f"rank {ranks.rank}: {said[:300]}{where}", file=terminal, flush=True)
+        where = f" (traceback in {logs}/rank_{rank}.log)" if logs else ""
+        said = f"rank {rank}: {type(error).__name__}: {error}".strip()
+        print(f"{said[:300]}{where}", file=terminal, flush=True)
+        verdict.record(1, said, "".join(traceback.format_exception(error)))
+
+
+def exit_code(error: DapoError) -> int:
+    """What the program ends with; slurm/train.sbatch goes by it."""
+    codes: dict[type, int] = {Stopped: STOPPED, Fenced: FENCED}
+    return codes.get(type(error), 2)
 
 
 def train(config: Config, replay: Path | None = None) -> None:
@@ -93,6 +116,7 @@ def train(config: Config, replay: Path | None = None) -> None:
 
 def _train(session: Session, replay: Path | None) -> None:
     from dapo_megatron import loop
+    from dapo_megatron.rollout.open_step import OpenStep
 
     config, ranks, folder = session.config, session.ranks, session.folder
     state = read_state(session.resume_from) if session.resume_from else None
@@ -102,6 +126,7 @@ def _train(session: Session, replay: Path | None) -> None:
             f"resume: {session.resume_from} is of a replay, which keeps no prompts and no books; "
             f"go on with --replay {state['coordinator']['replay']}, or use it as model.path"
         )
+    open_step = OpenStep.from_state(state and state.get("open_step"))
     recorder = _open_recorder(session, progress.step)
     with _true_status(recorder), ExitStack() as stack:
         if replay is None:
@@ -112,7 +137,8 @@ def _train(session: Session, replay: Path | None) -> None:
             parts.policy.load(session.resume_from)
             parts.coordinator.restore(state["coordinator"])
         started = started_at() - progress.seconds
-        progress = loop.train(config, parts, progress, started=started)
+        session.stop.hold()
+        progress = loop.train(config, parts, progress, open_step, started=started)
         summary = _summary(session, progress)
         if ranks.rank == 0:
             write_json(folder.summary, summary)
@@ -130,9 +156,10 @@ def _live_parts(
     for note in prompts.notes:
         recorder.note(f"  {note}")
     _keep_reports(session, recorder)
-    core = build.build_core(session.config, session.ranks)
+    core = build.build_core(session.config, session.ranks, session.stop)
     stack.callback(core.close)
-    return build.build_parts(session.config, session.ranks, core, prompts, session.folder, recorder)
+    session.watch.tell("in flight", core.driver.in_flight)
+    return build.build_parts(session, core, prompts, recorder)
 
 
 def _replay_parts(
@@ -145,7 +172,7 @@ def _replay_parts(
     recorder.note(f"  replays {replay}, without an engine")
     config = session.config
     sync = config.sync.model_copy(update={"max_gap": math.inf})
-    parts = build.build_replay(config, session.ranks, session.folder, recorder, replay)
+    parts = build.build_replay(session, recorder, replay)
     return config.model_copy(update={"sync": sync}), parts
 
 
@@ -188,7 +215,7 @@ def _true_status(recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
     try:
         yield
         status = "FINISHED"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):
         status = "KILLED"
         raise
     finally:
@@ -292,5 +319,5 @@ def redirect_output(log: Path) -> TextIO:
 
 
 def _interrupt(*_: object) -> None:
-    """SIGTERM ends a run as Ctrl-C does: cleanly, with the status KILLED."""
+    """SIGTERM ends a command that has nothing to save as Ctrl-C does."""
     raise KeyboardInterrupt

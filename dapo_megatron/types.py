@@ -254,5 +254,9 @@ class Stopped(DapoError):
     and can be saved."""
 
 
+class Fenced(DapoError):
+    """A later attempt owns the run's folder; this one must not write into it any more."""
+
+
 class Diverged(DapoError):
     """A non-finite loss or gradient, caught before the optimizer step."""

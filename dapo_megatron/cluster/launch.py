@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from dapo_megatron.cluster.attempt import attempt_variable
+
 _STARTED = "DAPO_MEGATRON_STARTED"
 _IMPORTED = time.time()  # of this module, which the command line imports first of all
 KILL_SECONDS = 5.0
@@ -37,13 +39,15 @@ def launch(
     """Run `command` on `num_processes` ranks; the exit code, as a shell gives it.
 
     The first rank to fail decides it; the others are given `grace_seconds` and are then killed.
-    SIGTERM is passed on; SIGINT reaches the ranks from the terminal. Ranks die with this process.
+    SIGTERM and SIGUSR1 are passed on; SIGINT reaches the ranks from the terminal. Ranks die with
+    this process.
     """
     port = _free_port()
+    shared = {**os.environ, **attempt_variable()}
     ranks = [
         subprocess.Popen(
             command,
-            env={**os.environ, **_environment(rank, num_processes, port)},
+            env={**shared, **_environment(rank, num_processes, port)},
             preexec_fn=_die_with_parent,
         )
         for rank in range(num_processes)
@@ -102,6 +106,7 @@ def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[Non
     kept = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
         signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, pass_on),
     }
     try:
         yield

@@ -26,7 +26,10 @@ _TRACEBACK_CHARACTERS = 2000
 def main() -> None:
     """Receive (grader names, time limit), say None or why not, then serve until the parent is
     gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # Ctrl-C, and what Slurm sends to every process of a job, are the parent's to handle: it ends
+    # this process when it is done with it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         die_with_parent()  # even in the middle of a hung grading
         adopt_orphans()

@@ -34,6 +34,7 @@ from dapo_megatron.types import (
     Group,
     Prompt,
     StarvedError,
+    Stopped,
     Verdict,
 )
 
@@ -120,10 +121,11 @@ class Coordinator:
         """The groups for one step: sampled by weights `version`, or begun by earlier ones.
 
         Raises StarvedError if the bound is reached with nothing to train on (at_bound `fail`: with
-        too little), or if no completion of a data set can be graded; `state` is then as after a
-        step, and can be saved.
+        too little), or if no completion of a data set can be graded, and Stopped if a rank was
+        asked to stop; `state` is then as after a step, and can be saved.
         """
         step = _Step(version)
+        begin = self.state() if self._config.deterministic else None
         waited = self._driver.grade_seconds
         self._expire(step)
         for group in self.groups.values():
@@ -133,6 +135,8 @@ class Coordinator:
             news = self._dispatcher.advance(self._regrade)
             self._regrade = []
             self._hear(news, step)
+            if news.stop:
+                raise self._stopped(news.stop, begin)
             self._check_graders()
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
         return self._close(step, chosen, self._driver.grade_seconds - waited)
@@ -351,6 +355,14 @@ class Coordinator:
         """With the engines stopped, so that the state is whole."""
         self._interrupt()
         return StarvedError(message)
+
+    def _stopped(self, by: str, begin: Mapping[str, Any] | None) -> Stopped:
+        """Everything sampled so far is carried. A deterministic run goes back to the begin of the
+        step: where a completion is interrupted, its rest is another one than without a stop."""
+        self._interrupt()
+        if begin is not None:
+            self.restore(begin)
+        return Stopped(f"stopped by {by}")
 
     def _shortage(self, step: _Step) -> str:
         by_source = "; ".join(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dapo_megatron.rollout.driver import Driver, News, Order
-from dapo_megatron.types import Completion, Group, Prompt, SampleRequest
+from dapo_megatron.types import Completion, Group, Prompt, SampleRequest, Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,8 @@ def sample_all(
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> list[Group]:
     """Sample and grade all of `tickets`; every rank gets the groups, in their order. The grade of
-    a completion that could not be graded is None. `on_progress` is told how many are done."""
+    a completion that could not be graded is None. `on_progress` is told how many are done. Raises
+    Stopped, with the engines stopped, if a rank was asked to stop."""
     dispatcher = Dispatcher(driver, sampling.seed_name)
     dispatcher.submit(
         sampling.order(ticket, prompt, sample)
@@ -128,6 +129,9 @@ def sample_all(
     done = 0
     while done < len(tickets):
         news = dispatcher.advance()
+        if news.stop:
+            dispatcher.interrupt()
+            raise Stopped(f"stopped by {news.stop}")
         for ticket, completion in news.sampled:
             completions[ticket][completion.sample] = completion
         for ticket, sample, grade, _ in news.graded:

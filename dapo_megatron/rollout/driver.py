@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +63,9 @@ class News:
     """(ticket, finished completion): not graded yet."""
     graded: list[tuple[int, int, Grade | None, str]]
     """(ticket, sample, grade or None, why)."""
+    stop: str = ""
+    """The signal that asked a rank to stop, if any. Grades are then left out: a signal to a whole
+    job kills graders as well, and what they say is asked for again after a resume."""
 
 
 class Driver(Protocol):
@@ -107,6 +110,7 @@ class _Told:
     """What last went wrong in a grader, by data set."""
     step_seconds: float
     exchange_seconds: float
+    stop: str
 
 
 class EngineDriver:
@@ -122,6 +126,7 @@ class EngineDriver:
         exchange: Exchange,
         *,
         deterministic: bool,
+        stop: Callable[[], str] = lambda: "",
     ) -> None:
         self.num_replicas = engine.num_replicas
         self.max_sequences = engine.max_sequences
@@ -131,6 +136,7 @@ class EngineDriver:
         self._grading = grading
         self._exchange = exchange
         self._deterministic = deterministic
+        self._stop = stop
         self._prompts: dict[tuple[int, int], Prompt] = {}  # of what this replica samples
         self._grades: defaultdict[str, list[tuple[int, int, Grade | None, str]]] = defaultdict(list)
         self._num_steps = STEPS if deterministic else 1
@@ -153,9 +159,20 @@ class EngineDriver:
                 self._grade(use, ticket, prompt, completion)
         sampled = self._run(use)
         told = self._tell(sampled, self._graded(use))
+        stop = next((part.stop for part in told if part.stop), "")
         return News(
             sampled=[item for part in told for item in part.sampled],
-            graded=[item for part in told for item in part.graded],
+            graded=[] if stop else [item for part in told for item in part.graded],
+            stop=stop,
+        )
+
+    def in_flight(self) -> str:
+        """What this replica was asked for and has not answered, for a rank that hangs."""
+        shown = ", ".join(f"{ticket}/{sample}" for ticket, sample in list(self._prompts)[:20])
+        gradings = 0 if self._grading is None else self._grading.pending
+        return (
+            f"{len(self._prompts)} completions of replica {self._engine.replica} "
+            f"(ticket/sample: {shown}); {gradings} gradings"
         )
 
     def interrupt(self) -> list[tuple[int, Completion]]:
@@ -229,6 +246,7 @@ class EngineDriver:
             {} if self._grading is None else dict(self._grading.last_errors),
             self._step_seconds,
             self._exchange_seconds,
+            self._stop(),
         )
         begun = time.perf_counter()
         told: list[_Told] = self._exchange.all_gather(mine)
