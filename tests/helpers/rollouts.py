@@ -50,6 +50,8 @@ class ScriptedDriver:
     grade_seconds: float = 0.0
     last_errors: dict[str, str] = field(default_factory=dict)
     on_advance: Callable[[], None] = lambda: None
+    stop: str = ""
+    """Signal to tell of at the next exchange."""
     requests: list[SampleRequest] = field(default_factory=list)
     """Every request so far."""
 
@@ -73,6 +75,8 @@ class ScriptedDriver:
         self._to_grade += [(ticket, completion) for ticket, _, completion in grade]
         sampled = [item for running in self._running for item in self._move_on(running)]
         self.rng.shuffle(sampled)
+        if self.stop:  # as a real driver: nothing that graders say now is believed
+            return News(sampled, [], self.stop)
         self._to_grade += sampled
         graded = [one for one in self._to_grade if self.grade_at_once or self.rng.random() < 0.5]
         self._to_grade = [one for one in self._to_grade if one not in graded]

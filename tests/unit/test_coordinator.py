@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.rollout.coordinator import BOUND, Collected, Coordinator
 from dapo_megatron.rollout.ledger import Fate
-from dapo_megatron.types import CheckpointError, DapoError, Finish, StarvedError
+from dapo_megatron.types import CheckpointError, DapoError, Finish, StarvedError, Stopped
 from tests.helpers.rollouts import (
     MAX_TOKENS,
     Correct,
@@ -430,6 +430,71 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(on_policy: bool) -> No
     assert [trained(one) for one in again] == [trained(one) for one in expected]
     assert [one.train for one in again] == [one.train for one in expected]
     assert [one.counts for one in again] == [one.counts for one in expected]
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6), stop_at=st.integers(1, 30), on_policy=st.booleans())
+def test_what_is_sampled_when_a_signal_comes_is_kept_token_for_token(
+    seed: int, stop_at: int, on_policy: bool
+) -> None:
+    correct, length = random_script(seed, 0.5)
+    driver = ScriptedDriver(correct, length, rng=random.Random(seed), grade_at_once=False)
+    run: dict[str, Any] = {"on_policy": on_policy, "max_prompts_per_step": 500}
+    coordinator = make_coordinator(driver, **run)
+    calls = iter(range(1, 10**9))
+
+    def on_advance() -> None:
+        driver.stop = "SIGUSR1" if next(calls) == stop_at else ""
+
+    driver.on_advance = on_advance
+    version, steps = 0, []
+    try:
+        while version < 6:
+            steps.append(collect(coordinator, driver, version))
+            version += 1
+    except Stopped as error:
+        assert str(error) == "stopped by SIGUSR1"
+    else:
+        return  # over before the signal came
+    state = json.loads(json.dumps(coordinator.state()))
+    held = {
+        (ticket, completion.sample): completion
+        for ticket, group in coordinator.groups.items()
+        for completion in group.completions.values()
+    }
+    driver = moved(driver, 1)
+    driver.stop = ""
+    coordinator = make_coordinator(driver, **run)
+    coordinator.restore(state)
+    while version < 8:
+        steps.append(collect(coordinator, driver, version))
+        version += 1
+    seen = {
+        (group.ticket, completion.sample): completion
+        for step in steps
+        for group, _ in step.ended
+        for completion in group.completions
+    }
+    for key, completion in held.items():
+        if key in seen:
+            later = seen[key]
+            assert later.tokens[: len(completion.tokens)] == completion.tokens
+            assert later.logprobs[: len(completion.tokens)] == completion.logprobs
+    ended = [group.ticket for step in steps for group, _ in step.ended]
+    assert len(ended) == len(set(ended))
+    assert set(ended) | set(coordinator.groups) == set(range(coordinator.ledger.next_ticket))
+
+
+def test_a_deterministic_run_stopped_in_a_step_does_that_step_again() -> None:
+    correct, length = random_script(5, 0.5)
+    driver = ScriptedDriver(correct, length, rng=random.Random(1))
+    coordinator = make_coordinator(driver, deterministic=True)
+    collect(coordinator, driver, 0)
+    before = json.loads(json.dumps(coordinator.state()))
+    driver.stop = "SIGTERM"
+    with pytest.raises(Stopped, match="SIGTERM"):
+        collect(coordinator, driver, 1)
+    assert json.loads(json.dumps(coordinator.state())) == before
 
 
 def test_seeds_of_the_rest_of_a_completion_differ_from_those_of_its_beginning() -> None:

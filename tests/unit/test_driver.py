@@ -110,6 +110,28 @@ def test_a_grader_that_hangs_dies_or_raises_costs_one_grade(ranks: list[Any]) ->
     assert all(grade is not None and grade.correct for grade in others)
 
 
+def hear_of_a_stop(rank: int) -> Any:
+    driver = EngineDriver(
+        CannedEngine(rank),  # type: ignore[arg-type]
+        None,
+        Ranks(rank, 2, rank),
+        deterministic=True,
+        stop=lambda: "SIGUSR1" if rank == 1 else "",
+    )
+    [order] = [SAMPLING.order(ticket, prompt, 0) for ticket, prompt in prompts()[:1]]
+    news = driver.advance([[order], []])
+    return news, driver.in_flight()
+
+
+def test_a_signal_to_one_rank_is_known_to_all_at_the_next_exchange() -> None:
+    (news, _), (other, in_flight) = run_ranks(hear_of_a_stop, 2)
+    assert news == other
+    assert news.stop == "SIGUSR1"
+    assert len(news.sampled) == 1  # what is sampled is never lost, ...
+    assert news.graded == []  # ... what graders say of it then is not believed
+    assert in_flight.startswith("0 completions of replica 1")
+
+
 def test_seeds_depend_on_ticket_sample_use_and_tokens_so_far_alone() -> None:
     seeds = {
         sample_seed(use, ticket, sample, tokens)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dapo_megatron import loop
-from dapo_megatron.types import StarvedError
+from dapo_megatron.rollout.open_step import OpenStep
+from dapo_megatron.types import StarvedError, Stopped
 from tests.helpers.configs import tiny_config
 
 
@@ -21,6 +23,13 @@ class Journal:
         self.entries: list[str] = []
         self.states: list[Mapping[str, Any]] = []
         self._due = due
+
+    def wait(self) -> None:
+        self.entries.append("wait")
+
+    @contextmanager
+    def phase(self, name: str, step: int = 0) -> Iterator[None]:
+        yield
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.entries.append(f"log {step}")
@@ -50,26 +59,34 @@ class Journal:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, *, done: int, due: set[int], starve_at: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    done: int,
+    due: set[int],
+    error: Exception | None = None,
+    error_at: int = 0,
 ) -> Journal:
     journal = Journal(due)
 
-    def step(config: Any, parts: Any, number: int, clock: Any) -> Any:
+    def step(config: Any, parts: Any, number: int, open_step: OpenStep, clock: Any) -> Any:
         journal.entries.append(f"step {number}")
-        if number == starve_at:
-            raise StarvedError("0 of 4 mixed groups")
-        return SimpleNamespace(ended=[]), {"mismatch/gap_max": number * 1e-6}
+        open_step.begin([], {"accuracy/raw": 0.5})
+        if error is not None and number == error_at:
+            raise error
+        journal.samples(number, [])
+        return {"mismatch/gap_max": number * 1e-6}
 
     monkeypatch.setattr(loop, "train_step", step)
     parts: Any = SimpleNamespace(
         sync=journal.sync, evaluator=journal, recorder=journal, checkpoints=journal,
-        coordinator=journal, policy=journal, engine=journal,
+        coordinator=journal, policy=journal, engine=journal, watch=journal, stop=lambda: None,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:
-        loop.train(config, parts, loop.Progress(step=done), started=time.time())
-    except StarvedError as error:
-        journal.entries.append(str(error))
+        loop.train(config, parts, loop.Progress(step=done), OpenStep(), started=time.time())
+    except (StarvedError, Stopped) as raised:
+        journal.entries.append(str(raised))
+        assert type(raised) is type(error)
     return journal
 
 
@@ -79,24 +96,30 @@ def test_a_checkpoint_is_published_after_its_metrics_and_samples(
     journal = run(monkeypatch, done=2, due={3})
     assert journal.entries == [
         "sync 2",  # the engine has the resumed weights before it samples
-        "step 3", "save 3", "samples 3", "log 3", "publish 3",
-        "step 4", "samples 4", "log 4",
+        "step 3", "samples 3", "save 3", "log 3", "publish 3",
+        "step 4", "samples 4", "log 4", "wait",
     ]  # fmt: skip
     [state] = journal.states
     assert state["progress"]["step"] == 3
     assert state["progress"]["max_gap"] == pytest.approx(3e-6)
     assert state["progress"]["seconds"] >= 0
+    assert state["open_step"] is None
 
 
 def test_a_finished_run_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, done=4, due=set()).entries == ["sync 4"]
+    assert run(monkeypatch, done=4, due=set()).entries == ["sync 4", "wait"]
 
 
-def test_a_step_that_cannot_be_filled_is_saved_before_the_run_ends(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "error", [StarvedError("0 of 4 mixed groups"), Stopped("stopped by SIGUSR1")]
+)
+def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    journal = run(monkeypatch, done=2, due=set(), starve_at=4)
-    assert journal.entries[-5:] == [
-        "sleep", "onload", "save 3", "publish 3",  # the accelerator belongs to the policy again
-        "0 of 4 mixed groups. Saved after step 3: resume=auto goes on from there",
+    journal = run(monkeypatch, done=2, due=set(), error=error, error_at=4)
+    assert journal.entries[-6:] == [
+        "sleep", "onload",  # the accelerator is the policy's again
+        "save 3", "publish 3", "wait",
+        f"{error}. Saved after step 3: resume=auto goes on from there",
     ]  # fmt: skip
+    assert journal.states[-1]["open_step"]["metrics"] == {"accuracy/raw": 0.5}

@@ -1,0 +1,115 @@
+"""Signals: agreed on by all ranks, a second one at once, and never later than the deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dapo_megatron.cluster.attempt import HUNG
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.cluster.stop import Stop
+from dapo_megatron.rollout.open_step import OpenStep
+from dapo_megatron.types import Stopped
+from tests.helpers.configs import REPOSITORY
+from tests.helpers.ranks import run_ranks
+from tests.unit.test_batch import completion, group
+
+PROGRAM = """
+import sys, time
+from dapo_megatron.cluster.stop import Stop
+from dapo_megatron.types import Stopped
+stop = Stop(float(sys.argv[1]))
+stop.listen()
+if sys.argv[2] == "hold":
+    stop.hold()
+print("ready", flush=True)
+try:
+    for _ in range(3000):
+        time.sleep(0.01)
+except Stopped as error:
+    print(error, flush=True)
+    raise SystemExit(75)
+"""
+
+
+def start(seconds: float, hold: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(seconds), hold],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def agree(rank: int) -> Any:
+    stop = Stop(100.0)
+    stop.listen()
+    stop.hold()
+    exchange = Ranks(rank, 2, rank)
+    stop.check(exchange)  # nobody was asked
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    try:
+        stop.check(exchange)
+    except Stopped as error:
+        return str(error), stop.signal
+    return None
+
+
+def test_all_ranks_stop_together() -> None:
+    assert run_ranks(agree, 2) == [("stopped by SIGUSR1", None), ("stopped by SIGUSR1", "SIGUSR1")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_before_there_is_anything_to_save_it_stops_at_once(number: signal.Signals) -> None:
+    process = start(100.0, "no")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=10)
+    assert process.returncode == 75
+    assert f"stopped by {number.name} before the first step" in out
+
+
+def test_a_second_signal_ends_it_at_once_the_same_one_twice_does_not() -> None:
+    process = start(100.0, "hold")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # a launcher passes on what the ranks got as well
+    time.sleep(1.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=5)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_it_is_gone_by_the_deadline_and_says_where_it_was() -> None:
+    process = start(0.5, "hold")
+    begun = time.monotonic()
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == HUNG
+    assert time.monotonic() - begun < 3
+    assert "run.stop_seconds" in err
+    assert "time.sleep" in err or "<string>" in err  # the stack
+
+
+def test_a_step_under_way_survives_a_checkpoint_to_the_last_bit() -> None:
+    step = OpenStep()
+    assert step.state() is None
+    step.begin([group(3, completion(0, 4, None), completion(1, 2, None))], {"accuracy/raw": 0.25})
+    step.old_logprobs = torch.randn(7)
+    again = OpenStep.from_state(json.loads(json.dumps(step.state())))
+    assert again.train == step.train
+    assert again.metrics == step.metrics
+    assert again.old_logprobs is not None
+    assert torch.equal(again.old_logprobs, step.old_logprobs)
+    assert again.old_logprobs.dtype == torch.float32
+    step.close()
+    assert step == OpenStep()
