@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from dapo_megatron.cluster import verdict
-from dapo_megatron.cluster.attempt import FENCED, STOPPED
+from dapo_megatron.cluster.attempt import FENCED, STOPPED, begin_attempt, end_attempt
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.stop import Stop
@@ -127,6 +127,8 @@ def _train(session: Session, replay: Path | None) -> None:
             f"go on with --replay {state['coordinator']['replay']}, or use it as model.path"
         )
     open_step = OpenStep.from_state(state and state.get("open_step"))
+    book = folder.path / "attempts.jsonl"
+    together(ranks, lambda: begin_attempt(book, progress.step))
     recorder = _open_recorder(session, progress.step)
     with _true_status(recorder), ExitStack() as stack:
         if replay is None:
@@ -138,7 +140,11 @@ def _train(session: Session, replay: Path | None) -> None:
             parts.coordinator.restore(state["coordinator"])
         started = started_at() - progress.seconds
         session.stop.hold()
-        progress = loop.train(config, parts, progress, open_step, started=started)
+        try:
+            progress = loop.train(config, parts, progress, open_step, started=started)
+        except Stopped:
+            together(ranks, lambda: end_attempt(book))
+            raise
         summary = _summary(session, progress)
         if ranks.rank == 0:
             write_json(folder.summary, summary)
