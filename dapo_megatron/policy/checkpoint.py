@@ -1,90 +1,117 @@
 """A rank's part of a checkpoint: weights, optimizer state and RNG state, in one safetensors file.
 
 Each rank writes what it holds under Megatron's parameter names, with the flat range of the
-parameter that its optimizer shard covers, so that a file says by itself what is in it. Loading
-needs the layout that saved. (Why not Megatron's own distributed checkpoints: docs/decisions.md 6.)
+parameter that its optimizer shard covers, so that a file says by itself what is in it; hence it can
+be read into any layout (reshard.py). (Why not Megatron's own distributed checkpoints:
+docs/decisions.md 6.)
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from dapo_megatron.bridge.families import Place
-from dapo_megatron.policy.device import has_cuda
+from dapo_megatron.bridge.agree import agreed
+from dapo_megatron.bridge.families import Architecture, Place
+from dapo_megatron.bridge.stores.file import TensorFile
+from dapo_megatron.policy.reshard import reshard
+from dapo_megatron.policy.snapshot import RNG, Snapshot, rng_tensors, set_rng
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError
 
+logger = logging.getLogger(__name__)
 
-def save(
+
+def snapshot(
+    exchange: Exchange, params: Mapping[str, Tensor], places: Sequence[Place], optimizer: Any
+) -> Snapshot:
+    """Copy what goes into `rank_<N>.safetensors`; `places` are those of the rank's model chunks, by
+    which the bridge's stores find HF tensors in it."""
+    tensors = {f"model/{name}": value for name, value in params.items()}
+    _init_optimizer_state(optimizer)  # before the first step there is none
+    tensors.update(_optimizer_tensors(optimizer, params))
+    tensors.update(rng_tensors())
+    metadata = {"layout": json.dumps(_layout()), "places": _places_text(places)}
+    return Snapshot(_name(exchange.rank), tensors, metadata)
+
+
+def load(
     folder: Path,
     exchange: Exchange,
     params: Mapping[str, Tensor],
     places: Sequence[Place],
     optimizer: Any,
+    arch: Architecture,
+    ignore: Collection[str] = (),
 ) -> None:
-    """Write `rank_<N>.safetensors`; `places` are those of the rank's model chunks, by which the
-    bridge's stores find HF tensors in it."""
-    tensors = {f"model/{name}": value for name, value in params.items()}
-    _init_optimizer_state(optimizer)  # before the first step there is none
-    tensors.update(_optimizer_tensors(optimizer, params))
-    tensors["rng/cpu"] = torch.get_rng_state()
-    if has_cuda():
-        tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    path = _path(folder, exchange)
-    metadata = {
-        "layout": json.dumps(_layout()),
-        "places": json.dumps([asdict(place) for place in places]),
-    }
-    save_file(contiguous, path, metadata=metadata)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())  # before it is published under its final name
+    """Read a checkpoint back. Collective. Raises CheckpointError naming file and key, on all ranks.
 
-
-def load(folder: Path, exchange: Exchange, params: Mapping[str, Tensor], optimizer: Any) -> None:
-    """Read `rank_<N>.safetensors` back. Raises CheckpointError naming file and key."""
-    path = _path(folder, exchange)
-    try:
-        with safe_open(path, framework="pt") as file:
-            saved = json.loads(file.metadata()["layout"])
-            if saved != _layout():
-                raise CheckpointError(
-                    f"{path}: saved with the layout {saved}, this run has {_layout()}; "
-                    "resume with the layout that saved"
-                )
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    targets = {f"model/{name}": value for name, value in params.items()}
+    Where layout, precision and kernels are those that saved, each rank reads its own file, its RNG
+    state included, and goes on to the last bit; else as reshard.py says. `ignore`: see open_store.
+    """
     _init_optimizer_state(optimizer)
+    targets = {f"model/{name}": value for name, value in params.items()}
     targets.update(_optimizer_tensors(optimizer, params))
-    rng = {name: stored.pop(name) for name in list(stored) if name.startswith("rng/")}
-    if stored.keys() != targets.keys():
-        odd = sorted(stored.keys() ^ targets.keys())[0]
-        raise CheckpointError(f"{path}: {odd} is not in both the checkpoint and the model")
+    is_own = agreed(exchange, lambda: _is_own(folder, exchange, targets, places))
+    if all(exchange.all_gather(is_own)):
+        agreed(exchange, lambda: _load_own(_path(folder, exchange), targets))
+        return
+    agreed(exchange, lambda: reshard(folder, targets, places, arch, ignore))
+    logger.warning(
+        "%s: saved in another layout, precision or by other kernels: weights and optimizer state "
+        "are carried over, RNG states are not and start fresh from the seed",
+        folder,
+    )
+
+
+def _is_own(
+    folder: Path, exchange: Exchange, targets: Mapping[str, Tensor], places: Sequence[Place]
+) -> bool:
+    """Whether this rank's file is of a rank that held what this one holds."""
+    first = TensorFile(folder / _name(0))
+    if first.metadata.get("layout") != json.dumps(_layout()):
+        return False
+    file = TensorFile(_path(folder, exchange))
+    if file.metadata.get("places") != _places_text(places):
+        return False
+    # Keys that only the file has: of other kernels. Only we: the file is damaged.
+    keys = {key for key in file.tensors if not key.startswith(RNG)}
+    return keys <= targets.keys() and all(
+        file.tensors[key].dtype == targets[key].dtype for key in keys
+    )
+
+
+def _load_own(path: Path, targets: Mapping[str, Tensor]) -> None:
+    file = TensorFile(path)
+    for name, target in targets.items():
+        if name not in file.tensors:
+            raise CheckpointError(f"{path}: {name} is missing")
+        if (shape := file.tensors[name].shape) != target.shape:
+            raise CheckpointError(f"{path}: {name} has shape {shape}, not {tuple(target.shape)}")
     with torch.no_grad():
         for name, target in targets.items():
-            if target.shape != stored[name].shape:
-                raise CheckpointError(f"{path}: {name} has shape {tuple(stored[name].shape)}")
-            target.copy_(stored[name])
-    torch.set_rng_state(rng["rng/cpu"])
-    if has_cuda():
-        torch.cuda.set_rng_state(rng["rng/cuda"])
+            target.copy_(file.read(name))
+    set_rng({key: file.read(key) for key in file.tensors if key.startswith(RNG)})
 
 
 def _path(folder: Path, exchange: Exchange) -> Path:
-    return folder / f"rank_{exchange.rank:05d}.safetensors"
+    return folder / _name(exchange.rank)
+
+
+def _name(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _places_text(places: Sequence[Place]) -> str:
+    return json.dumps([asdict(place) for place in places])
 
 
 def _layout() -> dict[str, int]:

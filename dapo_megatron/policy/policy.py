@@ -27,6 +27,7 @@ from dapo_megatron.policy.device import device, megatron_device
 from dapo_megatron.policy.model import Decoder, build_model, initialize_parallel, place
 from dapo_megatron.policy.moe import set_balance_scale
 from dapo_megatron.policy.rows import Rows, RowShape, make_rows
+from dapo_megatron.policy.snapshot import Snapshot
 from dapo_megatron.policy.step import Runner
 from dapo_megatron.protocols import Exchange, LossFn, Planner
 from dapo_megatron.types import Diverged, LogProbs, StepStats, TokenBatch
@@ -113,14 +114,24 @@ class MegatronPolicy:
         whole = gather_whole(shards, self._exchange, self._device)
         return value, {name: gradient.clone() for name, gradient in whole}
 
-    def save(self, folder: Path) -> None:
+    def snapshot(self) -> Snapshot:
         """See protocols.Policy."""
         places = [place(model) for model in self._models()]
-        checkpoint.save(folder, self._exchange, self._named_parameters(), places, self._optimizer)
+        return checkpoint.snapshot(
+            self._exchange, self._named_parameters(), places, self._optimizer
+        )
 
     def load(self, folder: Path) -> None:
         """See protocols.Policy."""
-        checkpoint.load(folder, self._exchange, self._named_parameters(), self._optimizer)
+        checkpoint.load(
+            folder,
+            self._exchange,
+            self._named_parameters(),
+            [place(model) for model in self._models()],
+            self._optimizer,
+            self.architecture,
+            self._config.model.ignore_fields,
+        )
 
     def offload(self) -> None:
         """See protocols.Policy. Host memory is the only memory of a CPU run."""

@@ -18,17 +18,18 @@ from typing import Any, get_type_hints
 
 import torch
 
-from dapo_megatron.bridge.families import Architecture, Part, Place, architecture, layout_of
+from dapo_megatron.bridge.families import Architecture, Part, Place, Slot, architecture, layout_of
 from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo, dtype_name
 from dapo_megatron.bridge.stores.folder import MEGATRON_JSON, read_json
-from dapo_megatron.bridge.stores.store import Extent, Store, checked_tensors, disjoint
+from dapo_megatron.bridge.stores.store import Extent, Store, TensorSource, checked_tensors, disjoint
 from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter
 from dapo_megatron.types import CheckpointError, ConfigError
 
 VERSION = 1
 _PREFIX = "model/"
 _KEY = re.compile(r"^model/(?:chunk_(\d+)\.)?(.+)$")
-_EXPERTS = ".mlp.experts."
+EXPERTS = ".mlp.experts."
+"""In the names of parameters that are dealt out by expert parallelism alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def _open(
                     f"{file.path}: {key}: {part.name} is {info.dtype} here and "
                     f"{tensors[part.name].dtype} in another file"
                 )
-            extents.append(_extent(part, file.path.name, key))
+            extents.append(extent_of(part, file.path.name, key))
     tensors = checked_tensors(folder, tensors, arch)
     by_name, replicas = disjoint(folder, extents, tensors)
     return Store(folder, format, layout, config, arch, tensors, by_name, files, replicas)
@@ -117,9 +118,7 @@ def _open(
 
 def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
     """(key, what it holds) for all parameters of a file."""
-    slots = []
-    for place in _places(file, arch):
-        slots.append(layout_of(arch, place) | layout_of(arch, place, fused=True))
+    slots = [slots_of(arch, place) for place in places_of(file, arch)]
     for key, info in file.tensors.items():
         match = _KEY.match(key)
         if not match:
@@ -135,7 +134,13 @@ def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
         yield from ((key, part) for part in slot.parts)
 
 
-def _places(file: TensorFile, arch: Architecture) -> list[Place]:
+def slots_of(arch: Architecture, place: Place) -> dict[str, Slot]:
+    """A model chunk's parameters by either of their names, without the prefix of the chunk."""
+    return layout_of(arch, place) | layout_of(arch, place, fused=True)
+
+
+def places_of(file: TensorSource, arch: Architecture) -> list[Place]:
+    """Where the chunks in a file stand in the model. Raises CheckpointError naming the file."""
     text = file.metadata.get("places")
     if text is None:
         raise CheckpointError(
@@ -163,7 +168,8 @@ def _check_place(place: Place, arch: Architecture) -> None:
         raise ValueError(f"the model has {arch.num_layers} layers")
 
 
-def _extent(part: Part, file: str, key: str) -> Extent:
+def extent_of(part: Part, file: str, key: str) -> Extent:
+    """Where a part of the parameter `key` lies."""
     start = (part.first_row, *(0 for _ in part.region.shape[1:]))
     return Extent(part.name, part.region, file, key, start)
 
@@ -212,11 +218,11 @@ def _plan_files(
     for file, place, of_experts in layout.places():
         plan = FilePlan(file, metadata={"format": "pt", "places": json.dumps([asdict(place)])})
         for name, slot in layout_of(arch, place).items():
-            if (_EXPERTS in name) != of_experts:
+            if (EXPERTS in name) != of_experts:
                 continue
             key = _PREFIX + name
             plan.tensors[key] = TensorInfo(slot.shape, _dtype(key, slot.parts, tensors))
-            plan.extents += [_extent(part, file, key) for part in slot.parts]
+            plan.extents += [extent_of(part, file, key) for part in slot.parts]
         yield plan
 
 

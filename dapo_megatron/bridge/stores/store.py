@@ -10,15 +10,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dapo_megatron.bridge.families import Architecture, hf_tensors
 from dapo_megatron.bridge.shards import Region, Shard, whole
-from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo, dtype_name
+from dapo_megatron.bridge.stores.file import TensorInfo, dtype_name
 from dapo_megatron.types import CheckpointError
+
+
+class TensorSource(Protocol):
+    """What a store reads from: a TensorFile, or what passes for one."""
+
+    path: Path
+    metadata: dict[str, str]
+    tensors: dict[str, TensorInfo]
+
+    def read(self, key: str, box: Region | None = None) -> Tensor:
+        """The tensor, or a box of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,7 @@ class Store:
     """By HF name, the whole model."""
     extents: Mapping[str, Sequence[Extent]]
     """By HF name, disjoint and complete."""
-    files: Mapping[str, TensorFile]
+    files: Mapping[str, TensorSource]
     replicas: Sequence[tuple[Extent, Extent]] = field(default=(), repr=False)
     """Boxes that lie in a second place too: (the one in `extents`, the other)."""
 
