@@ -1,0 +1,266 @@
+"""Signs of life of one rank, and what happens when they stop.
+
+Each rank has a `Watch` with two threads. One looks at the clock: when the phase has been silent for
+longer than its limit, the rank hangs. The other writes the rank's pulse (pulse.py) and listens for
+the alarm of another rank; a file system that stalls holds up this thread alone.
+
+A hang ends all ranks: the first one that notices rings the alarm. Every rank that hears it dumps
+its stacks into its own log and says so in its pulse. One of them, rank 0 if it can, then knows who
+did not answer or is behind, and writes it into `logs/hang_ATTEMPT.json`, the verdict and the
+terminal. Times are of each rank's own monotonic clock; a job that Slurm suspends for longer than a
+limit counts as hung when it goes on.
+
+A rank whose interpreter is held by a library (the GIL) runs none of these threads. A timer of
+faulthandler, which needs no interpreter, then dumps its stacks and ends it, with code 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from dapo_megatron.cluster import flight, pulse, verdict
+from dapo_megatron.cluster.attempt import HUNG, attempt
+from dapo_megatron.cluster.pulse import Alarm, Pulse, State
+
+ANSWER_SECONDS = 3.0
+"""From the alarm to naming those who did not answer."""
+ASK_SECONDS = 1.0
+"""For the flight recorder, and for what was `tell`ed: they may wait for what hangs."""
+BACKSTOP_SECONDS = 10.0
+"""From a phase's limit to the end of a rank that cannot run a thread."""
+EXCHANGES = frozenset({"all_gather", "broadcast", "barrier"})
+"""First words of the beats of cluster/ranks.py: "all_gather 123", then "all_gather 123 done"."""
+
+
+Result = TypeVar("Result")
+
+
+def hang_file(logs: Path, start_attempt: str) -> Path:
+    """What was found out when that attempt hung: why, text and all pulses, as JSON."""
+    return logs / f"hang_{start_attempt}.json"
+
+
+class Watch:
+    """protocols.Watch of one rank.
+
+    `limits`: seconds without a sign of life, by phase. Between phases the longest of them holds.
+    `start_attempt`: the same on all ranks; by default attempt.py's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        limits: Mapping[str, float],
+        start_attempt: str | None = None,
+    ) -> None:
+        self.terminal_fd = 2
+        """Where the user looks; a session that sends its output to a log sets it."""
+        self._folder, self._rank, self._world_size = folder, rank, world_size
+        self._limits = {**limits, "": max(limits.values())}
+        self._attempt = start_attempt or attempt()
+        self._host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._alarm = Alarm.of(folder, self._attempt)
+        self._hang_file = hang_file(folder, self._attempt)
+        self._phase, self._step = "", 0
+        self._last = (time.monotonic(), "started")
+        self._exchange = ""
+        self._num_collectives: Mapping[str, int] = {}
+        self._asks: dict[str, Callable[[], str]] = {}
+        self._state = State.RUNNING
+        self._heard: str | None = None
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._writing = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to watch. Raises OSError where `folder` cannot be written."""
+        self._alarm.prepare(fresh=self._rank == 0)
+        if self._rank == 0:
+            self._hang_file.unlink(missing_ok=True)
+        pulse.write(self._folder, self._pulse())
+        faulthandler.enable(file=2)
+        self._arm(0.0)
+        for work in (self._watch, self._write_pulses):
+            thread = threading.Thread(target=work, name=f"watch{work.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def close(self) -> None:
+        """This rank ends, well or not; it can no longer hang."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._wake.set()
+        faulthandler.cancel_dump_traceback_later()
+        if self._threads and self._state is State.RUNNING:
+            self._state = State.ENDED
+            self._write_pulse()
+
+    @contextmanager
+    def phase(self, name: str, step: int = 0) -> Iterator[None]:
+        """What is done inside, a key of the limits; an inner phase counts while it lasts. Without
+        `step` it belongs to the step of the one before."""
+        if name not in self._limits:
+            raise ValueError(f"watchdog: no limit for a phase {name!r}")
+        outer = self._phase
+        self._phase, self._step = name, step or self._step
+        self.beat(f"begin of {name}")
+        try:
+            yield
+        finally:
+            self._phase = outer
+            self.beat(f"end of {name}")
+
+    def beat(self, what: str = "") -> None:
+        """A sign of life, and what it was; from any thread, in a microsecond."""
+        self._last = (time.monotonic(), what or self._last[1])
+        if what.partition(" ")[0] in EXCHANGES:
+            self._exchange = what
+
+    def tell(self, what: str, ask: Callable[[], str]) -> None:
+        """Something to ask for, from another thread, when the rank hangs."""
+        self._asks[what] = ask
+
+    # The thread that looks at the clock.
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            limit, silent = self._silence()
+            if self._heard is None and silent > limit:
+                place = f"phase {self._phase}" if self._phase else "between phases"
+                self._heard = f"no sign of life for {limit:g} s in {place}"
+                self._alarm.ring(f"rank {self._rank}: {self._heard}")
+            if self._heard is not None:
+                self._hang(self._heard)
+            self._arm(limit - silent)
+            self._wake.wait(min(1.0, max(limit - silent, 0.01), limit / 10))
+
+    def _silence(self) -> tuple[float, float]:
+        """Seconds: the limit, and how long the rank has been silent."""
+        return self._limits[self._phase], time.monotonic() - self._last[0]
+
+    def _arm(self, seconds: float) -> None:
+        """End this process that much, and a little, later, whatever holds its interpreter."""
+        faulthandler.dump_traceback_later(max(seconds, 0.0) + BACKSTOP_SECONDS, exit=True, file=2)
+
+    def _hang(self, why: str) -> None:
+        began = time.monotonic()
+        self._arm(0.0)
+        here = self._pulse()
+        _say(
+            2,
+            f"watchdog: {why}\n"
+            f"rank {self._rank} ({here.host}, pid {here.pid}): {here.place}; "
+            f"silent for {here.silent_seconds:.1f} s; last sign of life: {here.sign}\n"
+            f"exchanges: {here.num_exchanges}, last: {here.exchange or 'none'}; stacks:",
+        )
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        flown = _within(ASK_SECONDS, flight.last_collectives) or flight.Flight()
+        self._num_collectives = flown.counts
+        self._state = State.HUNG
+        self._write_pulse()
+        _say(2, flown.text)
+        _within(ASK_SECONDS, self._ask)
+        self._report(why, began)
+        os._exit(HUNG)
+
+    def _report(self, why: str, began: float) -> None:
+        """One rank, rank 0 if it is alive, names those that are missing; the others wait for it."""
+        path = self._hang_file
+        if self._rank:
+            time.sleep(min(0.3 + 0.01 * self._rank, 1.5))
+        try:
+            path.open("x").close()
+        except OSError:  # another rank does it, or the disk is full
+            time.sleep(max(0.0, began + ANSWER_SECONDS + 1.0 - time.monotonic()))
+            return
+        pulses = pulse.read_all(self._folder, self._world_size)
+        while time.monotonic() < began + ANSWER_SECONDS and pulse.missing(pulses, self._attempt):
+            time.sleep(0.2)
+            pulses = pulse.read_all(self._folder, self._world_size)
+        text = f"hung: {why}\n{pulse.accusation(pulses, self._attempt)}"
+        verdict.record(HUNG, "; ".join(text.splitlines()[:2]), text)
+        _say(2, text)
+        report = {"why": why, "text": text, "pulses": [one and asdict(one) for one in pulses]}
+        with contextlib.suppress(OSError):
+            pulse.write_whole(path, json.dumps(report))
+        if self.terminal_fd != 2:
+            _say(self.terminal_fd, text)
+
+    def _ask(self) -> None:
+        for what, ask in list(self._asks.items()):
+            _say(2, f"{what}: {ask()}")
+
+    # The thread that talks with the other ranks.
+
+    def _write_pulses(self) -> None:
+        written, told = 0.0, ("", 0)
+        while not self._closed.wait(1.0) and self._state is State.RUNNING:
+            now = (self._phase, self._step)
+            if now != told or time.monotonic() - written > pulse.PULSE_SECONDS - 1.0:
+                self._write_pulse()
+                written, told = time.monotonic(), now
+            if (why := self._alarm.heard()) is not None:
+                self._heard = self._heard or why
+                self._wake.set()
+
+    def _write_pulse(self) -> None:
+        # A thread that waits for a stalled disk must not keep the rank from ending.
+        if self._writing.acquire(timeout=1.0):
+            try:
+                pulse.write(self._folder, self._pulse())
+            except OSError as error:
+                _say(2, f"watchdog: {error}")
+            finally:
+                self._writing.release()
+
+    def _pulse(self) -> Pulse:
+        limit, silent = self._silence()
+        words = self._exchange.split()
+        return Pulse(
+            rank=self._rank,
+            world_size=self._world_size,
+            attempt=self._attempt,
+            host=self._host,
+            pid=os.getpid(),
+            state=self._state,
+            time=time.time(),
+            phase=self._phase,
+            step=self._step,
+            limit_seconds=limit,
+            silent_seconds=silent,
+            sign=self._last[1],
+            num_exchanges=int(words[1]) if words else 0,
+            in_exchange=len(words) == 2,
+            exchange=" ".join(words[:2]),
+            num_collectives=self._num_collectives,
+        )
+
+
+def _say(file: int, text: str) -> None:
+    """Past Python's buffers: the thread that hangs may hold their locks."""
+    with contextlib.suppress(OSError):
+        os.write(file, f"{text}\n".encode(errors="replace"))
+
+
+def _within(seconds: float, work: Callable[[], Result]) -> Result | None:
+    """What `work` gives; None if it takes longer or fails (Python then prints its traceback)."""
+    got: list[Result] = []
+    thread = threading.Thread(target=lambda: got.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return got[0] if got else None
