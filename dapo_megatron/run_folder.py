@@ -1,4 +1,4 @@
-"""A run's folder: what is where, checkpoints that appear whole or not at all, resuming.
+"""A run's folder: what is where, who is in it, what it goes on from.
 
 runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  data/  checkpoints/  logs/
 """
@@ -6,24 +6,32 @@ runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  data/  checkpoin
 from __future__ import annotations
 
 import fcntl
-import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from dapo_megatron.config import Config
-from dapo_megatron.protocols import Exchange, Policy
-from dapo_megatron.types import CheckpointError, ConfigError
+from dapo_megatron.checkpoints import fault_of, write_json
+from dapo_megatron.checkpoints.folder import (
+    DAMAGED,
+    STATE,
+    free_name,
+    published,
+    read_json,
+    settle,
+)
+from dapo_megatron.checkpoints.manifest import has_manifest
+from dapo_megatron.cluster.attempt import attempt
+from dapo_megatron.protocols import Exchange
+from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 
-_STEP = re.compile(r"^step_(\d{6,})$")
+LOCK_SECONDS = 15.0
+"""Ranks that were just killed take a moment to go, and their lock with them."""
 
 
 class RunFolder:
-    """Paths of one run, and the lock that keeps a second one out."""
+    """Paths of one run, the lock that keeps a second one out of it, and the name of its owner, by
+    which a run that was cut off from the lock finds that it is no longer it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,26 +43,78 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.mlflow_run = path / "mlflow_run.json"
+        self.owner = path / ".owner"
+        self.attempt = attempt()
         self.is_continued = False
-        """Whether `open` found this run's own earlier part: same MLflow run, same metrics file."""
+        """Whether this run's own earlier part is in the folder: same MLflow run, same metrics
+        file."""
+        self.notes: list[str] = []
+        """What `find` has to say to the user; the same on all ranks."""
         self._lock: TextIO | None = None
 
-    def open(self, resume: str) -> Path | None:
-        """Take the folder for a run; the checkpoint to resume from, or None for a fresh start.
+    # ------------------------------------------------------------------ opening: in this order
 
-        resume `never`: an older run of this name is kept beside it as NAME.1, NAME.2, ...; `auto`:
-        the newest whole checkpoint of this folder, or its start; else the path of a checkpoint.
-        Raises ConfigError if another process is in the folder, CheckpointError if the named
-        checkpoint is not one.
+    def take(self, lock_seconds: float = LOCK_SECONDS) -> None:
+        """Lock the folder, and become its owner. On rank 0.
+
+        Raises ConfigError if another process still has it after `lock_seconds`.
         """
-        self._take_lock()
-        source = None
-        if resume == "auto":
-            source = newest(self.checkpoints)
-        elif resume != "never":
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
+        deadline = time.monotonic() + lock_seconds
+        while not _locked(self._lock):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"run.name: another process is running in {self.path}; choose another name"
+                )
+            time.sleep(0.1)
+        write_json(self.owner, {"attempt": self.attempt})
+        settle(self.checkpoints)
+
+    def find(self, resume: str, exchange: Exchange) -> Path | None:
+        """The checkpoint to resume from, or None for a fresh start. Collective: every file of it is
+        read, by all ranks together.
+
+        resume `auto`: the newest of this folder that is as it was written; a damaged one is set
+        aside and told of in `notes`. A path: that checkpoint and no other. Raises CheckpointError,
+        on all ranks, for a path that is no checkpoint or a damaged one, and if all are damaged.
+        """
+        if resume == "never":
+            return None
+        if resume != "auto":
             source = Path(resume)
-            if not (source / "state.json").exists():
-                raise CheckpointError(f"resume: {source} is not a checkpoint (no state.json)")
+            if exchange.broadcast(not (source / STATE).exists()):
+                raise CheckpointError(f"resume: {source} is not a checkpoint (no {STATE})")
+            if fault := fault_of(source, exchange):
+                raise CheckpointError(f"resume: {source} is damaged: {fault}")
+            self._note_age(source, exchange)
+            return source
+        found: list[Path] = exchange.broadcast([path for _, path in published(self.checkpoints)])
+        for source in found:
+            fault = fault_of(source, exchange)
+            if fault is None:
+                self._note_age(source, exchange)
+                return source
+            aside = exchange.broadcast(free_name(source.with_name(source.name + DAMAGED)))
+            if exchange.rank == 0:
+                source.rename(aside)
+            self.notes.append(f"CHECKPOINT DAMAGED: {fault}. It is kept as {aside}")
+        if damaged := exchange.broadcast(sorted(self.checkpoints.glob(f"*{DAMAGED}*"))):
+            raise CheckpointError(
+                f"resume: no checkpoint in {self.checkpoints} can be trusted. Mend one of "
+                f"{', '.join(path.name for path in damaged)}, or start again (resume=never)"
+            )
+        return None
+
+    def enter(self, resume: str, source: Path | None) -> None:
+        """Make the folder ready for what `find` found. On rank 0.
+
+        With `never`, or a checkpoint of another run, an older run of this name is kept beside it
+        as NAME.1, NAME.2, ...; checkpoints after `source` are set aside.
+        """
         self.is_continued = resume == "auto" or self._is_own(source)
         if self.is_continued:
             self._set_aside_after(source)
@@ -62,28 +122,30 @@ class RunFolder:
             self._move_aside()
         for folder in (self.samples, self.checkpoints, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
-        for partial in self.checkpoints.glob("*.partial"):
-            shutil.rmtree(partial)
-        return source
+
+    def check_owner(self) -> None:
+        """Raise Fenced if another attempt has taken the folder: nothing may be published
+        in it any more."""
+        owner = None
+        if self.owner.exists():
+            owner = read_json(self.owner, "not an owner").get("attempt")
+        if owner != self.attempt:
+            raise Fenced(
+                f"{self.path} was taken by attempt {owner}; this is attempt {self.attempt}, cut "
+                "off meanwhile: it publishes nothing and ends"
+            )
+
+    # ------------------------------------------------------------------ inside
+
+    def _note_age(self, source: Path, exchange: Exchange) -> None:
+        if not exchange.broadcast(exchange.rank == 0 and has_manifest(source)):
+            self.notes.append(f"{source}: of a version that wrote no sums: it was not verified")
 
     def _is_own(self, checkpoint: Path | None) -> bool:
         return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()
 
-    def _take_lock(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
-        except OSError as error:
-            raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"run.name: another process is running in {self.path}; choose another name"
-            ) from None
-
     def _move_aside(self) -> None:
-        aside = _free_name(self.path)
+        aside = free_name(self.path)
         aside.mkdir()
         for entry in self.path.glob("[!.]*"):
             entry.rename(aside / entry.name)
@@ -93,115 +155,14 @@ class RunFolder:
         `auto` must not find them, nor `checkpoint.keep` prefer them."""
         name = source.resolve().name if source else ""
         first = int(match[1]) if (match := re.match(r"step_(\d+)", name)) else 0
-        for path, step in _published(self.checkpoints):
-            if int(step[1]) > first:
-                path.rename(_free_name(path))
+        for step, path in published(self.checkpoints):
+            if step > first:
+                path.rename(free_name(path))
 
 
-def _free_name(path: Path) -> Path:
-    """NAME.1, NAME.2, ... beside `path`: the first that is free."""
-    number = 1
-    while (free := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return free
-
-
-def newest(checkpoints: Path) -> Path | None:
-    """The newest published checkpoint of a folder, or None."""
-    found = [(int(m.group(1)), path) for path, m in _published(checkpoints)]
-    return max(found)[1] if found else None
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The state saved with a checkpoint. Raises CheckpointError naming the file."""
-    path = checkpoint / "state.json"
+def _locked(file: TextIO) -> bool:
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: not a checkpoint's state")
-    return state
-
-
-@dataclass
-class FolderCheckpoints:
-    """loop.Checkpoints in a run's folder: every rank writes its part, rank 0 publishes."""
-
-    config: Config
-    folder: RunFolder
-    exchange: Exchange
-    policy: Policy
-    export: Callable[[Path], None] | None = None
-    """Writes an HF checkpoint into a folder; collective."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Saved with every checkpoint (the MLflow run id)."""
-    describe: Callable[[Path], None] | None = None
-    """Puts into a folder what goes with weights, config.json and tokenizer, so that a checkpoint
-    can be read without the model it came from."""
-
-    def due(self, step: int) -> bool:
-        """Every `checkpoint.every` steps and after the last one."""
-        every = self.config.checkpoint.every
-        return step == self.config.train.rollout_steps or (every > 0 and step % every == 0)
-
-    def save(self, step: int, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Write under a temporary name; what is returned makes it appear. Collective."""
-        final = self.folder.checkpoints / f"step_{step:06d}"
-        partial = final.with_name(f"{final.name}.partial")
-        if self.exchange.rank == 0:
-            partial.mkdir(parents=True)
-        self.exchange.barrier()
-        self.policy.save(partial)
-        if self.export is not None:
-            if self.exchange.rank == 0:
-                (partial / "hf").mkdir()
-            self.export(partial / "hf")
-        if self.exchange.rank == 0:
-            if self.describe is not None:
-                self.describe(partial)
-            write_json(partial / "state.json", {**state, **self.extra})
-        self.exchange.barrier()
-
-        def publish() -> None:
-            if self.exchange.rank == 0:
-                if final.exists():
-                    shutil.rmtree(final)
-                partial.rename(final)
-                _sync_to_disk(self.folder.checkpoints)
-                self._prune()
-
-        return publish
-
-    def _prune(self) -> None:
-        steps = sorted((int(m.group(1)), p) for p, m in _published(self.folder.checkpoints))
-        for _, path in steps[: -self.config.checkpoint.keep]:
-            # Renamed first: a half-deleted folder must not look like a checkpoint.
-            doomed = path.rename(path.with_name(f"{path.name}.partial"))
-            shutil.rmtree(doomed)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def _published(checkpoints: Path) -> list[tuple[Path, re.Match[str]]]:
-    if not checkpoints.exists():
-        return []
-    matches = ((path, _STEP.match(path.name)) for path in checkpoints.iterdir())
-    return [(path, match) for path, match in matches if match and (path / "state.json").exists()]
-
-
-def _sync_to_disk(folder: Path) -> None:
-    """Make a rename in `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -33,7 +33,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 EVERYTHING = (
     "types codec config config_file layout memory protocols algo data rewards bridge policy engine "
     "rollout parts loop tracking cluster "
-    "run_folder session build doctor"
+    "checkpoints run_folder session build doctor"
 )
 ROOMS = {
     "__init__": room(),
@@ -64,7 +64,9 @@ ROOMS = {
         "types config layout protocols algo data bridge policy cluster tracking session build",
         "torch transformers rich",
     ),
-    "run_folder": room("types config protocols"),
+    "checkpoints": room("types config protocols"),
+    # cluster for the name of the attempt alone.
+    "run_folder": room("types config protocols checkpoints cluster"),
     "session": room(EVERYTHING, "torch rich"),
     "build": room(EVERYTHING, "torch transformers rich"),
     "__main__": room(EVERYTHING, "typer rich"),

@@ -3,6 +3,7 @@ fit is refused by name; and its HF export is a checkpoint like any other."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.bridge.stores import copy_companions, open_store
+from dapo_megatron.checkpoints import Checkpoints, fault_of
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.types import CheckpointError, StepStats
@@ -32,6 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"policy__expert_parallel": 2},  # the mixture of experts
 }
 LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+STEP = 1
 CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
 
 
@@ -46,6 +49,10 @@ def build(models: Path, layout: str, exchange: Ranks) -> Any:
 
     config = config_of(models, layout)
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))
+
+
+def checkpoint(root: Path, layout: str) -> Path:
+    return root / layout / f"step_{STEP:06d}"
 
 
 def model_of(models: Path, layout: str) -> Path:
@@ -74,43 +81,51 @@ def refusal(policy: Any, folder: Path) -> str:
 
 def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
     exchange = Ranks(rank, world_size, rank)
-    return {name: save_and_load(exchange, models, root / name, name) for name in LAYOUTS} | {
+    return {name: save_and_load(exchange, models, root, name) for name in LAYOUTS} | {
         "refused": refusals(exchange, models, root)
     }
 
 
-def save_and_load(exchange: Ranks, models: Path, folder: Path, layout: str) -> Any:
-    from dapo_megatron.build import export_hf
+def saver(exchange: Ranks, config: Config, policy: Any, folder: Path) -> Checkpoints:
+    from dapo_megatron.build import HfExport
 
-    export = folder / "hf"
-    export.mkdir(parents=True, exist_ok=True)
-    exchange.barrier()
+    return Checkpoints(
+        config,
+        folder,
+        exchange,
+        background=exchange.second(),
+        snapshot=policy.snapshot,
+        export=HfExport(config),
+        describe=partial(copy_companions, Path(config.model.path)),
+    )
+
+
+def save_and_load(exchange: Ranks, models: Path, root: Path, layout: str) -> Any:
     policy = build(models, layout, exchange)
     update(policy, 0)
-    policy.save(folder)
-    if exchange.rank == 0:
-        copy_companions(model_of(models, layout), folder)
+    checkpoints = saver(exchange, config_of(models, layout), policy, root / layout)
+    publish = checkpoints.save(STEP, {})
     saved = weights(policy)
-    export_hf(config_of(models, layout), policy, exchange, export)
-    went_on = two_updates(policy)
+    publish()
+    went_on = two_updates(policy)  # while it is written
+    checkpoints.wait()
+    folder = checkpoint(root, layout)
+    fault = fault_of(folder, exchange)
     policy.close()
     policy = build(models, layout, exchange)
     policy.load(folder)
     loaded, resumed = weights(policy), two_updates(policy)
     policy.close()
-    return saved, went_on, loaded, resumed
+    return saved, went_on, loaded, resumed, fault
 
 
 def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    policy = build(models, "tp2", exchange)
-    said = {"layout": refusal(policy, root / "pp2")}
-    policy.close()
     policy = build(models, "dp2", exchange)
     name = f"rank_{exchange.rank:05d}.safetensors"
-    whole = root / "dp2" / name
+    whole = checkpoint(root, "dp2") / name
     for folder in (CUT_SHORT, KEY_GONE):
         (root / folder).mkdir(exist_ok=True)
     (root / CUT_SHORT / name).write_bytes(whole.read_bytes()[:-100])
@@ -119,7 +134,7 @@ def refusals(exchange: Ranks, models: Path, root: Path) -> dict[str, str]:
         del tensors["model/decoder.final_layernorm.weight"]
         save_file(tensors, root / KEY_GONE / name, metadata=file.metadata())
     before = weights(policy)
-    said |= {folder: refusal(policy, root / folder) for folder in (CUT_SHORT, KEY_GONE)}
+    said = {folder: refusal(policy, root / folder) for folder in (CUT_SHORT, KEY_GONE)}
     assert equal(weights(policy), before)  # nothing was loaded by halves
     policy.close()
     return said
@@ -152,7 +167,8 @@ def ranks(models: Path, root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loaded_policy_goes_on_to_the_last_bit(layout: str, ranks: Any) -> None:
     for rank in ranks:
-        saved, went_on, loaded, resumed = rank[layout]
+        saved, went_on, loaded, resumed, fault = rank[layout]
+        assert fault is None
         assert equal(loaded, saved)
         assert resumed[0] == went_on[0]
         assert equal(resumed[1], went_on[1])
@@ -164,7 +180,7 @@ def test_a_loaded_policy_goes_on_to_the_last_bit(layout: str, ranks: Any) -> Non
 def test_the_export_is_an_hf_checkpoint(layout: str, ranks: Any, root: Path, models: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    export = root / layout / "hf"
+    export = checkpoint(root, layout) / "hf"
     loaded, info = AutoModelForCausalLM.from_pretrained(
         export, dtype=torch.float32, output_loading_info=True
     )
@@ -181,7 +197,7 @@ def test_the_export_is_an_hf_checkpoint(layout: str, ranks: Any, root: Path, mod
 def test_whatever_the_layout_its_tensors_are_found_in_it(
     layout: str, ranks: Any, root: Path
 ) -> None:
-    store = open_store(root / layout)
+    store = open_store(checkpoint(root, layout))
     found = {name: store.read(name) for name in store.tensors}
     assert equal(found, ranks[0][layout][0])
 
@@ -189,10 +205,6 @@ def test_whatever_the_layout_its_tensors_are_found_in_it(
 def test_what_does_not_fit_is_refused_by_name(ranks: Any, root: Path) -> None:
     for number, rank in enumerate(ranks):
         said, file = rank["refused"], f"rank_{number:05d}.safetensors"
-        assert said["layout"].startswith(f"{root / 'pp2' / file}: saved with the layout ")
-        for one in ("'tensor_parallel': 1, 'pipeline", "'tensor_parallel': 2, 'pipeline"):
-            assert one in said["layout"]
-        assert said[CUT_SHORT].startswith(f"{root / CUT_SHORT / file}: cannot be read (")
-        assert said[KEY_GONE].startswith(
-            f"{root / KEY_GONE / file}: model/decoder.final_layernorm.weight is not in both"
-        )
+        assert f"{root / CUT_SHORT}/rank_00000.safetensors: cut off: " in said[CUT_SHORT]
+        gone = f"{root / KEY_GONE / file}: model/decoder.final_layernorm.weight is missing"
+        assert gone in said[KEY_GONE]

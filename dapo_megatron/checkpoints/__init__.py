@@ -1,0 +1,8 @@
+"""Checkpoints of a run: written in the background, published whole, proved right before they are
+used."""
+
+from dapo_megatron.checkpoints.folder import newest, read_state, write_json
+from dapo_megatron.checkpoints.manifest import fault_of
+from dapo_megatron.checkpoints.saver import Checkpoints, Snapshot
+
+__all__ = ["Checkpoints", "Snapshot", "fault_of", "newest", "read_state", "write_json"]

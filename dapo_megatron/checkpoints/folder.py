@@ -1,0 +1,127 @@
+"""The folder of a run's checkpoints, `checkpoints/step_000012/`: what is there, and changes to it
+that a kill at any moment leaves whole.
+
+Beside published checkpoints there may be `.partial/` (being written, or being deleted),
+`step_000012.replaced` (until the new one has its name), `step_000012.1` (of a past that is done
+again) and `step_000012.damaged`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.types import CheckpointError
+
+STATE = "state.json"
+PARTIAL = ".partial"
+DAMAGED = ".damaged"
+_REPLACED = ".replaced"
+_STEP = re.compile(r"^step_(\d{6,})$")
+
+
+def name_of(step: int) -> str:
+    """Of the checkpoint after a step."""
+    return f"step_{step:06d}"
+
+
+def published(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of what has a checkpoint's name, newest first."""
+    if not checkpoints.exists():
+        return []
+    named = ((_STEP.match(path.name), path) for path in checkpoints.iterdir())
+    return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The newest published checkpoint of a folder, or None. It is not verified."""
+    found = (path for _, path in published(checkpoints) if (path / STATE).exists())
+    return next(found, None)
+
+
+def settle(checkpoints: Path) -> None:
+    """After a kill: what was half written or half deleted goes, what was about to be replaced gets
+    its name back."""
+    for replaced in checkpoints.glob(f"step_*{_REPLACED}"):
+        final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+        if final.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(final)
+    # The second: as older versions named them.
+    for half in (checkpoints / PARTIAL, *checkpoints.glob("step_*.partial")):
+        if half.exists():
+            shutil.rmtree(half)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a complete folder its name; one that has it goes, and not before."""
+    sync_to_disk(partial)
+    replaced = final.with_name(f"{final.name}{_REPLACED}")
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    sync_to_disk(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def prune(checkpoints: Path, graveyard: Path, *, keep: int, keep_every: int | None) -> None:
+    """Delete all but the newest `keep` and those of steps that are multiples of `keep_every`."""
+    for step, path in published(checkpoints)[keep:]:
+        if keep_every is None or step % keep_every:
+            # Renamed first: a half-deleted folder must not look like a checkpoint.
+            shutil.rmtree(path.rename(graveyard / f"{path.name}.old"))
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or the first of PATH.1, PATH.2, ... that is free."""
+    free, number = path, 0
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The state saved with a checkpoint. Raises CheckpointError naming the file."""
+    return read_json(checkpoint / STATE, "not a checkpoint's state")
+
+
+def read_json(path: Path, otherwise: str) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError naming the file; `otherwise` is what other JSON is."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: {otherwise}")
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON whole or not at all."""
+    write_text(path, json.dumps(value))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Make a file, or what was created or renamed in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

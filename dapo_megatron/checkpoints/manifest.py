@@ -1,0 +1,106 @@
+"""manifest.json: every file of a checkpoint with its size and SHA-256, and proof that they are so.
+
+    {"files": {"rank_00000.safetensors": [3216, "9f86d0..."], ...}, "sha256": "..."}
+
+The last is the sum of `files` itself, as compact JSON with sorted keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from dapo_megatron.checkpoints.folder import (
+    STATE,
+    read_json,
+    read_state,
+    sync_to_disk,
+    write_json,
+)
+from dapo_megatron.protocols import Exchange
+from dapo_megatron.types import CheckpointError
+
+MANIFEST = "manifest.json"
+Entry = tuple[int, str]
+"""(bytes, SHA-256 in hexadecimal) of a file."""
+
+
+def entry_of(path: Path) -> Entry:
+    """Read a file through. Raises OSError."""
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
+    """Write manifest.json for all files in `folder`; those not `known` are read for it, and all of
+    them brought to the disk."""
+    files = dict(known)
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and name not in files:
+            files[name] = entry_of(path)
+        sync_to_disk(path)
+    write_json(folder / MANIFEST, {"files": files, "sha256": _sum_of(files)})
+
+
+def has_manifest(checkpoint: Path) -> bool:
+    """False for checkpoints of versions that wrote none."""
+    return (checkpoint / MANIFEST).exists() or bool(read_state(checkpoint).get("manifest"))
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Entry]:
+    """Entries by file name. Raises CheckpointError for what is not as it was written."""
+    path = checkpoint / MANIFEST
+    manifest = read_json(path, "not a manifest")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or _sum_of(files) != manifest.get("sha256"):
+        raise CheckpointError(f"{path}: not as it was written (its own sum differs)")
+    return {name: (entry[0], entry[1]) for name, entry in files.items()}
+
+
+def fault_of(checkpoint: Path, exchange: Exchange) -> str | None:
+    """What is wrong with a published checkpoint, as `file: what`, or None. Every file is read, by
+    all ranks together, each its share. Collective, with the same answer everywhere."""
+    files, fault = {}, None
+    if exchange.rank == 0:
+        try:
+            read_state(checkpoint)
+            if has_manifest(checkpoint):
+                files = read_manifest(checkpoint)
+                fault = _missing_or_cut(checkpoint, files)
+        except CheckpointError as error:
+            fault = str(error)
+    files, fault = exchange.broadcast((files, fault))
+    if fault is None:
+        mine = sorted(files)[exchange.rank :: exchange.world_size]
+        found = (_differs(checkpoint / name, files[name]) for name in mine)
+        faults = exchange.all_gather(next(filter(None, found), None))
+        fault = next(filter(None, faults), None)
+    return fault
+
+
+def _missing_or_cut(checkpoint: Path, files: Mapping[str, Entry]) -> str | None:
+    if STATE not in files:
+        return f"{checkpoint / MANIFEST}: does not name {STATE}"
+    for name, (num_bytes, _) in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{path}: missing"
+        if (found := path.stat().st_size) != num_bytes:
+            return f"{path}: {found:,} bytes, {num_bytes:,} were written"
+    return None
+
+
+def _differs(path: Path, entry: Entry) -> str | None:
+    try:
+        found = entry_of(path)
+    except OSError as error:
+        return f"{path}: cannot be read ({error.strerror})"
+    return None if found == entry else f"{path}: not what was written (its SHA-256 differs)"
+
+
+def _sum_of(files: Mapping[str, object]) -> str:
+    text = json.dumps(files, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,279 @@
+"""Saving without waiting for the disk: a copy in memory, then a thread that writes it.
+
+`save` copies and returns at once. The thread of each rank writes its part, all ranks agree, over an
+exchange of their own, that every part is on disk, and rank 0 publishes. A disk that is full, or
+fails, costs that one checkpoint: the run goes on with the older ones.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from dapo_megatron.checkpoints import folder as folders
+from dapo_megatron.checkpoints.manifest import Entry, entry_of, write_manifest
+from dapo_megatron.config import Config
+from dapo_megatron.protocols import Exchange
+from dapo_megatron.types import CheckpointError, DapoError, Fenced
+
+Result = TypeVar("Result")
+HF = "hf"
+
+
+class Snapshot(Protocol):
+    """A rank's part of a checkpoint, in memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes on disk."""
+        ...
+
+    @property
+    def sums(self) -> Mapping[str, str]:
+        """SHA-256 by file name, of what has been written."""
+        ...
+
+    def __call__(self, folder: Path) -> None:
+        """Write it, to the disk itself. Raises OSError or CheckpointError."""
+        ...
+
+
+class Export(Protocol):
+    """Another format of a checkpoint, made from its files. Methods raise OSError or DapoError."""
+
+    num_bytes: int
+    """Of all its files."""
+
+    def create(self, target: Path) -> None:
+        """Begin it in an empty folder; one rank does."""
+        ...
+
+    def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
+        """Do a rank's share, from the checkpoint `source`; all ranks do, at once."""
+        ...
+
+    def finish(self, target: Path) -> None:
+        """Make it whole, when all have written; one rank does."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checkpoint to be."""
+
+    step: int
+    part: Snapshot
+    state: str
+    """Text of state.json: made at once, for what it tells of goes on changing."""
+
+
+class _GivenUp(Exception):
+    """This checkpoint is not to be; on all ranks."""
+
+
+@dataclass
+class Checkpoints:
+    """loop.Checkpoints in a run's folder. Every method is called by all ranks."""
+
+    config: Config
+    folder: Path
+    """<run>/checkpoints, which all ranks share."""
+    exchange: Exchange
+    background: Exchange
+    """Of the writing threads alone."""
+    snapshot: Callable[[], Snapshot]
+    """Copies what a rank holds."""
+    attempt: str = "0"
+    """Of rank 0; it writes under a name of its own."""
+    check_owner: Callable[[], None] = lambda: None
+    """Raises Fenced when another attempt has taken the run's folder. Called on rank 0."""
+    note: Callable[[str], None] = lambda _: None
+    """A line for the user."""
+    export: Export | None = None
+    describe: Callable[[Path], None] = lambda _: None
+    """Puts into a folder what goes with weights, config.json and tokenizer, so that a checkpoint
+    can be read without the model it came from."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Saved with every checkpoint (the MLflow run id)."""
+
+    num_failed: int = 0
+    """Checkpoints that could not be written."""
+
+    def __post_init__(self) -> None:
+        self._begun = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+        self._error: BaseException | None = None
+
+    def due(self, step: int) -> bool:
+        """Every `checkpoint.every` steps, after the last one, and when rank 0's clock says that
+        the last save began `checkpoint.max_minutes` ago."""
+        numbers = self.config.checkpoint
+        if step == self.config.train.rollout_steps:
+            return True
+        if numbers.every and step % numbers.every == 0:
+            return True
+        if numbers.max_minutes is None:
+            return False
+        elapsed = time.monotonic() - self._begun
+        return bool(self.exchange.broadcast(elapsed >= 60 * numbers.max_minutes))
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Copy everything now; calling what is returned has it written and published. Waits first
+        for a write still under way. Collective."""
+        self._join()
+        self._begun = time.monotonic()
+        text = ""
+        if self.exchange.rank == 0:
+            text = json.dumps({**state, **self.extra, "manifest": True})
+        job = _Job(step, self.snapshot(), text)
+
+        def start() -> None:
+            # A daemon: a run that fails must not wait for the disk.
+            self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
+            self._thread.start()
+
+        return start
+
+    def wait(self) -> None:
+        """Until nothing is under way. Raises CheckpointError, on all ranks, if the last checkpoint
+        could not be written."""
+        self._join()
+        if self._failure is not None:
+            raise CheckpointError(self._failure)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self, job: _Job) -> None:
+        try:
+            self._failure = self._write(job)
+        except BaseException as error:
+            self._error = error  # raised again where the run can see it
+            raise
+
+    def _write(self, job: _Job) -> str | None:
+        """Write and publish; what went wrong, the same on all ranks, or None."""
+        needed = sum(self.background.all_gather(job.part.num_bytes))
+        needed += self.export.num_bytes if self.export else 0
+        partial = self.background.broadcast(
+            self.folder / folders.PARTIAL / self.attempt / folders.name_of(job.step)
+        )
+        try:
+            self._on_first(lambda: self._make_room(partial, needed))
+            known = self._write_parts(job, partial)
+            self._on_first(lambda: self._finish(job, partial, known))
+            self._check_owner()
+            self._on_first(lambda: folders.publish(partial, self.folder / partial.name))
+        except _GivenUp as given_up:
+            return self._give_up(partial, needed, str(given_up))
+        if self.background.rank == 0:
+            self._prune(partial.parent)
+        return None
+
+    def _make_room(self, partial: Path, needed: int) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        if shutil.disk_usage(partial).free < needed:
+            raise CheckpointError("no room")
+
+    def _write_parts(self, job: _Job, partial: Path) -> dict[str, Entry]:
+        """Entries of the files that all ranks wrote."""
+
+        def write() -> dict[str, Entry]:
+            job.part(partial)
+            sums = job.part.sums
+            return {name: ((partial / name).stat().st_size, sums[name]) for name in sums}
+
+        known = self._all(write)
+        if self.export is not None:
+            self._on_first(lambda: self.describe(partial))
+            known += self._export(self.export, partial)
+        return {name: entry for one in known for name, entry in one.items()}
+
+    def _export(self, export: Export, partial: Path) -> list[dict[str, Entry]]:
+        target, rank, num_ranks = partial / HF, self.background.rank, self.background.world_size
+
+        def create() -> None:
+            target.mkdir()
+            export.create(target)
+
+        self._on_first(create)
+        self._all(lambda: export.write(partial, target, rank, num_ranks))
+        self._on_first(lambda: export.finish(target))
+        names = self._all(lambda: sorted(path.name for path in target.iterdir()))[0]
+        mine = names[rank::num_ranks]
+        return self._all(lambda: {f"{HF}/{name}": entry_of(target / name) for name in mine})
+
+    def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
+        if self.export is None:
+            self.describe(partial)
+        folders.write_text(partial / folders.STATE, job.state)
+        write_manifest(partial, known)
+
+    def _check_owner(self) -> None:
+        """Unlike a full disk, nothing to go on after."""
+        error = None
+        if self.background.rank == 0:
+            try:
+                self.check_owner()
+            except Fenced as raised:
+                error = raised
+        if error := self.background.broadcast(error):
+            raise error
+
+    def _give_up(self, partial: Path, needed: int, why: str) -> str:
+        situation = self._situation()
+        if self.background.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.num_failed += 1
+        text: str = self.background.broadcast(
+            f"{partial.name} was NOT saved: {why}; it needs {needed:,} bytes, {situation}"
+        )
+        print(f"CHECKPOINT FAILED: {text}", file=sys.stderr, flush=True)
+        self.note(f"CHECKPOINT FAILED: {text}. The run goes on; the next one that is due is tried")
+        return text
+
+    def _situation(self) -> str:
+        try:
+            free, kept = shutil.disk_usage(self.folder).free, folders.newest(self.folder)
+        except OSError as error:
+            return f"and {self.folder} cannot be looked at ({error.strerror})"
+        newest = f"the newest checkpoint remains {kept}" if kept else "there is no older checkpoint"
+        return f"{free:,} are free; {newest}"
+
+    def _prune(self, graveyard: Path) -> None:
+        numbers = self.config.checkpoint
+        try:
+            folders.prune(self.folder, graveyard, keep=numbers.keep, keep_every=numbers.keep_every)
+        except OSError as error:
+            self.note(f"an old checkpoint could not be deleted: {error}")
+
+    def _on_first(self, action: Callable[[], None]) -> None:
+        """Do it on rank 0 alone."""
+        self._all(action if self.background.rank == 0 else lambda: None)
+
+    def _all(self, action: Callable[[], Result]) -> list[Result]:
+        """Do it on every rank; results by rank. What fails on one rank is given up on all."""
+        result, error = None, None
+        try:
+            result = action()
+        except (OSError, DapoError) as raised:
+            error = f"rank {self.background.rank}: {raised}"
+        told: list[Any] = self.background.all_gather((result, error))
+        if errors := [one for _, one in told if one is not None]:
+            raise _GivenUp(errors[0])
+        return [one for one, _ in told]
