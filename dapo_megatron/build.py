@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from dapo_megatron.bridge.agree import agreed
 from dapo_megatron.bridge.families import hf_tensors, read_architecture
+from dapo_megatron.bridge.shards import whole
 from dapo_megatron.bridge.stores import HfWriter, Store, TensorInfo, copy_companions, open_store
+from dapo_megatron.bridge.stores.writer import blocks
 from dapo_megatron.bridge.sync import WeightSync
-from dapo_megatron.bridge.transfer import gather_whole
+from dapo_megatron.checkpoints import Checkpoints, Snapshot, newest, read_state, write_json
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
@@ -31,13 +32,7 @@ from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.replay import NoEngine, NoEvaluation, Replay, no_sync
-from dapo_megatron.run_folder import (
-    FolderCheckpoints,
-    RunFolder,
-    newest,
-    read_state,
-    write_json,
-)
+from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.tracking import (
     CompositeTracker,
     JsonlTracker,
@@ -228,44 +223,53 @@ def _checkpoints(
     policy: Policy,
     folder: RunFolder,
     recorder: RunRecorder | SilentRecorder,
-) -> FolderCheckpoints:
-    return FolderCheckpoints(
+) -> Checkpoints:
+    return Checkpoints(
         config,
-        folder,
+        folder.checkpoints,
         ranks,
-        policy,
-        partial(export_hf, config, policy, ranks) if config.checkpoint.export_hf else None,
-        {"mlflow_run": recorder.run_id},
-        partial(
+        background=ranks.second(),
+        # It tells what it takes and its sums, too.
+        snapshot=cast(Callable[[], Snapshot], policy.snapshot),
+        attempt=folder.attempt,
+        check_owner=folder.check_owner,
+        note=recorder.note,
+        export=HfExport(config) if config.checkpoint.export_hf else None,
+        describe=partial(
             copy_companions,
             Path(config.model.path),
             dtype=getattr(torch, config.policy.precision),
         ),
+        extra={"mlflow_run": recorder.run_id},
     )
 
 
-def export_hf(config: Config, policy: Policy, ranks: Ranks, folder: Path) -> None:
-    """The policy as an HF checkpoint in `folder`; every rank writes its share of the tensors.
-    Collective. Raises CheckpointError, on every rank."""
-    dtype = getattr(torch, config.policy.precision)
-    infos = {
-        name: TensorInfo(shape, dtype)
-        for name, shape in hf_tensors(read_architecture(config)).items()
-    }
-    writer = HfWriter(folder, infos)
-    shards = policy.shards()
-    weights = iter(gather_whole(shards, ranks, shards[0].view.device, deal=True))
+class HfExport:
+    """checkpoints.Export: a training checkpoint as an HF folder, made without the policy."""
 
-    def write() -> None:
-        for name, tensor in weights:
-            writer.write(name, tensor)
+    def __init__(self, config: Config) -> None:
+        self._model = Path(config.model.path)
+        self._ignore = config.model.ignore_fields
+        self._dtype = getattr(torch, config.policy.precision)
+        shapes = hf_tensors(read_architecture(config))
+        self._infos = {name: TensorInfo(shape, self._dtype) for name, shape in shapes.items()}
+        self.num_bytes = sum(info.nbytes for info in self._infos.values())
 
-    def on_first(action: Callable[[], None]) -> None:
-        agreed(ranks, action if ranks.rank == 0 else lambda: None)
+    def create(self, target: Path) -> None:
+        """See checkpoints.Export."""
+        HfWriter(target, self._infos).create()
 
-    on_first(writer.create)
-    agreed(ranks, write, drain=weights)
-    on_first(lambda: writer.finish(Path(config.model.path), dtype))
+    def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
+        """See checkpoints.Export."""
+        store, writer = open_store(source, self._ignore), HfWriter(target, self._infos)
+        for name in list(self._infos)[rank::num_ranks]:
+            info = store.info(name)
+            for box in blocks(whole(info.shape), info.dtype.itemsize):
+                writer.write(name, store.read(name, box), box)
+
+    def finish(self, target: Path) -> None:
+        """See checkpoints.Export."""
+        HfWriter(target, self._infos).finish(self._model, self._dtype)
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Store:

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from dapo_megatron.checkpoints import read_state, write_json
 from dapo_megatron.cluster import verdict
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, begin_attempt, end_attempt
 from dapo_megatron.cluster.launch import started_at
@@ -27,7 +28,7 @@ from dapo_megatron.cluster.watch import Watch
 from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config_file import dump_config
 from dapo_megatron.layout import describe
-from dapo_megatron.run_folder import RunFolder, read_state, write_json
+from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Stopped
 
 if TYPE_CHECKING:
@@ -75,9 +76,10 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
         ranks = join(backend(), watch.beat)
         source = None
         if with_folder:
-            source = together(ranks, lambda: folder.open(config.resume))
-            folder.is_continued = ranks.broadcast(folder.is_continued)
+            source = _enter(folder, config.resume, ranks)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
+            for note in folder.notes:
+                print(note, file=sys.stderr, flush=True)
         yield Session(config, ranks, folder, terminal, source, watch, stop)
     finally:
         watch.close()
@@ -87,6 +89,20 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
         elif dist.is_initialized():
             # Not after an error: the other ranks may never come.
             dist.destroy_process_group()
+
+
+def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
+    """Take the run's folder; the checkpoint to resume from, every file of it verified. What was
+    found wrong with others is told on the terminal too."""
+    together(ranks, folder.take)
+    try:
+        source = folder.find(resume, ranks)
+    finally:
+        if ranks.rank == 0:
+            print(*folder.notes, sep="\n", end="\n" if folder.notes else "", flush=True)
+    together(ranks, lambda: folder.enter(resume, source))
+    folder.is_continued = ranks.broadcast(folder.is_continued)
+    return source
 
 
 def _tell(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) -> None:
