@@ -284,6 +284,24 @@ class WatchdogConfig(Section):
     """Waiting for the disk."""
 
 
+class PreflightConfig(Section):
+    """What `doctor nodes` asks of nodes and network. Floors are GB/s per GPU (nccl-tests' bus
+    bandwidth, 1e9 bytes); null: told, not judged. Third parties publish 400 to 450 for all-reduce
+    on H100 nodes with eight 400 Gb/s ports each; take your own cluster's figure, less 15%."""
+
+    min_gbps_pair: NonNegative | None = None
+    """From each GPU of one node to its counterpart on another; a 400 Gb/s port carries 50."""
+    min_gbps_all_reduce: NonNegative | None = None
+    min_gbps_all_to_all: NonNegative | None = None
+    max_clock_skew_seconds: NonNegative = 1.0
+    min_free_disk_gib: NonNegative = 2.0
+    """Of run.directory; `slurm/submit.py --dry-run` tells the size of a checkpoint."""
+    check_seconds: Positive = 20.0
+    """Time limit of each look at a node: nvidia-smi, a disk, the others' files."""
+    max_seconds: Positive = 240.0
+    """Time limit of the whole; then nodes that said nothing are bad."""
+
+
 class TrackingConfig(Section):
     mlflow: bool = True
     wait_seconds: NonNegative = 30.0
@@ -316,6 +334,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    preflight: PreflightConfig = PreflightConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @property

@@ -1,0 +1,214 @@
+"""How fast the ranks exchange data: between neighbouring nodes, and all together.
+
+Figures are bus bandwidths per rank in GB/s (1e9 bytes), as nccl-tests define them
+(github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): with S bytes of tensor per rank, t seconds and n
+ranks, S / t for a pair (each direction; both are busy), S / t * 2 (n - 1) / n for all-reduce,
+S / t * (n - 1) / n for all-to-all. They compare with the rate of the link, whatever n is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_megatron.protocols import Exchange
+
+MIB = 2**20
+WARM_UPS = 2
+"""The first makes the connections."""
+MAX_REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much is sent: the warm-up, the most, and about how long one figure may take."""
+
+    first_bytes: int
+    most_bytes: int
+    seconds: float
+
+
+BUDGETS = {"nccl": Budget(8 * MIB, 512 * MIB, 3.0), "gloo": Budget(MIB // 4, 8 * MIB, 0.25)}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two nodes, and the bandwidth of the slowest of their ranks."""
+
+    nodes: tuple[str, str]
+    gbps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What was measured; None with one rank."""
+
+    all_reduce_gbps: float | None = None
+    all_to_all_gbps: float | None = None
+    pairs: tuple[Pair, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The ranks that measure: how they tell each other values, and what they measure. `tell` is
+    called with what begins."""
+
+    exchange: Exchange
+    group: Any
+    device: torch.device
+    budget: Budget
+    tell: Callable[[str], None]
+
+
+def measure(wire: Wire, ranks_of: Mapping[str, Sequence[int]]) -> Bandwidth:
+    """Pairs first: if one hangs, it has a name. Collective over all ranks; `ranks_of` has the ranks
+    of each node. Takes about (rounds + 2) budgets, of rounds at most 3."""
+    num_ranks = wire.exchange.world_size
+    if num_ranks == 1:
+        return Bandwidth()
+    pairs: list[Pair] = []
+    for paired in rounds(list(ranks_of)):
+        pairs += _measure_pairs(wire, ranks_of, paired)
+    wire.tell("all-reduce")
+    reduce = _rate(wire, lambda tensor: all_reduce(tensor, wire.group), range(num_ranks))
+    wire.tell("all-to-all")
+    share = _rate(wire, lambda tensor: all_to_all(tensor, wire.group), range(num_ranks))
+    return Bandwidth(
+        all_reduce_gbps=reduce * 2 * (num_ranks - 1) / num_ranks,
+        all_to_all_gbps=share * (num_ranks - 1) / num_ranks,
+        pairs=tuple(pairs),
+    )
+
+
+def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Each node with its neighbours on a ring, no node twice in a round: two rounds, three for an
+    odd number, one for two nodes."""
+    if len(nodes) < 2:
+        return []
+    edges = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+    if len(nodes) == 2:
+        return [edges[:1]]
+    odd = [edges.pop()] if len(nodes) % 2 else []
+    return [one for one in (edges[::2], edges[1::2], odd) if one]
+
+
+def slow_nodes(pairs: Iterable[Pair], floor_gbps: float) -> tuple[list[str], list[Pair]]:
+    """The nodes all of whose pairs, at least two, are under the floor; and the slow pairs that they
+    do not explain. (A node between two slow ones is taken for slow.)"""
+    of_node: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        for node in pair.nodes:
+            of_node.setdefault(node, []).append(pair)
+    slow = [
+        node
+        for node, own in of_node.items()
+        if len(own) > 1 and all(pair.gbps < floor_gbps for pair in own)
+    ]
+    unexplained = {
+        pair.nodes: pair
+        for own in of_node.values()
+        for pair in own
+        if pair.gbps < floor_gbps and not set(pair.nodes) & set(slow)
+    }
+    return slow, list(unexplained.values())
+
+
+# ------------------------------------------------------------------------------- exchanges
+
+
+def swap(tensor: Tensor, peer: int, group: Any) -> None:
+    """Send it to another rank, and receive as much from there."""
+    received = torch.empty_like(tensor)
+    both = [
+        dist.P2POp(dist.isend, tensor, peer, group),
+        dist.P2POp(dist.irecv, received, peer, group),
+    ]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+
+
+def all_reduce(tensor: Tensor, group: Any) -> None:
+    """Add it up over all ranks."""
+    dist.all_reduce(tensor, group=group)
+
+
+def all_to_all(tensor: Tensor, group: Any) -> None:
+    """Give each rank its share."""
+    dist.all_to_all_single(torch.empty_like(tensor), tensor, group=group)
+
+
+# ------------------------------------------------------------------------------- measuring
+
+
+def _measure_pairs(
+    wire: Wire, ranks_of: Mapping[str, Sequence[int]], paired: Sequence[tuple[str, str]]
+) -> list[Pair]:
+    """All pairs of a round at once. Rank k of one node swaps with rank k of the other."""
+    me = wire.exchange.rank
+    run: Callable[[Tensor], None] = _nothing
+    members: dict[tuple[str, str], list[int]] = {}
+    mine: Sequence[int] = ()
+    for first, second in paired:
+        couples = list(zip(ranks_of[first], ranks_of[second], strict=False))
+        members[first, second] = [rank for couple in couples for rank in couple]
+        for couple in couples:
+            if me in couple:
+                peer = couple[couple[0] == me]
+                run, mine = _swap_with(peer, wire.group), members[first, second]
+                wire.tell(f"pair {first} {second}")
+    rate = _rate(wire, run, mine)
+    rates = wire.exchange.all_gather(rate)
+    wire.tell("between pairs")
+    return [Pair(nodes, min(rates[rank] for rank in ranks)) for nodes, ranks in members.items()]
+
+
+def _swap_with(peer: int, group: Any) -> Callable[[Tensor], None]:
+    return lambda tensor: swap(tensor, peer, group)
+
+
+def _nothing(_: Tensor) -> None:
+    """A node without a partner in this round."""
+
+
+def _rate(wire: Wire, run: Callable[[Tensor], None], members: Sequence[int]) -> float:
+    """Bytes of tensor per second, in 1e9, of the slowest of `members`; collective over all ranks,
+    also those that are in no pair."""
+    size = wire.budget.first_bytes
+    seconds = [_seconds(wire, run, size, 1) for _ in range(WARM_UPS)][-1]
+    first = _slowest(wire, seconds, members)
+    grown = int(size * wire.budget.seconds / 4 / first) if members else size
+    # A multiple of what any number of ranks divides up to 1024, in 4-byte numbers.
+    size = max(size, min(wire.budget.most_bytes, grown) // size * size)
+    expected = first * size / wire.budget.first_bytes
+    repeats = max(1, min(MAX_REPEATS, int(wire.budget.seconds / 2 / expected)))
+    return size / _slowest(wire, _seconds(wire, run, size, repeats), members) / 1e9
+
+
+def _seconds(wire: Wire, run: Callable[[Tensor], None], size: int, repeats: int) -> float:
+    """Of one of `repeats` runs on this rank, all ranks having begun together."""
+    count = size // 4 // wire.exchange.world_size * wire.exchange.world_size
+    tensor = torch.zeros(max(count, wire.exchange.world_size), device=wire.device)
+    _finish(wire.device)
+    wire.exchange.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run(tensor)
+    _finish(wire.device)
+    return (time.perf_counter() - start) / repeats
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _slowest(wire: Wire, seconds: float, members: Sequence[int]) -> float:
+    """Of the ranks that measure together; a rank among none has its own."""
+    everyones = wire.exchange.all_gather(seconds)
+    return max([everyones[rank] for rank in members] or [seconds], default=seconds) or 1e-9
