@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.config import Config, num_processes, read_model_config
-from dapo_megatron.config_file import load_config
+from dapo_megatron.config_file import dump_config, load_config
 from dapo_megatron.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
 from dapo_megatron.rewards.registry import names as grader_names
@@ -160,6 +161,32 @@ def sync(
 
     with _told():
         proof.sync(checked, json_file)
+
+
+@doctor.command()
+def nodes(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    overlay: Overlays = None,
+    json_file: JsonPath = None,
+    report: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where each node's verdict goes, as NODE.json.")
+    ] = Path("preflight"),
+) -> None:
+    """Check every node of a run, and the network between them: one srun task per GPU."""
+    checked = _load(config, overrides, overlay)
+    _on_ranks(checked)
+    from dapo_megatron.cluster.preflight import check_nodes
+    from dapo_megatron.policy.device import backend, claim
+    from dapo_megatron.tracking.provenance import commit, versions
+
+    digest = sha256(dump_config(checked).encode()).hexdigest()[:16]
+    facts = {**versions(), "commit": commit() or "none", "config": digest}
+    is_good = check_nodes(
+        checked, report, backend=backend(), claim=claim, facts=facts, json_file=json_file
+    )
+    if not is_good:
+        raise typer.Exit(1)
 
 
 def _load(

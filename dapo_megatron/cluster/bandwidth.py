@@ -160,16 +160,20 @@ def _measure_pairs(
         for couple in couples:
             if me in couple:
                 peer = couple[couple[0] == me]
-                run, mine = _swap_with(peer, wire.group), members[first, second]
-                wire.tell(f"pair {first} {second}")
-    rate = _rate(wire, run, mine)
-    rates = wire.exchange.all_gather(rate)
-    wire.tell("between pairs")
+                name = f"pair {first} {second}"
+                run, mine = _swap_with(peer, wire, name), members[first, second]
+    rates = wire.exchange.all_gather(_rate(wire, run, mine))
     return [Pair(nodes, min(rates[rank] for rank in ranks)) for nodes, ranks in members.items()]
 
 
-def _swap_with(peer: int, group: Any) -> Callable[[Tensor], None]:
-    return lambda tensor: swap(tensor, peer, group)
+def _swap_with(peer: int, wire: Wire, name: str) -> Callable[[Tensor], None]:
+    def run(tensor: Tensor) -> None:
+        wire.tell(name)
+        swap(tensor, peer, wire.group)
+        _finish(wire.device)
+        wire.tell(f"waiting after {name}")
+
+    return run
 
 
 def _nothing(_: Tensor) -> None:
