@@ -1,0 +1,158 @@
+# shellcheck shell=bash
+# What the job scripts share: where things are, how a step is started, what a job's end means.
+# Sourced by a job script from the checkout; calls made in this order:
+#   open_job NAME, use_program, then `step ...`; train.sbatch also choose_rendezvous and decide.
+
+# shellcheck disable=SC2034 # the scripts have the use
+readonly DONE=0 USER_ERROR=2 BAD_NODES=69 STOPPED=75 FENCED=97 HUNG=98
+
+say() { printf '%(%F %T)T [%s] %s\n' -1 "${DAPO_MEGATRON_ATTEMPT:-}" "$*"; }
+refuse() { say "error: $*"; exit $USER_ERROR; }
+
+# ------------------------------------------------------------------ the job and its folders
+
+# Names this start, makes its log folder, reads env.sh.
+open_job() {
+    export DAPO_MEGATRON_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+    cd "$DAPO_HOME" || exit $USER_ERROR # where paths in a config are from
+    LOGS=${DAPO_LOGS:-$DAPO_HOME/slurm_logs}
+    JOB_LOGS=$LOGS/$SLURM_JOB_NAME
+    ATTEMPT_LOGS=$JOB_LOGS/$DAPO_MEGATRON_ATTEMPT
+    mkdir -p "$ATTEMPT_LOGS" || refuse "DAPO_LOGS: $LOGS cannot be written"
+    [[ -e $LOGS/.gitignore ]] || echo '*' >"$LOGS/.gitignore"
+    ln -sfn "$DAPO_MEGATRON_ATTEMPT" "$JOB_LOGS/latest"
+    export DAPO_MEGATRON_VERDICT=$ATTEMPT_LOGS/verdict
+    TASKS=${SLURM_NTASKS_PER_NODE:-1}
+    GPUS=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}} # --exclusive allots all; this was asked for
+    GPUS=${GPUS##*:}                                      # of h100:8
+    export DAPO_CPUS_PER_TASK=$((SLURM_CPUS_ON_NODE / TASKS > 0 ? SLURM_CPUS_ON_NODE / TASKS : 1))
+    # shellcheck source=slurm/env.sh
+    source "$DAPO_HOME/slurm/env.sh"
+    env | grep -E '^(SLURM|NCCL|TORCH|CUDA|UCX|GLOO|OMP|VLLM|DAPO)_' | sort >"$ATTEMPT_LOGS/env.txt"
+    mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    say "$1 on ${#NODES[@]} nodes (${NODES[*]}), $TASKS tasks each; logs in $ATTEMPT_LOGS"
+}
+
+# One task per GPU: fewer would leave GPUs idle, more would share them.
+check_tasks() {
+    ((GPUS == 0 || GPUS == TASKS)) || refuse "--ntasks-per-node=$TASKS with $GPUS GPUs per node:" \
+        "there is one task per GPU; give sbatch --ntasks-per-node=$GPUS (or --gpus-per-node=$TASKS)"
+}
+
+# ------------------------------------------------------------------ starting steps
+
+# PROGRAM: how a task runs Python; STEP_OPTIONS: what srun needs for that.
+use_program() {
+    local mounts=${DAPO_MOUNTS:-}
+    STEP_OPTIONS=()
+    if [[ -n ${DAPO_CONTAINER:-} ]]; then
+        # Not in the header: pyxis would put this very script, which needs srun, into the container.
+        STEP_OPTIONS=(
+            "--container-image=$DAPO_CONTAINER"
+            "--container-mounts=$DAPO_HOME:$DAPO_HOME${mounts:+,$mounts}"
+            "--container-workdir=$DAPO_HOME"
+            --no-container-mount-home                # packages in ~/.local would shadow the image's
+            "--container-env=$(env_names)"           # or variables of the image win
+        )
+        PROGRAM=("${DAPO_PYTHON:-python3}")
+    elif [[ -n ${DAPO_APPTAINER:-} ]]; then
+        [[ -e $DAPO_APPTAINER ]] || refuse "DAPO_APPTAINER: no file $DAPO_APPTAINER"
+        PROGRAM=(apptainer exec --no-home --bind "$DAPO_HOME${mounts:+,$mounts}" --pwd "$DAPO_HOME")
+        ((GPUS)) && PROGRAM+=(--nv)
+        PROGRAM+=("$DAPO_APPTAINER" "${DAPO_PYTHON:-python3}")
+    else
+        local venv=${DAPO_VENV:-$DAPO_HOME/.venv}
+        [[ $venv == /* ]] || venv=$DAPO_HOME/$venv
+        [[ -x $venv/bin/python ]] || refuse "DAPO_VENV: no $venv/bin/python; make it with" \
+            "'make env', or name a container (DAPO_CONTAINER, DAPO_APPTAINER)"
+        PROGRAM=("$venv/bin/python")
+    fi
+}
+
+# Variables that must be the job's inside a container too, comma-separated.
+env_names() { compgen -e | grep -E '^(NCCL|GLOO|TORCH|UCX|OMP|VLLM|DAPO)_|^MASTER_' | paste -sd, -; }
+
+# step LOG-PATTERN COMMAND...: a task per GPU; the first task that ends gives the others
+# DAPO_GRACE_SECONDS. (--kill-on-bad-exit would end a rank that is still closing the run.) With
+# STEP_SECONDS, no longer than that.
+step() {
+    local log=$1 limit=(); shift
+    [[ -n ${STEP_SECONDS:-} ]] && limit=(timeout -k 30 "$STEP_SECONDS")
+    exec "${limit[@]}" srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$TASKS" \
+        --cpus-per-task="$DAPO_CPUS_PER_TASK" --distribution=block --kill-on-bad-exit=0 \
+        --wait="${DAPO_GRACE_SECONDS:-20}" --output="$log" "${STEP_OPTIONS[@]}" "$@"
+}
+
+# Where the ranks meet. Never localhost: each node would wait for itself.
+choose_rendezvous() {
+    MASTER_ADDR=${NODES[0]}
+    if [[ -n ${DAPO_INTERFACE:-} ]]; then
+        MASTER_ADDR=$(srun --nodes=1 --ntasks=1 --nodelist="${NODES[0]}" \
+            ip -4 -o addr show dev "$DAPO_INTERFACE" | awk '{sub("/.*", "", $4); print $4; exit}')
+        [[ -n $MASTER_ADDR ]] || refuse "DAPO_INTERFACE: ${NODES[0]} has no address on" \
+            "$DAPO_INTERFACE; 'ip -4 addr' on a compute node shows its interfaces"
+    fi
+    # Below the range the kernel gives to outgoing connections; another one at each start, since
+    # what is left of the last may still hold its own. The check before training takes the next.
+    local start=$((SLURM_JOB_ID + 1009 * ${SLURM_RESTART_COUNT:-0}))
+    MASTER_PORT=$((${DAPO_PORT_BASE:-20000} + 2 * (start % 5000)))
+    export MASTER_ADDR MASTER_PORT
+}
+
+# ------------------------------------------------------------------ chains and bad nodes
+
+# Jobs that go on after this one: pending, of the same name and command, waiting as singletons.
+next_of_chain() {
+    local command id dependency theirs
+    command=$(squeue -h -j "$SLURM_JOB_ID" -o %o)
+    squeue -h -u "$(id -un)" -n "$SLURM_JOB_NAME" -t PD -o '%i|%E|%o' |
+        while IFS='|' read -r id dependency theirs; do
+            [[ $dependency == *singleton* && $theirs == "$command" ]] && echo "$id"
+        done
+}
+
+end_chain() {
+    local rest; mapfile -t rest < <(next_of_chain)
+    ((${#rest[@]})) || return 0
+    say "cancelled the rest of the chain: ${rest[*]}"
+    scancel "${rest[@]}"
+}
+
+# leave_out NODES: remember bad nodes; with DAPO_EXCLUDE_BAD=1 the run goes on without them.
+leave_out() {
+    local node list rest id
+    for node in "$@"; do echo "$node"; done >>"$LOGS/bad_nodes"
+    list=$(sort -u "$LOGS/bad_nodes" | paste -sd, -)
+    say "kept in $LOGS/bad_nodes; tell the cluster's administrators, then delete the lines"
+    if [[ ${DAPO_EXCLUDE_BAD:-0} != 1 ]]; then
+        say "start again without them: sbatch --exclude=$list ... (DAPO_EXCLUDE_BAD=1 does so itself)"
+        return
+    fi
+    mapfile -t rest < <(next_of_chain)
+    # A running job cannot change its own list, so another job has to go on.
+    if ((${#rest[@]})); then
+        for id in "${rest[@]}"; do scontrol update JobId="$id" ExcNodeList="$list"; done
+        say "the next job of the chain, ${rest[0]}, goes on without $list"
+    else
+        id=$(submit_again --exclude="$list") && say "job $id goes on without $list"
+    fi
+}
+
+# This very job anew: Slurm does not keep what its command line said. Options from "$@" come on top.
+submit_again() {
+    local options=(
+        --parsable --chdir="$SLURM_SUBMIT_DIR" --job-name="$SLURM_JOB_NAME"
+        --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$TASKS"
+        --gpus-per-node="${SLURM_GPUS_PER_NODE:-$GPUS}" --partition="$SLURM_JOB_PARTITION"
+        --time="$(squeue -h -j "$SLURM_JOB_ID" -o %l)"
+    )
+    local output name value
+    output=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
+    options+=(--output="${output//$SLURM_JOB_ID/%j}")
+    for name in account:"${SLURM_JOB_ACCOUNT:-}" qos:"${SLURM_JOB_QOS:-}" \
+        reservation:"${SLURM_JOB_RESERVATION:-}" signal:"${DAPO_SIGNAL:-}"; do
+        value=${name#*:}
+        [[ -z $value || $value == '(null)' ]] || options+=("--${name%%:*}=$value")
+    done
+    sbatch "${options[@]}" "$@" "$DAPO_HOME/slurm/train.sbatch" "${ARGUMENTS[@]}"
+}

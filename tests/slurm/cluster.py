@@ -1,0 +1,379 @@
+"""A Slurm cluster of emulated nodes on this machine, for tests; gone with the process that made it.
+
+As root each node has its own network (an address on a bridge), host name, processes, /dev/shm and
+/scratch; `kill_node` is a power cut. Otherwise a node is just a slurmd on its own port. A node says
+that it has 224 CPUs, 2 TB and 8 H100s: Slurm only counts, so that real job headers run unchanged.
+
+    python -m tests.slurm.cluster      # keeps one up, and prints what to export, until Ctrl-C
+
+The daemons stay in the foreground, as children that the kernel kills with their parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+NUM_GPUS = 8
+NODE_HARDWARE = f"Sockets=2 CoresPerSocket=56 ThreadsPerCore=2 RealMemory=2000000 Gres=gpu:h100:{NUM_GPUS}"
+REQUEUE_SECONDS = 5
+"""Slurm holds a requeued job back for as long as a credential is valid: 120 by default."""
+STUB = Path(__file__).with_name("container_stub.c")
+
+INSIDE_A_NODE = """
+mount --bind "$0/etc/hosts" /etc/hosts
+mount -t tmpfs -o size=2g tmpfs /dev/shm
+hostname "$1"
+slurmd -D -f "$0/etc/slurm.conf" -N "$1" & wait $!
+"""
+"""$0: the cluster's folder, $1: the node's name. bash is process 1 in there, and reaps."""
+
+
+class Cluster:
+    """`with Cluster(4) as cluster:` ... `cluster.run("sbatch", ...)`."""
+
+    def __init__(self, num_nodes: int = 4) -> None:
+        self.num_nodes = num_nodes
+        self.has_networks = os.geteuid() == 0
+        self.tag = f"dm{os.getpid()}"
+        self.network = f"10.77.{os.getpid() % 250}"
+        # Everyone must get at munge's socket, and socket names are short.
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        self.folder.chmod(0o755)
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "DAPO_"))
+        } | {"SLURM_CONF": str(self.folder / "etc/slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def node_names(self) -> list[str]:
+        """node1, node2, ..."""
+        return [f"node{number}" for number in range(1, self.num_nodes + 1)]
+
+    # ------------------------------------------------------------------ up and down
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        for name in ("etc", "run", "log", "spool", "state", "dev"):
+            (self.folder / name).mkdir()
+        self._write_files()
+        key, run = self.folder / "etc/munge.key", self.folder / "run"
+        key.touch(0o600)
+        key.write_bytes(secrets.token_bytes(1024))
+        self._daemon(
+            "munged", "munged", "--foreground", f"--key-file={key}",
+            f"--socket={run}/munge.socket", f"--pid-file={run}/munged.pid",
+            f"--seed-file={run}/munge.seed", f"--log-file={self.folder}/log/munged.log",
+        )  # fmt: skip
+        wait_until((run / "munge.socket").exists, 10, "munged does not start")
+        if self.has_networks:
+            self._make_networks()
+        self._daemon("slurmctld", "slurmctld", "-D", "-c", "-f", self.env["SLURM_CONF"])
+        for name in self.node_names:
+            self.start_node(name)
+        wait_until(lambda: self.num_idle() == self.num_nodes, 30, lambda: self.logs())
+
+    def stop(self) -> None:
+        """End all jobs, then the daemons."""
+        if "slurmctld" in self._daemons:
+            self.cancel_all()
+        for name in [*self.node_names, "slurmctld", "munged"]:
+            if (daemon := self._daemons.pop(name, None)) is not None:
+                daemon.kill() if name in self.node_names and self.has_networks else daemon.terminate()
+                try:
+                    daemon.wait(10)
+                except subprocess.TimeoutExpired:
+                    daemon.kill()
+                    daemon.wait()
+        if self.has_networks:
+            for name in self.node_names:
+                self._ip("netns", "del", self._namespace(name), check=False)
+            self._ip("link", "del", f"br{self.tag}", check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start_node(self, name: str) -> None:
+        """Also how a killed node comes back."""
+        (self.folder / "spool" / name).mkdir(exist_ok=True)
+        if not self.has_networks:
+            self._daemon(name, "slurmd", "-D", "-f", self.env["SLURM_CONF"], "-N", name)
+            return
+        self._daemon(
+            name, "nsenter", f"--net=/run/netns/{self._namespace(name)}",
+            "unshare", "--uts", "--mount", "--propagation", "private", "--pid", "--fork",
+            "--kill-child=KILL", "--mount-proc", "bash", "-c", INSIDE_A_NODE, str(self.folder), name,
+        )  # fmt: skip
+
+    def kill_node(self, name: str) -> None:
+        """The node loses power (as an ordinary user: its slurmd dies, the tasks live on)."""
+        daemon = self._daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
+
+    def set_down(self, name: str) -> None:
+        """The node is lost as far as Slurm knows: at once, not when it has noticed."""
+        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
+
+    def repair(self) -> None:
+        """All nodes are up and idle again."""
+        for name in self.node_names:
+            if name not in self._daemons:
+                self.start_node(name)
+
+        def is_idle() -> bool:
+            for name in self.run("sinfo", "-h", "-N", "-t", "down,drain,fail", "-o", "%N").split():
+                self.run("scontrol", "update", f"nodename={name}", "state=resume", check=False)
+            return self.num_idle() == self.num_nodes
+
+        wait_until(is_idle, 90, lambda: self.logs())
+
+    def pids_in(self, name: str) -> list[int]:
+        """Processes of a node, by their numbers out here."""
+        inside = os.readlink(f"/proc/{self._first_process(name)}/ns/pid")
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.readlink(entry / "ns/pid") == inside:
+                    found.append(int(entry.name))
+            except OSError:  # ended meanwhile
+                continue
+        return found
+
+    def _first_process(self, name: str) -> int:
+        """bash in the node: the child of unshare, which nsenter became."""
+        children = Path(f"/proc/{self._daemons[name].pid}/task/{self._daemons[name].pid}/children")
+        return int(children.read_text().split()[0])
+
+    # ------------------------------------------------------------------ commands
+
+    def run(
+        self,
+        *command: str | Path,
+        check: bool = True,
+        user: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> str:
+        """Output of a command, stderr included; `user`: another than this one (needs root)."""
+        words = [str(word) for word in command]
+        if user is not None:
+            words = ["runuser", "-u", user, "--", *words]
+        ran = subprocess.run(
+            words, env={**self.env, **(env or {})}, cwd=cwd, text=True, timeout=60, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if check and ran.returncode:
+            raise AssertionError(f"{' '.join(words)}: exit code {ran.returncode}\n{ran.stdout}")
+        return ran.stdout.strip()
+
+    def num_idle(self) -> int:
+        """Nodes that would take a job."""
+        counts = self.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False).split()
+        return sum(int(count) for count in counts if count.isdigit())
+
+    def cancel_all(self) -> None:
+        """Of every user; waits until all are gone."""
+        live = ("squeue", "-h", "-t", "PD,R,CG", "-o", "%A")
+        if jobs := self.run(*live, check=False).split():
+            self.run("scancel", *jobs, check=False)
+            deadline = time.monotonic() + 20
+            while self.run(*live, check=False) and time.monotonic() < deadline:
+                time.sleep(0.2)
+
+    def logs(self, num_lines: int = 12) -> str:
+        """The last lines of every daemon, for a failure's message."""
+        parts = [self.run("sinfo", "-N", "-l", check=False)]
+        for path in sorted((self.folder / "log").iterdir()):
+            lines = path.read_text(errors="replace").splitlines()
+            # Said at every start, and harmless.
+            lines = [line for line in lines if not re.search("pmix|PMIx|MPI: ", line)][-num_lines:]
+            parts.append("\n".join([f"--- {path.name}", *lines]))
+        return "\n".join(parts)
+
+    # ------------------------------------------------------------------ making it
+
+    def _daemon(self, name: str, *command: str) -> None:
+        with (self.folder / f"log/{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=_die_with_parent, start_new_session=True,
+            )  # fmt: skip
+
+    def _namespace(self, name: str) -> str:
+        return f"{self.tag}-{name}"
+
+    def _ip(self, *words: str, check: bool = True) -> None:
+        subprocess.run(["ip", *words], check=check, capture_output=True)
+
+    def _make_networks(self) -> None:
+        self._sweep()
+        bridge = f"br{self.tag}"
+        self._ip("link", "add", bridge, "type", "bridge")
+        self._ip("addr", "add", f"{self.network}.254/24", "dev", bridge)
+        self._ip("link", "set", bridge, "up")
+        for number, name in enumerate(self.node_names, start=1):
+            inside, outside = self._namespace(name), f"v{self.tag}n{number}"
+            self._ip("netns", "add", inside)
+            self._ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", inside)
+            self._ip("link", "set", outside, "master", bridge, "up")
+            self._ip("-n", inside, "addr", "add", f"{self.network}.{number}/24", "dev", "eth0")
+            self._ip("-n", inside, "link", "set", "eth0", "up")
+            self._ip("-n", inside, "link", "set", "lo", "up")
+
+    def _sweep(self) -> None:
+        """Networks of clusters whose process was killed."""
+        listed = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True).stdout
+        namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+        for found in re.finditer(r"^brdm(\d+) ", listed, re.MULTILINE):
+            if not Path(f"/proc/{found[1]}").exists():
+                self._ip("link", "del", f"brdm{found[1]}", check=False)
+        for found in re.finditer(r"^dm(\d+)-\S+", namespaces, re.MULTILINE):
+            if not Path(f"/proc/{found[1]}").exists():
+                self._ip("netns", "del", found[0], check=False)
+
+    def _write_files(self) -> None:
+        etc, dev = self.folder / "etc", self.folder / "dev"
+        for number in range(NUM_GPUS):
+            # A GPU must be a character device whose name ends in its number.
+            (dev / f"nvidia{number}").symlink_to("/dev/null")
+        names = ",".join(self.node_names)
+        (etc / "gres.conf").write_text(
+            f"NodeName={names} Name=gpu Type=h100 File={dev}/nvidia[0-{NUM_GPUS - 1}]\n"
+        )
+        # slurmd looks for a cgroup system even where nothing uses it.
+        version = subprocess.run(["slurmd", "-V"], capture_output=True, text=True, check=True).stdout
+        year, month = (int(part) for part in version.split()[-1].split(".")[:2])
+        plugin = "disabled" if (year, month) >= (24, 5) else "cgroup/v1"
+        (etc / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
+        (etc / "plugstack.conf").write_text(self._container_stub())
+        addresses = {
+            name: f"{self.network}.{number}" if self.has_networks else "127.0.0.1"
+            for number, name in enumerate(self.node_names, start=1)
+        }
+        hosts = [f"{address} {name}" for name, address in addresses.items()]
+        (etc / "hosts").write_text("\n".join([Path("/etc/hosts").read_text(), *hosts, ""]))
+        (etc / "slurm.conf").write_text(self._slurm_conf(addresses))
+
+    def _container_stub(self) -> str:
+        library = self.folder / "container_stub.so"
+        build = ["gcc", "-shared", "-fPIC", "-Wall", "-o", str(library), str(STUB)]
+        subprocess.run(build, check=True)
+        return f"required {library}\n"
+
+    def _slurm_conf(self, addresses: Mapping[str, str]) -> str:
+        host = socket.gethostname().split(".")[0]
+        user = "root" if self.has_networks else subprocess.getoutput("id -un")
+        at = f"{self.network}.254" if self.has_networks else "127.0.0.1"
+        ports = _free_ports(1 + self.num_nodes)
+        nodes = "\n".join(
+            f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} "
+            f"{NODE_HARDWARE} State=UNKNOWN"
+            for (name, address), port in zip(addresses.items(), ports[1:], strict=True)
+        )
+        # Job ids never repeat, or a job would find what one of an earlier cluster left behind.
+        first_job = int(time.time()) % 10_000_000 + 1000
+        folder = self.folder
+        return f"""\
+ClusterName=emulated
+SlurmctldHost={host}({at})
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/run/munge.socket,cred_expire={REQUEUE_SECONDS}
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+SlurmctldDebug=verbose
+SlurmdDebug=verbose
+PlugStackConfig={folder}/etc/plugstack.conf
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+SwitchType=switch/none
+MpiDefault=none
+MailProg=/bin/true
+PropagateResourceLimits=NONE
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1
+SlurmdParameters=config_overrides
+GresTypes=gpu
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=10
+MinJobAge=3600
+JobRequeue=1
+FirstJobId={first_job}
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def wait_until(
+    is_true: Callable[[], object], seconds: float, message: str | Callable[[], str]
+) -> None:
+    """Look ten times a second; AssertionError with `message` when `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        if time.monotonic() > deadline:
+            raise AssertionError(message if isinstance(message, str) else message())
+        time.sleep(0.1)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    with Cluster() as up:
+        print(f"export SLURM_CONF={up.env['SLURM_CONF']}\n{up.run('sinfo')}", flush=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            pass

@@ -1,0 +1,116 @@
+"""Submitting jobs to an emulated cluster, and looking at what became of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.slurm.cluster import Cluster, wait_until
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "slurm"
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+ON_CPU = ("--ntasks-per-node=1", "--gpus-per-node=0")
+"""An emulated node with one rank and no GPU."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of a project; `number` is Slurm's id."""
+
+    cluster: Cluster
+    number: int
+    folder: Path
+    """Where sbatch was run."""
+
+    def facts(self) -> dict[str, str]:
+        """What `scontrol show job` says: JobState, Restarts, ExitCode, ..."""
+        shown = self.cluster.run("scontrol", "show", "job", str(self.number), "-o")
+        return dict(re.findall(r"(\w+)=(\S*)", shown))
+
+    @property
+    def state(self) -> str:
+        return self.facts()["JobState"]
+
+    @property
+    def log(self) -> str:
+        """What the script printed."""
+        [path] = self.folder.glob(f"*-{self.number}.out")
+        return path.read_text(encoding="utf-8")
+
+    def wait_for(self, *states: str, seconds: float = 60) -> dict[str, str]:
+        """Until it is in one of the states (by default: has ended)."""
+        wanted = set(states) or ENDED
+        wait_until(lambda: self.state in wanted, seconds, self.story)
+        return self.facts()
+
+    def wait_for_text(self, text: str, seconds: float = 60) -> None:
+        """Until the script has printed `text`."""
+        wait_until(
+            lambda: any(self.folder.glob(f"*-{self.number}.out")) and text in self.log,
+            seconds,
+            lambda: f"no {text!r} in:\n{self.story()}",
+        )
+
+    def story(self) -> str:
+        """All that helps to see why a test failed."""
+        found = "".join(path.read_text() for path in self.folder.glob(f"*-{self.number}.out"))
+        facts = self.facts()
+        kept = {key: facts.get(key) for key in ("JobState", "Reason", "Restarts", "ExitCode")}
+        return f"{self.cluster.logs()}\njob {self.number}: {kept}\n{found}"
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with slurm/ in which `user` submits jobs."""
+
+    cluster: Cluster
+    folder: Path
+    user: str | None = None
+
+    @classmethod
+    def make(cls, cluster: Cluster, user: str | None) -> Project:
+        """With the scripts of this checkout and a fake program for a .venv."""
+        folder = Path(tempfile.mkdtemp(prefix="project-", dir="/tmp"))
+        shutil.copytree(SCRIPTS, folder / "slurm")
+        (folder / ".venv/bin").mkdir(parents=True)
+        shutil.copy(Path(__file__).with_name("fake_python"), folder / ".venv/bin/python")
+        folder.chmod(0o755)
+        if user is not None:
+            shutil.chown(folder, user)
+        return cls(cluster, folder, user)
+
+    def sbatch(self, *words: str, script: str = "train.sbatch", **env: str) -> Job:
+        """`words`: options for sbatch, then from the first one without a dash on, arguments."""
+        num_options = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+        options, arguments = words[:num_options], words[num_options:]
+        said = self.cluster.run(
+            "sbatch", "--parsable", *options, f"slurm/{script}", *arguments,
+            user=self.user, env=env, cwd=self.folder,
+        )  # fmt: skip
+        return Job(self.cluster, int(said.split(";")[0]), self.folder)
+
+    def record(self, attempt: str, task: str) -> dict[str, list[str]]:
+        """What a task of the fake program wrote down: its first words, and all that followed each."""
+        lines: dict[str, list[str]] = {}
+        for line in (self.folder / "record" / attempt / task).read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            lines.setdefault(name, []).append(rest)
+        return lines
+
+    def started(self, job: Job) -> list[str]:
+        """Attempts of the job in which training began."""
+        return sorted(path.parent.name for path in self.folder.glob(f"record/{job.number}.*/train-0"))
+
+    def wait_until_ready(self, attempt: str, num_tasks: int) -> None:
+        """Until all tasks of an attempt wait for a signal."""
+
+        def are_ready() -> bool:
+            files = list(self.folder.glob(f"record/{attempt}/train-*"))
+            ready = [path for path in files if "ready" in path.read_text().split()]
+            return len(ready) == num_tasks
+
+        wait_until(are_ready, 60, lambda: f"attempt {attempt} does not start\n{self.cluster.logs()}")
