@@ -1,8 +1,10 @@
 """The pulse of a rank: a small file in the run's folder that says where the rank is.
 
-`logs/pulse/rank_00003.json` is replaced as a whole, survives the rank, and is read by the other
+`RUN/.pulse/rank_00003.json` is replaced as a whole, survives the rank, and is read by the other
 ranks when one of them hangs (watch.py) and by people afterwards (postmortem.py). Clocks of nodes
-differ: whether a rank is alive is never read off a time stamp, but by asking it (`Alarm`).
+differ: ranks never judge by time stamps whether another one is alive, they ask it (`Alarm`).
+The folder is a hidden one: pulses are there before the run's folder is taken, and stay when an
+older run is moved aside.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -66,22 +69,31 @@ class Pulse:
         return f"{where}, step {self.step}" + (f", in {self.exchange}" if self.in_exchange else "")
 
     @property
+    def clock(self) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(self.time))
+
+    @property
     def progress(self) -> tuple[int, bool]:
         """Grows along the exchanges, which all ranks go through in the same order."""
         return self.num_exchanges, not self.in_exchange
 
 
-def pulse_file(logs: Path, rank: int) -> Path:
-    return logs / "pulse" / f"rank_{rank:05d}.json"
+def pulse_folder(run: Path) -> Path:
+    return run / ".pulse"
 
 
-def write(logs: Path, pulse: Pulse) -> None:
+def pulse_file(run: Path, rank: int) -> Path:
+    return pulse_folder(run) / f"rank_{rank:05d}.json"
+
+
+def write(run: Path, pulse: Pulse) -> None:
     """Replace the rank's pulse. Raises OSError."""
-    write_whole(pulse_file(logs, pulse.rank), json.dumps(asdict(pulse)))
+    write_whole(pulse_file(run, pulse.rank), json.dumps(asdict(pulse)))
 
 
 def write_whole(path: Path, text: str) -> None:
     """A reader sees the old text or the new one; not made to survive a loss of power."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -96,9 +108,9 @@ def read(path: Path) -> Pulse | None:
         return None
 
 
-def read_all(logs: Path, world_size: int) -> list[Pulse | None]:
+def read_all(run: Path, world_size: int) -> list[Pulse | None]:
     """The pulse of each rank, in rank order."""
-    return [read(pulse_file(logs, rank)) for rank in range(world_size)]
+    return [read(pulse_file(run, rank)) for rank in range(world_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +126,9 @@ class Suspect:
             return f"rank {self.rank}: {self.why}"
         on, last = self.pulse.host, self.pulse
         return (
-            f"rank {self.rank} ({on}, pid {last.pid}): {self.why}; last seen in {last.place}, "
-            f"silent for {last.silent_seconds:.0f} s then; last sign of life: {last.sign}"
+            f"rank {self.rank} ({on}, pid {last.pid}): {self.why}; last seen {last.clock} (its "
+            f"clock) in {last.place}, silent for {last.silent_seconds:.0f} s then; last sign of "
+            f"life: {last.sign}"
         )
 
 
@@ -125,7 +138,7 @@ def suspects(pulses: Sequence[Pulse | None], attempt: str) -> list[Suspect]:
     Ranks that gave no answer come alone: the others may be behind only because they wait for them.
     """
     here = [pulse for pulse in pulses if pulse is not None and not _silence(pulse, attempt)]
-    return missing(pulses, attempt) or _behind(here)
+    return missing(pulses, attempt) or behind(here)
 
 
 def missing(pulses: Sequence[Pulse | None], attempt: str) -> list[Suspect]:
@@ -163,7 +176,7 @@ def _silence(pulse: Pulse | None, attempt: str) -> str:
     return ""
 
 
-def _behind(pulses: Sequence[Pulse]) -> list[Suspect]:
+def behind(pulses: Sequence[Pulse]) -> list[Suspect]:
     """The first of three signs that tells ranks apart: exchanges, torch's collectives, phases."""
     first = max((pulse.progress for pulse in pulses), default=(0, True))
     late = [pulse for pulse in pulses if pulse.progress < first]
@@ -216,8 +229,8 @@ class Alarm:
     attempt: str
 
     @classmethod
-    def of(cls, logs: Path, attempt: str) -> Alarm:
-        return cls(logs / "pulse" / "alarm", attempt)
+    def of(cls, run: Path, attempt: str) -> Alarm:
+        return cls(pulse_folder(run) / "alarm", attempt)
 
     def prepare(self, *, fresh: bool) -> None:
         """Make it; `fresh`: silence what an attempt of the same name left. Raises OSError."""

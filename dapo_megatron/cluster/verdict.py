@@ -10,12 +10,9 @@ import contextlib
 import os
 import re
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from dapo_megatron.types import DapoError
 
 VARIABLE = "DAPO_MEGATRON_VERDICT"
 """Environment variable with the file's path; without it nothing is written."""
@@ -59,12 +56,6 @@ def record(
     with contextlib.suppress(OSError):
         return _write_first(path, f"{code} {line}\n{text}")
     return False
-
-
-def record_error(rank: int, error: BaseException, code: int = 1) -> bool:
-    """`record` for an exception that ends the rank; its traceback is the text."""
-    said = str(error) if isinstance(error, DapoError) else f"{type(error).__name__}: {error}"
-    return record(code, f"rank {rank}: {said}"[:2000], "".join(traceback.format_exception(error)))
 
 
 def read(path: Path) -> Verdict | None:

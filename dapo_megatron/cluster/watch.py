@@ -6,7 +6,7 @@ the alarm of another rank; a file system that stalls holds up this thread alone.
 
 A hang ends all ranks: the first one that notices rings the alarm. Every rank that hears it dumps
 its stacks into its own log and says so in its pulse. One of them, rank 0 if it can, then knows who
-did not answer or is behind, and writes it into `logs/hang_ATTEMPT.json`, the verdict and the
+did not answer or is behind, and writes it into `.pulse/hang_ATTEMPT.json`, the verdict and the
 terminal. Times are of each rank's own monotonic clock; a job that Slurm suspends for longer than a
 limit counts as hung when it goes on.
 
@@ -46,13 +46,13 @@ EXCHANGES = frozenset({"all_gather", "broadcast", "barrier"})
 Result = TypeVar("Result")
 
 
-def hang_file(logs: Path, start_attempt: str) -> Path:
+def hang_file(run: Path, start_attempt: str) -> Path:
     """What was found out when that attempt hung: why, text and all pulses, as JSON."""
-    return logs / f"hang_{start_attempt}.json"
+    return pulse.pulse_folder(run) / f"hang_{start_attempt}.json"
 
 
 class Watch:
-    """protocols.Watch of one rank.
+    """protocols.Watch of one rank. `folder`: the run's.
 
     `limits`: seconds without a sign of life, by phase. Between phases the longest of them holds.
     `start_attempt`: the same on all ranks; by default attempt.py's.
@@ -91,7 +91,7 @@ class Watch:
         self._alarm.prepare(fresh=self._rank == 0)
         if self._rank == 0:
             self._hang_file.unlink(missing_ok=True)
-        pulse.write(self._folder, self._pulse())
+        pulse.write(self._folder, self.pulse())
         faulthandler.enable(file=2)
         self._arm(0.0)
         for work in (self._watch, self._write_pulses):
@@ -105,6 +105,8 @@ class Watch:
             return
         self._closed.set()
         self._wake.set()
+        for thread in self._threads:
+            thread.join(1.0)  # it may be at a stalled disk
         faulthandler.cancel_dump_traceback_later()
         if self._threads and self._state is State.RUNNING:
             self._state = State.ENDED
@@ -117,13 +119,12 @@ class Watch:
         if name not in self._limits:
             raise ValueError(f"watchdog: no limit for a phase {name!r}")
         outer = self._phase
-        self._phase, self._step = name, step or self._step
-        self.beat(f"begin of {name}")
+        self._step = step or self._step
+        self._turn_to(name, f"begin of {name}")
         try:
             yield
         finally:
-            self._phase = outer
-            self.beat(f"end of {name}")
+            self._turn_to(outer, f"end of {name}")
 
     def beat(self, what: str = "") -> None:
         """A sign of life, and what it was; from any thread, in a microsecond."""
@@ -135,6 +136,12 @@ class Watch:
         """Something to ask for, from another thread, when the rank hangs."""
         self._asks[what] = ask
 
+    def _turn_to(self, phase: str, sign: str) -> None:
+        self._phase = phase
+        self.beat(sign)
+        if self._threads and not self._closed.is_set():
+            self._arm(self._limits[phase])  # not left to a thread: it may not run any more
+
     # The thread that looks at the clock.
 
     def _watch(self) -> None:
@@ -142,8 +149,8 @@ class Watch:
             limit, silent = self._silence()
             if self._heard is None and silent > limit:
                 place = f"phase {self._phase}" if self._phase else "between phases"
-                self._heard = f"no sign of life for {limit:g} s in {place}"
-                self._alarm.ring(f"rank {self._rank}: {self._heard}")
+                self._heard = f"rank {self._rank}: no sign of life for {limit:g} s in {place}"
+                self._alarm.ring(self._heard)
             if self._heard is not None:
                 self._hang(self._heard)
             self._arm(limit - silent)
@@ -160,7 +167,7 @@ class Watch:
     def _hang(self, why: str) -> None:
         began = time.monotonic()
         self._arm(0.0)
-        here = self._pulse()
+        here = self.pulse()
         _say(
             2,
             f"watchdog: {why}\n"
@@ -192,8 +199,10 @@ class Watch:
         while time.monotonic() < began + ANSWER_SECONDS and pulse.missing(pulses, self._attempt):
             time.sleep(0.2)
             pulses = pulse.read_all(self._folder, self._world_size)
-        text = f"hung: {why}\n{pulse.accusation(pulses, self._attempt)}"
-        verdict.record(HUNG, "; ".join(text.splitlines()[:2]), text)
+        text = pulse.accusation(pulses, self._attempt)
+        # The accused comes first: scripts show the log of the first rank that is named.
+        verdict.record(HUNG, f"hung: {text.splitlines()[0]}; noticed by {why}", text)
+        text = f"hung: {text}\nnoticed by {why}"
         _say(2, text)
         report = {"why": why, "text": text, "pulses": [one and asdict(one) for one in pulses]}
         with contextlib.suppress(OSError):
@@ -222,13 +231,14 @@ class Watch:
         # A thread that waits for a stalled disk must not keep the rank from ending.
         if self._writing.acquire(timeout=1.0):
             try:
-                pulse.write(self._folder, self._pulse())
+                pulse.write(self._folder, self.pulse())
             except OSError as error:
                 _say(2, f"watchdog: {error}")
             finally:
                 self._writing.release()
 
-    def _pulse(self) -> Pulse:
+    def pulse(self) -> Pulse:
+        """What this rank says of itself now."""
         limit, silent = self._silence()
         words = self._exchange.split()
         return Pulse(

@@ -1,8 +1,9 @@
-"""A rank without torch, for tests of the watchdog: LOGS RANK WORLD_SIZE LIMIT FAULT.
+"""A rank for tests of the watchdog: FOLDER RANK WORLD_SIZE LIMIT FAULT.
 
 Ranks go through phases and exchange with each other through files, forever. FAULT, done by the last
-rank at the third step: none; sleep (the rank sits in its own computation); gil (it holds the
-interpreter); end (it leaves).
+rank at the third step: none; sleep (it sits in its own computation); gil (it holds the
+interpreter); end (it leaves); elsewhere (it sits in a phase whose limit is longer); slow (it gives
+signs of life). Or torch: ranks all-reduce, without telling the watch, and the last one stops.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from pathlib import Path
 from dapo_megatron.cluster.watch import Watch
 
 
-def main(logs: Path, rank: int, world_size: int, limit: float, fault: str) -> None:
-    watch = Watch(logs, rank, world_size, {"start": 60.0, "generate": 30.0, "update": limit})
+def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> None:
+    watch = Watch(folder, rank, world_size, {"start": 60.0, "generate": 30.0, "update": limit})
     watch.start()
     watch.tell("requests in flight", lambda: f"{rank + 7} of them")
 
     def exchange(number: int) -> None:
         watch.beat(f"all_gather {number}")
-        (logs / f"exchange_{number}_{rank}").touch()
-        while not all((logs / f"exchange_{number}_{one}").exists() for one in range(world_size)):
+        (folder / f"exchange_{number}_{rank}").touch()
+        while not all((folder / f"exchange_{number}_{one}").exists() for one in range(world_size)):
             time.sleep(0.02)
         watch.beat(f"all_gather {number} done")
 
+    if fault == "torch":
+        reduce_for_ever(watch, folder, rank, world_size)
     for step in range(1, 10_000):
         with watch.phase("update", step):
             if step == 3 and rank == world_size - 1:
@@ -35,12 +38,33 @@ def main(logs: Path, rank: int, world_size: int, limit: float, fault: str) -> No
                 if fault == "gil":
                     # PyDLL, unlike CDLL, keeps the interpreter while it calls.
                     ctypes.PyDLL(None).sleep(1000)
+                if fault == "elsewhere":
+                    with watch.phase("generate"):
+                        time.sleep(1000)
+                if fault == "slow":
+                    for part in range(30):
+                        time.sleep(limit / 10)
+                        watch.beat(f"part {part}")
                 if fault == "end":
                     watch.close()
                     return
             time.sleep(0.05)
             watch.beat(f"micro-batch {step}")
             exchange(step)
+
+
+def reduce_for_ever(watch: Watch, folder: Path, rank: int, world_size: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    for number in range(10_000):
+        with watch.phase("update", 1):
+            if number == 4 and rank == world_size - 1:
+                time.sleep(1000)
+            dist.all_reduce(torch.ones(3, 2))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,203 @@
+"""Pulses: whole or not at all, and what they tell of a rank that is missing or behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dapo_megatron.cluster import postmortem
+from dapo_megatron.cluster.pulse import (
+    NUM_NAMED,
+    Alarm,
+    Pulse,
+    State,
+    accusation,
+    pulse_file,
+    read,
+    read_all,
+    suspects,
+    write,
+)
+from dapo_megatron.types import ConfigError
+
+
+def a_pulse(rank: int, **changed: object) -> Pulse:
+    one = Pulse(
+        rank=rank,
+        world_size=4,
+        attempt="17.0",
+        host=f"node{rank}",
+        pid=100 + rank,
+        state=State.HUNG,
+        time=time.time(),
+        phase="update",
+        step=3,
+        limit_seconds=60.0,
+        silent_seconds=61.0,
+        sign="micro-batch 2",
+        num_exchanges=12,
+        in_exchange=True,
+        exchange="all_gather 12",
+    )
+    return replace(one, **changed)  # type: ignore[arg-type]
+
+
+def named(pulses: list[Pulse | None]) -> dict[int, str]:
+    return {suspect.rank: suspect.why for suspect in suspects(pulses, "17.0")}
+
+
+pulses_of_any_state = st.builds(
+    a_pulse,
+    st.just(0),
+    state=st.sampled_from(State),
+    attempt=st.sampled_from(["17.0", "16.0"]),
+    phase=st.sampled_from(["update", "sync", ""]),
+    step=st.integers(0, 3),
+    num_exchanges=st.integers(0, 3),
+    in_exchange=st.booleans(),
+    sign=st.text(),
+    num_collectives=st.dictionaries(st.sampled_from("ab"), st.integers(1, 3)),
+)
+
+
+@given(pulse=pulses_of_any_state)
+def test_a_pulse_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, pulse: Pulse
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    write(folder, pulse)
+    assert read_all(folder, 2) == [pulse, None]
+
+
+def test_half_a_pulse_is_no_pulse(tmp_path: Path) -> None:
+    write(tmp_path, a_pulse(0))
+    path = pulse_file(tmp_path, 0)
+    whole = path.read_bytes()
+    for length in range(len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert read(path) is None, length
+    for text in ("[]", "7", '{"rank": 1}', json.dumps({**asdict(a_pulse(0)), "new": 1})):
+        path.write_text(text)
+        assert read(path) is None
+
+
+def _write_for_ever(folder: Path) -> None:
+    for step in range(10**9):
+        write(folder, a_pulse(0, step=step, sign="x" * 3000))
+
+
+def test_a_reader_beside_a_writer_sees_whole_pulses_and_sigkill_leaves_one(tmp_path: Path) -> None:
+    write(tmp_path, a_pulse(0, step=-1))
+    writer = multiprocessing.get_context("spawn").Process(target=_write_for_ever, args=(tmp_path,))
+    writer.start()
+    steps: set[int] = set()
+    end = time.monotonic() + 20.0
+    while len(steps) < 50 and time.monotonic() < end:
+        pulse = read(pulse_file(tmp_path, 0))
+        assert pulse is not None
+        steps.add(pulse.step)
+    writer.kill()
+    writer.join()
+    assert len(steps) >= 50
+    assert read(pulse_file(tmp_path, 0)) is not None
+
+
+@pytest.mark.parametrize(
+    ("pulse", "why"),
+    [
+        (None, "never wrote"),
+        (a_pulse(2, state=State.RUNNING), "does not answer"),
+        (a_pulse(2, state=State.ENDED), "had ended"),
+        (a_pulse(2, attempt="16.0"), "of 16.0"),
+        (a_pulse(2, num_exchanges=11), "entered 11 exchanges, others 12"),
+        (a_pulse(2, phase="sync"), "3 ranks are in phase update"),
+        (a_pulse(2, num_collectives={"dp": 4}), "collectives 4 of 5 in group dp"),
+    ],
+)
+def test_a_rank_that_is_missing_or_behind_is_named_alone(pulse: Pulse | None, why: str) -> None:
+    others = [a_pulse(rank, num_collectives={"dp": 5}) for rank in range(4)]
+    found = named([*others[:2], pulse, others[3]])
+    assert list(found) == [2]
+    assert why in found[2]
+
+
+def test_who_waits_for_a_missing_rank_is_not_behind() -> None:
+    found = named([a_pulse(0), a_pulse(1, num_exchanges=3), None, a_pulse(3, phase="sync")])
+    assert list(found) == [2]
+
+
+def test_a_rank_still_in_an_exchange_that_others_left_is_behind() -> None:
+    left = [a_pulse(rank, in_exchange=False) for rank in range(3)]
+    assert "has not left all_gather 12" in named([*left, a_pulse(3)])[3]
+
+
+def test_all_in_the_same_place_blames_nobody() -> None:
+    pulses: list[Pulse | None] = [a_pulse(rank) for rank in range(4)]
+    assert named(pulses) == {}
+    assert "all 4 are in phase update, step 3, in all_gather 12" in accusation(pulses, "17.0")
+
+
+@given(st.lists(st.none() | pulses_of_any_state, min_size=1, max_size=40))
+def test_an_accusation_is_short_and_true(pulses: list[Pulse | None]) -> None:
+    pulses = [one and replace(one, rank=rank) for rank, one in enumerate(pulses)]
+    found = suspects(pulses, "17.0")
+    assert len({suspect.rank for suspect in found}) == len(found)
+    assert {rank for rank, one in enumerate(pulses) if one is None} <= {one.rank for one in found}
+    text = accusation(pulses, "17.0")
+    assert text
+    for suspect in found[:NUM_NAMED]:
+        assert f"rank {suspect.rank}" in text
+
+
+def test_an_alarm_is_heard_in_its_own_attempt_alone(tmp_path: Path) -> None:
+    ours, theirs = Alarm.of(tmp_path, "17.0"), Alarm.of(tmp_path, "17.1")
+    ours.prepare(fresh=False)
+    assert ours.heard() is None
+    theirs.ring("rank 1: hangs")
+    assert ours.heard() is None
+    ours.ring("rank 2: hangs")
+    assert ours.heard() == "rank 2: hangs"
+    ours.path.write_text("17.0\trank 2: ha")  # half written
+    assert ours.heard() is None
+    ours.ring("rank 2: hangs")
+    ours.prepare(fresh=False)
+    assert ours.heard() == "rank 2: hangs"
+    ours.prepare(fresh=True)
+    assert ours.heard() is None
+
+
+def test_postmortem_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
+    now = time.time()
+    for rank in range(4):
+        died = rank == 2
+        pulse = a_pulse(
+            rank, state=State.RUNNING, time=now - (100 if died else 40), num_exchanges=20 - rank
+        )
+        write(tmp_path, pulse)
+    report = postmortem.report(tmp_path, tmp_path / "no_verdict")
+    assert [suspect.rank for suspect in report.suspects] == [2]
+    assert not report.is_alive
+    console = Console(record=True, width=200)
+    postmortem.render(report, console)
+    shown = console.export_text()
+    assert "node2" in shown
+    assert "rank 2: missing: silent 60 s before others" in shown
+    assert json.loads(postmortem.to_json(report))["suspects"][0]["rank"] == 2
+
+
+def test_postmortem_of_a_run_that_is_well(tmp_path: Path) -> None:
+    for rank in range(4):
+        write(tmp_path, a_pulse(rank, state=State.RUNNING, silent_seconds=0.1, num_exchanges=rank))
+    report = postmortem.report(tmp_path)
+    assert report.is_alive
+    assert report.suspects == []
+    with pytest.raises(ConfigError, match="no pulses"):
+        postmortem.report(tmp_path / "elsewhere")

@@ -1,0 +1,95 @@
+"""The verdict file: the first reason stands, and a neighbour's death is not the first."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.cluster import verdict
+
+LOST = (
+    "rank 0: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection "
+    "closed by peer [127.0.0.1]:50861. This is typically caused by a remote worker crashing."
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(verdict.VARIABLE, str(tmp_path / "attempt" / "verdict"))
+    return tmp_path / "attempt" / "verdict"
+
+
+def test_the_first_word_stands(path: Path) -> None:
+    assert verdict.record(1, "rank 3: ValueError:\n  bad", "Traceback\nline\n")
+    assert not verdict.record(98, "hung")
+    assert path.read_text() == "1 rank 3: ValueError: bad\nTraceback\nline\n"
+    assert verdict.read(path) == verdict.Verdict(1, "rank 3: ValueError: bad", "Traceback\nline\n")
+    assert [entry.name for entry in path.parent.iterdir()] == ["verdict"]
+
+
+def test_without_the_variable_or_a_disk_nothing_happens(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.parent.write_text("a file where a folder should be")
+    assert not verdict.record(1, "reason")
+    monkeypatch.delenv(verdict.VARIABLE)
+    assert not verdict.record(1, "reason")
+    assert verdict.read(path) is None
+
+
+def _lose(path: Path) -> None:
+    verdict.record(1, LOST, environ={verdict.VARIABLE: str(path)})
+
+
+def test_the_guilty_rank_comes_before_those_that_lost_it(path: Path) -> None:
+    losers = [
+        multiprocessing.get_context("spawn").Process(target=_lose, args=(path,)) for _ in range(2)
+    ]
+    for loser in losers:
+        loser.start()
+    time.sleep(1.0)
+    assert verdict.record(1, "rank 1: OutOfMemoryError: CUDA out of memory")
+    for loser in losers:
+        loser.join()
+    found = verdict.read(path)
+    assert found is not None
+    assert found.reason.startswith("rank 1: OutOfMemoryError")
+
+
+def test_a_rank_that_said_nothing_was_perhaps_killed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "SECONDARY_SECONDS", 0.3)
+    assert verdict.record(1, LOST)
+    found = verdict.read(path)
+    assert found is not None
+    assert found.reason.startswith("lost its connection to another rank, which said nothing")
+    assert "Connection closed by peer" in found.reason
+
+
+def _race(path: Path, number: int) -> None:
+    verdict.record(number, f"rank {number}", "x" * 100_000, environ={verdict.VARIABLE: str(path)})
+
+
+def test_of_many_at_once_one_wins_whole(path: Path) -> None:
+    racers = [
+        multiprocessing.get_context("spawn").Process(target=_race, args=(path, number))
+        for number in range(6)
+    ]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    found = verdict.read(path)
+    assert found is not None
+    assert found.reason == f"rank {found.code}"
+    assert len(found.text) == 100_000
+
+
+@pytest.mark.parametrize("text", ["", "\n", "soon reason\n"])
+def test_what_is_no_verdict_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "verdict").write_text(text)
+    assert verdict.read(tmp_path / "verdict") is None
