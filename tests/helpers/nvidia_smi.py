@@ -1,0 +1,65 @@
+"""An nvidia-smi that says what a test tells it: a script for PATH, answering real queries."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+SOUND: dict[str, str] = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "driver_version": "580.65.06",
+    "memory.total": "81559",
+    "memory.used": "4",
+    "ecc.errors.uncorrected.volatile.total": "0",
+    "clocks_event_reasons.active": "0x0000000000000001",
+    "clocks.current.sm": "345",
+    "clocks.max.sm": "1980",
+    "clocks.current.memory": "2619",
+    "clocks.max.memory": "2619",
+    "clocks.applications.graphics": "1980",
+    "remapped_rows.pending": "No",
+    "remapped_rows.failure": "No",
+}
+"""As an idle H100 answers. What it does not name, the driver refuses as it does."""
+
+SCRIPT = """#!{python} -S
+import sys
+gpus, processes, refuses, sleeps = {values!r}
+if sleeps:
+    import time
+    time.sleep(sleeps)
+query = next(word for word in sys.argv if word.startswith("--query-"))
+what, _, fields = query.removeprefix("--query-").partition("=")
+for row in processes if what == "compute-apps" else gpus:
+    answers = []
+    for field in fields.split(","):
+        if field in refuses or field not in row:
+            print(f'Field "{{field}}" is not a valid field to query.')
+            sys.exit(2)
+        answers.append(row[field])
+    print(", ".join(answers))
+"""
+
+
+def install(
+    folder: Path,
+    gpus: list[dict[str, str]],
+    *,
+    processes: tuple[dict[str, str], ...] = (),
+    refuses: tuple[str, ...] = (),
+    sleeps_seconds: float = 0.0,
+) -> Path:
+    """Write `folder/nvidia-smi`, of one GPU for each of `gpus`, which replace fields of SOUND."""
+    rows = [
+        {"index": str(number), "uuid": f"GPU-{number}", "gpu_uuid": f"GPU-{number}", **SOUND, **gpu}
+        for number, gpu in enumerate(gpus)
+    ]
+    values: Any = (rows, list(processes), refuses, sleeps_seconds)
+    json.dumps(values)  # plain values alone survive being written into a script
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "nvidia-smi"
+    script.write_text(SCRIPT.format(python=sys.executable, values=values), encoding="utf-8")
+    script.chmod(0o755)
+    return folder

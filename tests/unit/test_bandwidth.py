@@ -1,0 +1,100 @@
+"""The bandwidth probe between real gloo ranks: it measures, ends in time, and names a slow node."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.cluster import bandwidth
+from dapo_megatron.cluster.bandwidth import BUDGETS, Bandwidth, Pair, Wire, measure, rounds
+from dapo_megatron.cluster.ranks import Ranks
+from tests.helpers.ranks import run_ranks
+
+SLOW_GBPS = 0.004
+
+
+@given(st.integers(0, 40))
+def test_every_node_meets_its_neighbours_and_none_twice_at_once(num_nodes: int) -> None:
+    nodes = [f"n{number}" for number in range(num_nodes)]
+    plan = rounds(nodes)
+    assert len(plan) <= 3
+    for paired in plan:
+        busy = [node for pair in paired for node in pair]
+        assert len(busy) == len(set(busy))
+    met = [node for paired in plan for pair in paired for node in pair]
+    wanted = 0 if num_nodes < 2 else 1 if num_nodes == 2 else 2
+    assert all(met.count(node) == wanted for node in nodes)
+
+
+@given(st.integers(3, 20), st.data())
+def test_a_slow_node_is_named_and_no_other(num_nodes: int, data: st.DataObject) -> None:
+    nodes = [f"n{number}" for number in range(num_nodes)]
+    slow = data.draw(st.sampled_from(nodes))
+    pairs = [
+        Pair(pair, 1.0 if slow in pair else 50.0) for paired in rounds(nodes) for pair in paired
+    ]
+    assert bandwidth.slow_nodes(pairs, 40.0) == ([slow], [])
+    assert bandwidth.slow_nodes(pairs, 0.5) == ([], [])
+
+
+def test_of_two_nodes_only_the_pair_is_named() -> None:
+    pair = Pair(("a", "b"), 1.0)
+    assert bandwidth.slow_nodes([pair], 40.0) == ([], [pair])
+
+
+def test_a_slow_pair_of_sound_nodes_is_named_as_a_pair() -> None:
+    pairs = [Pair(("a", "b"), 1.0), Pair(("b", "c"), 50.0), Pair(("c", "a"), 50.0)]
+    assert bandwidth.slow_nodes(pairs, 40.0) == ([], [pairs[0]])
+
+
+def probe(rank: int, world_size: int, slow: int | None, per_node: int) -> tuple[Bandwidth, float]:
+    if rank == slow:
+        swap = bandwidth.swap
+
+        def slowly(tensor: torch.Tensor, peer: int, group: Any) -> None:
+            time.sleep(tensor.nbytes / SLOW_GBPS / 1e9)
+            swap(tensor, peer, group)
+
+        bandwidth.swap = slowly
+    phases: list[str] = []
+    wire = Wire(
+        Ranks(rank, world_size, rank), None, torch.device("cpu"), BUDGETS["gloo"], phases.append
+    )
+    ranks_of: dict[str, list[int]] = {}
+    for one in range(world_size):
+        ranks_of.setdefault(f"n{one // per_node}", []).append(one)
+    start = time.monotonic()
+    found = measure(wire, ranks_of)
+    assert phases[-1] == "all-to-all"
+    return found, time.monotonic() - start
+
+
+def test_ranks_agree_and_are_quick() -> None:
+    results = run_ranks(probe, 4, 4, None, 2)
+    figures = [found for found, _ in results]
+    assert all(found == figures[0] for found in figures)
+    assert figures[0].all_reduce_gbps and figures[0].all_to_all_gbps
+    assert [pair.nodes for pair in figures[0].pairs] == [("n0", "n1")]
+    # Four busy processes on perhaps two cores; alone it takes about a second.
+    assert max(seconds for _, seconds in results) < 20.0
+
+
+def test_a_node_that_sends_slowly_is_named(tmp_path: Path) -> None:
+    found, _ = run_ranks(probe, 4, 4, 2, 1)[0]
+    slow = [pair for pair in found.pairs if "n2" in pair.nodes]
+    assert len(slow) == 2
+    assert all(0.2 * SLOW_GBPS < pair.gbps < 1.1 * SLOW_GBPS for pair in slow)
+    assert bandwidth.slow_nodes(found.pairs, 2 * SLOW_GBPS) == (["n2"], [])
+
+
+def test_figures_are_those_of_nccl_tests(monkeypatch: Any) -> None:
+    # 8 ranks, 1 GB in 1 s: what goes over a link is 2 * 7 / 8 GB for all-reduce, 7 / 8 else.
+    monkeypatch.setattr(bandwidth, "_rate", lambda *_: 1.0)
+    wire = Wire(Ranks(0, 8, 0), None, torch.device("cpu"), BUDGETS["gloo"], lambda _: None)
+    found = measure(wire, {"one": range(8)})
+    assert found == Bandwidth(all_reduce_gbps=1.75, all_to_all_gbps=0.875)
