@@ -189,6 +189,25 @@ def nodes(
         raise typer.Exit(1)
 
 
+@doctor.command()
+def run(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="runs/<name>")],
+    json_file: JsonPath = None,
+    verdict: Annotated[
+        Path | None, typer.Option(help="The verdict file that slurm/train.sbatch names.")
+    ] = None,
+) -> None:
+    """Where the ranks of a run are, or were when it ended; who is missing or behind."""
+    from rich.console import Console
+
+    from dapo_megatron.cluster import postmortem
+
+    report = postmortem.report(run_folder, verdict)
+    postmortem.render(report, Console())
+    if json_file is not None:
+        json_file.write_text(postmortem.to_json(report), encoding="utf-8")
+
+
 def _load(
     path: Path,
     overrides: list[str] | None,

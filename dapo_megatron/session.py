@@ -78,6 +78,7 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
         if with_folder:
             source = _enter(folder, config.resume, ranks)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
+            watch.terminal_fd = terminal.fileno()
             for note in folder.notes:
                 print(note, file=sys.stderr, flush=True)
         yield Session(config, ranks, folder, terminal, source, watch, stop)
@@ -110,12 +111,12 @@ def _tell(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) 
     rule everybody's, so rank 0 tells it there; the others write it to their logs."""
     if isinstance(error, DapoError):
         print(f"error: {error}", file=terminal if rank == 0 else sys.stderr, flush=True)
-        verdict.record(exit_code(error), str(error))
+        verdict.record(exit_code(error), f"rank {rank}: {error}")
     elif isinstance(error, Exception):
         where = f" (traceback in {logs}/rank_{rank}.log)" if logs else ""
-        said = f"rank {rank}: {type(error).__name__}: {error}".strip()
-        print(f"{said[:300]}{where}", file=terminal, flush=True)
-        verdict.record(1, said, "".join(traceback.format_exception(error)))
+        said = f"{type(error).__name__}: {error}".strip()
+        print(f"rank {rank}: {said[:300]}{where}", file=terminal, flush=True)
+        verdict.record(1, f"rank {rank}: {said}", "".join(traceback.format_exception(error)))
 
 
 def exit_code(error: DapoError) -> int:
