@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -40,17 +41,19 @@ def test_without_the_variable_or_a_disk_nothing_happens(
     assert verdict.read(path) is None
 
 
-def _lose(path: Path) -> None:
+def _lose(path: Path, begun: Barrier) -> None:
+    begun.wait()
     verdict.record(1, LOST, environ={verdict.VARIABLE: str(path)})
 
 
 def test_the_guilty_rank_comes_before_those_that_lost_it(path: Path) -> None:
-    losers = [
-        multiprocessing.get_context("spawn").Process(target=_lose, args=(path,)) for _ in range(2)
-    ]
+    context = multiprocessing.get_context("spawn")
+    begun = context.Barrier(3)
+    losers = [context.Process(target=_lose, args=(path, begun)) for _ in range(2)]
     for loser in losers:
         loser.start()
-    time.sleep(1.0)
+    begun.wait()
+    time.sleep(0.5)
     assert verdict.record(1, "rank 1: OutOfMemoryError: CUDA out of memory")
     for loser in losers:
         loser.join()
