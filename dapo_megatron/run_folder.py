@@ -62,17 +62,11 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
+            self._wait_for_lock(lock_seconds)
+            write_json(self.owner, {"attempt": self.attempt})
+            settle(self.checkpoints)
         except OSError as error:
             raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
-        deadline = time.monotonic() + lock_seconds
-        while not _locked(self._lock):
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"run.name: another process is running in {self.path}; choose another name"
-                )
-            time.sleep(0.1)
-        write_json(self.owner, {"attempt": self.attempt})
-        settle(self.checkpoints)
 
     def find(self, resume: str, exchange: Exchange) -> Path | None:
         """The checkpoint to resume from, or None for a fresh start. Collective: every file of it is
@@ -136,6 +130,16 @@ class RunFolder:
             )
 
     # ------------------------------------------------------------------ inside
+
+    def _wait_for_lock(self, seconds: float) -> None:
+        assert self._lock is not None
+        deadline = time.monotonic() + seconds
+        while not _locked(self._lock):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"run.name: another process is running in {self.path}; choose another name"
+                )
+            time.sleep(0.1)
 
     def _note_age(self, source: Path, exchange: Exchange) -> None:
         if not exchange.broadcast(exchange.rank == 0 and has_manifest(source)):

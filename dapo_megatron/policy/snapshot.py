@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from dapo_megatron.bridge.stores.file import TensorFileWriter, TensorInfo
@@ -66,6 +65,8 @@ def rng_tensors() -> dict[str, Tensor]:
     nothing draws from Python's and numpy's global generators.)"""
     tensors = {f"{RNG}cpu": torch.get_rng_state()}
     if has_cuda():
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
         tensors[f"{RNG}cuda"] = torch.cuda.get_rng_state()
         for name, state in get_cuda_rng_tracker().get_states().items():
             tensors[_TRACKED + name] = state
@@ -76,6 +77,8 @@ def set_rng(tensors: Mapping[str, Tensor]) -> None:
     """Go on from states that `rng_tensors` gave."""
     torch.set_rng_state(tensors[f"{RNG}cpu"])
     if has_cuda():
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
         torch.cuda.set_rng_state(tensors[f"{RNG}cuda"])
         tracked = {key: state for key, state in tensors.items() if key.startswith(_TRACKED)}
         if tracked:  # older versions saved none

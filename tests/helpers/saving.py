@@ -1,0 +1,102 @@
+"""A run's folder and its checkpoints, as session.py and build.py make them, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo_megatron.checkpoints import Checkpoints
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.policy.snapshot import Snapshot
+from dapo_megatron.run_folder import RunFolder
+from tests.helpers.configs import tiny_config
+
+ALONE = Ranks(0, 1, 0)
+RANK_FILE = "rank_00000.safetensors"
+KIB, MIB = 2**10, 2**20
+
+
+def part(num_bytes: int = 8 * KIB, name: str = RANK_FILE) -> Snapshot:
+    """What a policy hands over, of so many bytes."""
+    tensors = {f"model/{number}": torch.rand(num_bytes // 16) for number in range(4)}
+    return Snapshot(name, tensors, {})
+
+
+@dataclass
+class OnTheWay:
+    """A part that does something else just before it is written."""
+
+    action: Callable[[], object]
+    inner: Snapshot = field(default_factory=part)
+    num_bytes: int = 0
+
+    @property
+    def sums(self) -> Mapping[str, str]:
+        return dict(self.inner.sums)
+
+    def __call__(self, folder: Path) -> None:
+        self.action()
+        self.inner(folder)
+
+
+class TextExport:
+    """Makes a text of the rank files' sizes."""
+
+    num_bytes = 10
+
+    def create(self, target: Path) -> None:
+        (target / "index.txt").write_text("begun", encoding="utf-8")
+
+    def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
+        size = (source / f"rank_{rank:05d}.safetensors").stat().st_size
+        (target / f"{rank}.txt").write_text(str(size), encoding="utf-8")
+
+    def finish(self, target: Path) -> None:
+        (target / "index.txt").write_text("done", encoding="utf-8")
+
+
+class Run:
+    """A run's folder and its checkpoints, as session.py and build.py make them."""
+
+    def __init__(self, path: Path, *, resume: str = "auto", **settings: Any) -> None:
+        self.folder = RunFolder(path)
+        self.folder.take(lock_seconds=0.0)
+        self.source = self.folder.find(resume, ALONE)
+        self.folder.enter(resume, self.source)
+        self.notes: list[str] = []
+        self.part: Any = None
+        keys = {f"checkpoint__{key}": value for key, value in settings.items()}
+        self.checkpoints = Checkpoints(
+            tiny_config(train__rollout_steps=60, **keys),
+            self.folder.checkpoints,
+            ALONE,
+            background=ALONE,
+            snapshot=lambda: self.part or part(),
+            attempt=self.folder.attempt,
+            check_owner=self.folder.check_owner,
+            note=self.notes.append,
+            describe=lambda path: (path / "config.json").write_text("{}") and None,
+        )
+
+    def save(self, step: int, part: Any = None, **state: Any) -> Path:
+        """And wait for it."""
+        self.part = part
+        self.checkpoints.save(step, {"step": step, **state})()
+        self.checkpoints.wait()
+        return self.folder.checkpoints / f"step_{step:06d}"
+
+    def unlock(self) -> None:
+        assert self.folder._lock is not None
+        self.folder._lock.close()
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+
+
+def half_written(run: Run) -> list[Path]:
+    return [p for p in run.folder.checkpoints.glob(".partial/**/*") if p.name != run.folder.attempt]

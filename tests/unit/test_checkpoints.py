@@ -1,0 +1,291 @@
+"""Checkpoints of a run: written behind its back, published whole, proved right before they are
+used."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.checkpoints import folder, newest, read_state, write_json
+from dapo_megatron.checkpoints.manifest import MANIFEST
+from dapo_megatron.types import CheckpointError
+from tests.helpers.saving import (
+    ALONE,
+    KIB,
+    RANK_FILE,
+    OnTheWay,
+    Run,
+    TextExport,
+    half_written,
+    names,
+)
+
+# ---------------------------------------------------------------------------- saving
+
+
+def test_a_checkpoint_appears_whole_when_it_is_written(tmp_path: Path) -> None:
+    run = Run(tmp_path / "x")
+    begun, go_on = threading.Event(), threading.Event()
+    run.part = OnTheWay(lambda: begun.set() or go_on.wait())
+    state = {"coordinator": {"position": 3}, "seconds": 0.1}
+    start = run.checkpoints.save(3, state)
+    state["seconds"] = 0.2  # of the step after it
+    assert not half_written(run)
+    start()
+    assert begun.wait(60)
+    assert newest(run.folder.checkpoints) is None
+    assert half_written(run)
+    go_on.set()
+    run.checkpoints.wait()
+    path = newest(run.folder.checkpoints)
+    assert path == run.folder.checkpoints / "step_000003"
+    assert names(path) == ["config.json", "manifest.json", RANK_FILE, "state.json"]
+    assert read_state(path) == {
+        "coordinator": {"position": 3}, "seconds": 0.1, "manifest": True,
+    }  # fmt: skip
+    assert not half_written(run)
+
+
+def test_the_copy_is_of_the_moment_and_the_file_is_what_was_copied(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from dapo_megatron.policy.snapshot import Snapshot
+
+    tensors = {
+        "a": torch.rand(3, 5),
+        "turned": torch.rand(4, 2).T,
+        "half": torch.rand(7).bfloat16(),
+        "bytes": torch.arange(9, dtype=torch.uint8),
+        "one": torch.tensor(2.0),
+        "none": torch.empty(0),
+        "wide": torch.rand(2, dtype=torch.float64),
+    }
+    kept = {name: value.clone() for name, value in tensors.items()}
+    snapshot = Snapshot("x.safetensors", tensors, {"layout": "{}"})
+    for value in tensors.values():
+        value.zero_()
+    snapshot(tmp_path)
+    path = tmp_path / "x.safetensors"
+    found = load_file(path)
+    assert found.keys() == kept.keys()
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    assert snapshot.num_bytes == path.stat().st_size
+    assert snapshot.sums == {"x.safetensors": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def test_the_manifest_has_the_sum_of_every_file(tmp_path: Path) -> None:
+    run = Run(tmp_path / "x")
+    run.checkpoints.export = TextExport()
+    path = run.save(3)
+    assert (path / "hf" / "index.txt").read_text(encoding="utf-8") == "done"
+    assert int((path / "hf" / "0.txt").read_text(encoding="utf-8")) > 8 * KIB
+    files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    assert files == {
+        str(one.relative_to(path)): [
+            one.stat().st_size, hashlib.sha256(one.read_bytes()).hexdigest()
+        ]
+        for one in path.rglob("*")
+        if one.is_file() and one.name != MANIFEST
+    }  # fmt: skip
+    assert sorted(files)[:2] == ["config.json", "hf/0.txt"]
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    run = Run(tmp_path / "x", keep=3)
+    go_on = threading.Event()
+    run.part = OnTheWay(go_on.wait)
+    run.checkpoints.save(1, {})()
+    threading.Timer(0.2, go_on.set).start()
+    run.part = None
+    started = time.monotonic()
+    start = run.checkpoints.save(2, {})
+    assert time.monotonic() - started > 0.15
+    assert names(run.folder.checkpoints) == ["step_000001"]
+    start()
+    run.checkpoints.wait()
+    assert names(run.folder.checkpoints) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize(
+    ("every", "due"), [(0, {60}), (20, {20, 40, 60}), (25, {25, 50, 60}), (100, {60})]
+)
+def test_checkpoints_are_due(tmp_path: Path, every: int, due: set[int]) -> None:
+    checkpoints = Run(tmp_path / "x", every=every).checkpoints
+    assert {step for step in range(1, 61) if checkpoints.due(step)} == due
+
+
+def test_a_checkpoint_is_due_after_so_many_minutes(tmp_path: Path) -> None:
+    run = Run(tmp_path / "x", every=0, max_minutes=0.1 / 60)
+    assert not run.checkpoints.due(1)
+    time.sleep(0.15)
+    assert run.checkpoints.due(2)
+    run.save(2)
+    assert not run.checkpoints.due(3)
+
+
+@given(
+    steps=st.lists(st.integers(1, 1_000_001), min_size=1, max_size=12, unique=True),
+    keep=st.integers(1, 5),
+    keep_every=st.none() | st.integers(1, 7),
+)
+def test_the_newest_are_kept_and_every_so_many(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int, keep_every: int | None
+) -> None:
+    path = tmp_path_factory.mktemp("prune")
+    for step in steps:
+        (path / folder.name_of(step)).mkdir()
+    graveyard = path / ".partial"
+    graveyard.mkdir()
+    folder.prune(path, graveyard, keep=keep, keep_every=keep_every)
+    kept = set(sorted(steps)[-keep:]) | {s for s in steps if keep_every and s % keep_every == 0}
+    assert {step for step, _ in folder.published(path)} == kept
+    assert not list(graveyard.iterdir())
+
+
+def test_old_ones_go_when_a_new_one_is_there(tmp_path: Path) -> None:
+    run = Run(tmp_path / "x", keep=2, keep_every=4)
+    for step in (4, 5, 6, 10):
+        run.save(step)
+    assert names(run.folder.checkpoints) == ["step_000004", "step_000006", "step_000010"]
+
+
+def test_a_step_done_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path / "x")
+    run.save(3, attempt=1)
+    path = run.save(3, attempt=2)
+    assert read_state(path)["attempt"] == 2
+    assert names(run.folder.checkpoints) == ["step_000003"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_replacing_leaves_no_moment_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    old, partial = tmp_path / "step_000003", tmp_path / ".partial" / "a" / "step_000003"
+    for path in (old, partial):
+        path.mkdir(parents=True)
+        write_json(path / "state.json", {"new": path == partial})
+    calls = iter(range(99))
+
+    def dies(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == after:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "rename", dies(Path.rename))
+        patch.setattr(shutil, "rmtree", dies(shutil.rmtree))
+        folder.publish(partial, old)
+    folder.settle(tmp_path)
+    assert read_state(old) == {"new": after == 2}
+    assert names(tmp_path) == ["step_000003"]
+    assert not (tmp_path / ".partial").exists()
+
+
+# ---------------------------------------------------------------------------- damage
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "bit": lambda path: flip(path, 8 * (path.stat().st_size // 2) + 3),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "empty": lambda path: os.truncate(path, 0),
+    "missing": Path.unlink,
+    "folder": lambda path: path.rename(path.parent / "moved").with_name(path.name).mkdir(),
+}
+FILES = [RANK_FILE, "state.json", MANIFEST, "config.json", "hf/0.txt"]
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the checkpoints 10 and 20."""
+    path = tmp_path_factory.mktemp("runs") / "x"
+    run = Run(path)
+    run.checkpoints.export = TextExport()
+    run.save(10)
+    run.save(20)
+    run.unlock()
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    two_saved: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    path = shutil.copytree(two_saved, tmp_path / "x")
+    damaged = path / "checkpoints" / "step_000020"
+    DAMAGES[damage](damaged / name)
+    with pytest.raises(CheckpointError, match=f"^resume: {damaged} is (damaged: {damaged}/|not)"):
+        Run(path, resume=str(damaged))
+    gc.collect()  # its lock is let go of
+    run = Run(path)
+    assert run.source == path / "checkpoints" / "step_000010"
+    [note] = run.folder.notes
+    assert note.startswith(f"CHECKPOINT DAMAGED: {damaged / name}: ")
+    assert names(path / "checkpoints") == ["step_000010", "step_000020.damaged"]
+    assert newest(run.folder.checkpoints) == run.source
+
+
+@given(bit=st.integers(0, 10**6), name=st.sampled_from(FILES))
+def test_no_bit_can_flip_unseen(
+    two_saved: Path, tmp_path_factory: pytest.TempPathFactory, bit: int, name: str
+) -> None:
+    from dapo_megatron.checkpoints import fault_of
+
+    source = two_saved / "checkpoints" / "step_000010"
+    path = shutil.copytree(source, tmp_path_factory.mktemp("flip") / source.name)
+    assert fault_of(path, ALONE) is None
+    flip(path / name, bit)
+    fault = fault_of(path, ALONE)
+    shutil.rmtree(path)
+    assert fault is not None
+    assert fault.startswith(f"{path}/")
+
+
+def test_nothing_is_begun_anew_where_all_are_damaged(two_saved: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(two_saved, tmp_path / "x")
+    for step in (10, 20):
+        DAMAGES["cut"](path / "checkpoints" / f"step_{step:06d}" / RANK_FILE)
+    for _ in range(2):  # nor at the second try
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be trusted") as caught:
+            Run(path)
+        assert "step_000010.damaged, step_000020.damaged" in str(caught.value)
+        del caught
+        gc.collect()  # its lock is let go of
+    assert Run(path, resume="never").source is None
+
+
+def test_a_checkpoint_of_an_older_version_is_taken_with_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "x" / "checkpoints" / "step_000007"
+    path.mkdir(parents=True)
+    write_json(path / "state.json", {"step": 7})
+    run = Run(tmp_path / "x")
+    assert run.source == path
+    assert run.folder.notes == [f"{path}: of a version that wrote no sums: it was not verified"]
