@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from dapo_megatron.bridge.shards import whole
 from dapo_megatron.bridge.stores import HfWriter, Store, TensorInfo, copy_companions, open_store
 from dapo_megatron.bridge.stores.writer import blocks
 from dapo_megatron.bridge.sync import WeightSync
-from dapo_megatron.checkpoints import Checkpoints, Snapshot, newest, read_state, write_json
+from dapo_megatron.checkpoints import Checkpoints, Snapshot, newest, read_state
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
@@ -36,7 +35,7 @@ from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.tracking import (
     CompositeTracker,
     JsonlTracker,
-    MlflowTracker,
+    MlflowSpool,
     RunConsole,
     RunRecorder,
     SilentRecorder,
@@ -288,34 +287,26 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Store:
 def build_recorder(
     config: Config, folder: RunFolder, console: RunConsole, *, step: int, num_devices: int
 ) -> RunRecorder:
-    """Rank 0's recorder; a run continued after `step` goes on in its own files and MLflow run.
-
-    Raises DapoError if MLflow cannot be reached.
-    """
-    jsonl = JsonlTracker(folder.metrics)
-    jsonl.truncate_after(step or -1)  # from the start, step 0 is evaluated anew
+    """Rank 0's recorder; a run continued after `step` goes on in its own files and MLflow run."""
+    # From the start, step 0 is evaluated anew.
+    jsonl = JsonlTracker(folder.metrics, step or -1, console.warn)
     # Local files before servers.
     trackers: list[Tracker] = [jsonl, console]
     mlflow = None
     if config.tracking.mlflow:
-        mlflow = MlflowTracker(config, run_id=_mlflow_run(folder))
-        write_json(folder.mlflow_run, {"run_id": mlflow.run_id})
+        mlflow = MlflowSpool(config, folder.attempt, _mlflow_run(folder), console.warn)
         trackers.append(mlflow)
     return RunRecorder(
         tracker=CompositeTracker(*trackers),
         console=console,
         samples_folder=folder.samples if config.tracking.samples else None,
         num_devices=num_devices,
-        ui=mlflow.ui if mlflow else None,
-        run_id=mlflow.run_id if mlflow else None,
+        mlflow=mlflow,
     )
 
 
 def _mlflow_run(folder: RunFolder) -> str | None:
-    """The MLflow run to go on with: known to the folder from the start, and to each checkpoint."""
-    if not folder.is_continued:
-        return None
-    if folder.mlflow_run.exists():
-        return str(json.loads(folder.mlflow_run.read_text(encoding="utf-8"))["run_id"])
-    checkpoint = newest(folder.checkpoints)
+    """The MLflow run to go on with, as the newest checkpoint knows it: its spool is in the folder
+    as a rule, and then counts."""
+    checkpoint = newest(folder.checkpoints) if folder.is_continued else None
     return read_state(checkpoint).get("mlflow_run") if checkpoint else None

@@ -3,7 +3,7 @@ Rank 0 has a composite of them; the other ranks track nothing."""
 
 from dapo_megatron.tracking.console import RolloutProgress, RunConsole
 from dapo_megatron.tracking.jsonl import JsonlTracker, write_samples
-from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
+from dapo_megatron.tracking.mlflow_spool import MlflowSpool, deliver, settle
 from dapo_megatron.tracking.provenance import commit, versions
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
 from dapo_megatron.tracking.tracker import CompositeTracker
@@ -11,12 +11,14 @@ from dapo_megatron.tracking.tracker import CompositeTracker
 __all__ = [
     "CompositeTracker",
     "JsonlTracker",
-    "MlflowTracker",
+    "MlflowSpool",
     "RolloutProgress",
     "RunConsole",
     "RunRecorder",
     "SilentRecorder",
     "commit",
+    "deliver",
+    "settle",
     "versions",
     "write_samples",
 ]

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -55,6 +55,10 @@ class RunConsole:
     def note(self, text: str) -> None:
         """One line of text."""
         self._print(text)
+
+    def warn(self, text: str) -> None:
+        """One line that must not be missed."""
+        self._print(f"WARNING: {text}", style="bold red")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of a step, and one per evaluated set."""
@@ -130,7 +134,8 @@ class RunConsole:
         return pace * max(self._num_steps - step, 0)
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style)
+        with suppress(OSError):  # a full disk, or a terminal that is gone
+            self._console.print(text, style=style)
 
 
 class _Bar:

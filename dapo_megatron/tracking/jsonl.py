@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dapo_megatron.codec import group_to_json
+from dapo_megatron.tracking.lines import Lines
 from dapo_megatron.types import CheckpointError, Group, Verdict
 
 
@@ -19,34 +20,33 @@ class JsonlTracker:
     """Appends `{"step": k, "accuracy/raw": ...}` per step to one file, flushed line by line.
 
     A non-finite value is written as null: JSON has no NaN. Opening the file drops a half-written
-    last line, as a kill in mid-write leaves it.
+    last line, as a kill in mid-write leaves it, and the steps after `step`, if one is given: a
+    resumed run does them again. What a full disk does not take is written when it does; `warn`
+    hears of it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, step: int | None = None, warn: Callable[[str], None] = print
+    ) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        self._file.truncate(max((end for end, _ in self._lines()), default=0))
-
-    def truncate_after(self, step: int) -> None:
-        """Forget the steps after `step`: a resumed run does them again."""
-        kept = (end for end, line_step in self._lines() if line_step <= step)
-        self._file.truncate(max(kept, default=0))
+        if path.exists():
+            kept = (end for end, of_step in self._steps() if step is None or of_step <= step)
+            os.truncate(path, max(kept, default=0))
+        self._lines = Lines(path, warn)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a rollout step."""
         values = {name: _finite(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}).encode() + b"\n")
-        self._file.flush()
+        self._lines.append(json.dumps({"step": step, **values}).encode())
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Nothing: the file is in the run's folder."""
 
     def finish(self, status: str) -> None:
         """Close the file."""
-        self._file.close()
+        self._lines.close()
 
-    def _lines(self) -> Iterator[tuple[int, int]]:
+    def _steps(self) -> Iterator[tuple[int, int]]:
         """(offset of its end, step) of every whole line; CheckpointError for one that is not."""
         end = 0
         for number, line in enumerate(self._path.read_bytes().splitlines(keepends=True), start=1):
@@ -67,23 +67,27 @@ def write_samples(folder: Path, step: int, groups: Iterable[tuple[Group, str]]) 
 
     `groups` are those whose fate became final in the step, with it (trained, all_correct, ...).
     A line is codec.group_to_json and, before it, `fate`, `verdict` (of the grades alone; null
-    without any) and the weight `versions` that sampled it. Returns the path.
+    without any) and the weight `versions` that sampled it. Returns the path. Raises OSError.
     """
     path = folder / f"step_{step:06d}.jsonl"
     partial = path.with_suffix(".partial")
     folder.mkdir(parents=True, exist_ok=True)
-    with partial.open("w", encoding="utf-8") as file:
-        for group, fate in groups:
-            line = {
-                "fate": str(fate),
-                "verdict": _verdict(group),
-                "versions": sorted({s.version for c in group.completions for s in c.segments}),
-                **group_to_json(group),
-            }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for group, fate in groups:
+                line = {
+                    "fate": str(fate),
+                    "verdict": _verdict(group),
+                    "versions": sorted({s.version for c in group.completions for s in c.segments}),
+                    **group_to_json(group),
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # it holds room that others need
+        raise
     return path
 
 

@@ -1,13 +1,23 @@
-"""What a figure was made with: the commit of this code, and the versions under it."""
+"""What a figure was made with: the commit of this code, the versions under it, the configuration,
+the machine."""
 
 from __future__ import annotations
 
+import getpass
+import hashlib
+import os
 import platform
+import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import dapo_megatron
+from dapo_megatron.config import Config
+from dapo_megatron.config_file import dump_config
 
 PACKAGES = {
     "torch": ("torch",),
@@ -15,6 +25,14 @@ PACKAGES = {
     "megatron-core": ("megatron-core",),
     "transformers": ("transformers",),
 }
+
+SLURM = {
+    "slurm.job_id": ("SLURM_JOB_ID",),
+    "slurm.restart_count": ("SLURM_RESTART_COUNT",),
+    "slurm.node_list": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    "slurm.cluster": ("SLURM_CLUSTER_NAME",),
+}
+"""Tag -> the variables of Slurm that have it."""
 
 
 def versions() -> dict[str, str]:
@@ -39,6 +57,39 @@ def commit() -> str | None:
     if _git(here, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return _git(here, "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*")
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value) of every leaf; list entries are numbered from 0."""
+    if isinstance(tree, list):
+        tree = dict(enumerate(tree)) or "[]"
+    if not isinstance(tree, dict):
+        yield prefix, "null" if tree is None else str(tree)
+        return
+    for key, value in tree.items():
+        yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def run_tags(config: Config, attempt: str) -> dict[str, str]:
+    """What MLflow is told of a start beside its parameters: commit, versions, host, the Slurm job
+    if there is one, and a hash of the resolved configuration."""
+    tags = {f"version.{name}": version for name, version in versions().items()}
+    tags |= {
+        "attempt": attempt,
+        "host": socket.gethostname(),
+        "config.sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
+        "mlflow.source.name": "dapo_megatron",
+    }
+    with suppress(KeyError, OSError):  # a container's user id may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    if made_of := commit():
+        clean = made_of.removesuffix("-dirty")
+        tags |= {"git.commit": clean, "mlflow.source.git.commit": clean}
+        tags["git.dirty"] = str(made_of != clean).lower()
+    for tag, variables in SLURM.items():
+        if value := next(filter(None, map(os.environ.get, variables)), None):
+            tags[tag] = value
+    return tags
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -12,20 +12,25 @@ from typing import Any
 from dapo_megatron.protocols import Tracker
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.jsonl import write_samples
+from dapo_megatron.tracking.mlflow_spool import MlflowSpool
 from dapo_megatron.types import Group
 
 
 @dataclass(frozen=True)
 class RunRecorder:
-    """Rank 0's. `samples_folder` None keeps no rollouts; `ui` is where to look at the run."""
+    """Rank 0's. `samples_folder` None keeps no rollouts; `mlflow`, if there is one, is among the
+    trackers."""
 
     tracker: Tracker
     console: RunConsole
     samples_folder: Path | None
     num_devices: int
-    ui: str | None
-    run_id: str | None
-    """The MLflow run, for the checkpoints."""
+    mlflow: MlflowSpool | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """Name of the MLflow run, for the checkpoints."""
+        return self.mlflow.run if self.mlflow else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a step, with the per-device throughput added."""
@@ -36,10 +41,20 @@ class RunRecorder:
         self.tracker.log(step, metrics)
 
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
-        """The step's rollouts, with what became of each group."""
-        if self.samples_folder is not None:
+        """The step's rollouts, with what became of each group; on a full disk they are left out."""
+        if self.samples_folder is None:
+            return
+        try:
             path = write_samples(self.samples_folder, step, groups)
+        except OSError as error:
+            self.console.warn(f"samples of step {step} are left out: {error}")
+        else:
             self.tracker.artifact(path, "samples")
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        """A checkpoint was published."""
+        if self.mlflow is not None:
+            self.mlflow.checkpoint(path, step)
 
     @contextmanager
     def progress(self, num_groups: int) -> Iterator[Callable[[int], None]]:
@@ -66,7 +81,7 @@ class RunRecorder:
             accuracy_after=figures["accuracy_after"],
             seconds=figures["seconds"],
             folder=folder,
-            ui=self.ui,
+            ui=self.mlflow.ui if self.mlflow else None,
         )
 
 
@@ -79,6 +94,9 @@ class SilentRecorder:
         """Nothing."""
 
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
+        """Nothing."""
+
+    def checkpoint(self, path: Path, step: int) -> None:
         """Nothing."""
 
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:

@@ -1,14 +1,13 @@
-"""Tracking: the run's own files, a real MLflow on SQLite, and what the console writes."""
+"""Tracking: the run's own files, and what the console writes. MLflow: test_mlflow_spool.py."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
 import os
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,19 +18,16 @@ import pytest
 
 import dapo_megatron
 from dapo_megatron.codec import group_from_json
-from dapo_megatron.config import Config
-from dapo_megatron.config_file import dump_config, load_config, parse_config
 from dapo_megatron.tracking import (
     CompositeTracker,
     JsonlTracker,
-    MlflowTracker,
     RunConsole,
+    RunRecorder,
     commit,
     console,
     versions,
     write_samples,
 )
-from dapo_megatron.tracking.mlflow_tracker import flatten, metric_name
 from dapo_megatron.types import (
     CheckpointError,
     Completion,
@@ -95,8 +91,7 @@ def test_non_finite_values_stay_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [0, 3, 5, 9])
 def test_resume_cuts_back_to_the_checkpoint(metrics_file: Path, step: int) -> None:
-    tracker = JsonlTracker(metrics_file)
-    tracker.truncate_after(step)
+    tracker = JsonlTracker(metrics_file, step)
     assert steps_in(metrics_file) == list(range(1, min(step, 5) + 1))
     tracker.log(step + 1, {})
     assert steps_in(metrics_file) == [*range(1, min(step, 5) + 1), step + 1]
@@ -216,231 +211,22 @@ def test_samples_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "step_000001.jsonl").read_bytes() == old
 
 
-# ---------------------------------------------------------------------------- MLflow
-
-
-def config(folder: Path, **changes: Any) -> Config:
-    tree: dict[str, Any] = {
-        "seed": 1,
-        "run": {"name": "tiny", "directory": str(folder / "runs")},
-        "model": {"path": "model"},
-        "policy": {"precision": "float32"},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "max_prompt_tokens": 32,
-            "max_response_tokens": 16,
-            "on_policy": True,
-            "dynamic_sampling": True,
-        },
-        "overlong": {
-            "max_tokens": 16,
-            "buffer_tokens": 8,
-            "penalty": True,
-            "filter": False,
-            "filtered_in_mean": False,
-        },
-        "loss": {
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "dual_clip": 10.0,
-            "aggregation": "token",
-            "tis_cap": None,
-            "advantage_eps": 1e-6,
-        },
-        "optimizer": {
-            "lr": 1e-4,
-            "warmup_rollout_steps": 2,
-            "weight_decay": 0.1,
-            "beta1": 0.9,
-            "beta2": 0.999,
-            "eps": 1e-8,
-            "clip_grad": 1.0,
-        },
-        "train": {"rollout_steps": 3, "updates_per_step": 2, "max_tokens_per_microbatch": 256},
-        "data": {
-            "shuffle": True,
-            "train": [
-                {
-                    "kind": "reasoning_gym",
-                    "name": "train",
-                    "dataset": "chain_sum",
-                    "size": 10,
-                    "seed": 1,
-                }
-            ],
-        },
-        "sync": {"max_gap": 1e-4},
-    }
-    return parse_config(tree | changes)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all tests here: its database takes seconds to make."""
-    return tmp_path_factory.mktemp("mlflow")
-
-
-@pytest.fixture(autouse=True)
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-
-def stored(tracker: MlflowTracker) -> Any:
-    """The run as another program reads it."""
-    from mlflow import MlflowClient
-
-    return MlflowClient(tracking_uri=tracker.uri).get_run(tracker.run_id)
-
-
-def history(tracker: MlflowTracker, name: str) -> list[tuple[int, float]]:
-    from mlflow import MlflowClient
-
-    points = MlflowClient(tracking_uri=tracker.uri).get_metric_history(tracker.run_id, name)
-    return [(point.step, point.value) for point in points]
-
-
-def test_mlflow_holds_parameters_metrics_tags_and_status(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+def test_samples_that_the_disk_does_not_take_cost_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    tracker = MlflowTracker(config(home))
-    assert stored(tracker).info.status == "RUNNING"
-    for step in (1, 2, 3):
-        tracker.log(step, {name: value * step for name, value in METRICS.items()})
-    tracker.finish("FINISHED")
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    run = stored(tracker)
-    assert run.info.status == "FINISHED"
-    assert run.info.run_name == "tiny"
-    params = run.data.params
-    assert params["loss.clip_high"] == "0.28"
-    assert params["loss.tis_cap"] == "null"
-    assert params["data.train.0.dataset"] == "chain_sum"
-    assert params["optimizer.eps"] == "1e-08"
-    for name, value in METRICS.items():
-        points = history(tracker, metric_name(name))
-        assert points == [(step, value * step) for step in (1, 2, 3)], name
-    tags = run.data.tags
-    assert tags["slurm.job_id"] == "4711"
-    assert tags["host"]
-    assert {f"version.{name}" for name in versions()} <= set(tags)
-    assert tags.get("commit") == commit()
-
-
-def test_mlflow_keeps_config_and_files(home: Path, tmp_path: Path) -> None:
-    from mlflow import MlflowClient
-
-    made = config(home)
-    tracker = MlflowTracker(made)
-    tracker.artifact(write_samples(tmp_path, 2, [(group(), "mixed")]), "samples")
-    (tmp_path / "summary.json").write_text("{}")
-    tracker.artifact(tmp_path / "summary.json")
-    client = MlflowClient(tracking_uri=tracker.uri)
-    names = [item.path for item in client.list_artifacts(tracker.run_id)]
-    assert sorted(names) == ["config.yaml", "samples", "summary.json"]
-    samples = client.list_artifacts(tracker.run_id, "samples")
-    assert [item.path for item in samples] == ["samples/step_000002.jsonl"]
-    copy = client.download_artifacts(tracker.run_id, "config.yaml", str(tmp_path))
-    assert load_config(copy) == made
-    assert (home / "runs" / "mlartifacts").is_dir()
-
-
-def test_a_resumed_run_is_the_same_run(home: Path) -> None:
-    first = MlflowTracker(config(home))
-    for step in (1, 2, 3):
-        first.log(step, {"reward/mean": float(step)})
-    first.finish("KILLED")
-    assert stored(first).info.status == "KILLED"
-
-    longer = {"rollout_steps": 9, "updates_per_step": 2, "max_tokens_per_microbatch": 256}
-    again = MlflowTracker(config(home, train=longer, resume="auto"), run_id=first.run_id)
-    assert again.run_id == first.run_id
-    run = stored(again)
-    assert run.info.status == "RUNNING"
-    assert run.data.params["train.rollout_steps"] == "3"
-    assert run.data.tags["resumed.train.rollout_steps"] == "9"
-    assert "resumed.loss.clip_high" not in run.data.tags
-    again.log(3, {"reward/mean": 30.0})
-    again.log(4, {"reward/mean": 4.0})
-    again.finish("FAILED")
-    assert stored(again).info.status == "FAILED"
-    assert history(again, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0), (3, 30.0), (4, 4.0)]
-
-
-def test_an_unknown_run_or_status_is_refused(home: Path) -> None:
-    with pytest.raises(DapoError, match=r"sqlite:.*mlflow.db: .*0123456789.*MLFLOW_TRACKING_URI"):
-        MlflowTracker(config(home), run_id="0123456789")
-    tracker = MlflowTracker(config(home))
-    with pytest.raises(ValueError, match="'DONE': must be one of FINISHED, FAILED, KILLED"):
-        tracker.finish("DONE")
-
-
-def test_the_tracking_uri_of_the_environment_is_respected(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere = f"sqlite:///{home / 'runs' / 'mlflow.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
-    tracker = MlflowTracker(config(tmp_path))
-    assert tracker.uri == elsewhere
-    assert not (tmp_path / "runs" / "mlflow.db").exists()
-    assert tracker.ui.endswith(f"mlflow ui --backend-store-uri {elsewhere}")
-
-
-def test_an_mlflow_that_cannot_be_used_is_named(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://server")
-    with pytest.raises(DapoError, match=r"nonsense://server.*tracking.mlflow=false"):
-        MlflowTracker(config(home))
-
-
-def test_runs_that_start_together_share_a_new_database(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(dump_config(config(tmp_path)))
-    start = (
-        "from dapo_megatron.config_file import load_config\n"
-        "from dapo_megatron.tracking import MlflowTracker\n"
-        f"MlflowTracker(load_config({str(tmp_path / 'config.yaml')!r})).finish('FINISHED')\n"
-    )
-    started = [subprocess.Popen([sys.executable, "-c", start]) for _ in range(2)]
-    assert [process.wait() for process in started] == [0, 0]
-
-
-def test_logging_a_step_takes_little_time(home: Path) -> None:
-    tracker = MlflowTracker(config(home))
-    metrics = {f"policy/m{number}": 0.5 for number in range(50)}
-    tracker.log(0, metrics)
-    seconds = []
-    for step in range(1, 8):
-        start = time.perf_counter()
-        tracker.log(step, metrics)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.05  # the best of several: other processes share these cores
-
-
-@pytest.mark.parametrize(
-    ("name", "taken"),
-    [
-        ("eval/aime/avg@32", "eval/aime/avg_at_32"),
-        ("response_tokens/clipped_fraction", "response_tokens/clipped_fraction"),
-        ("eval/AIME (2024)/cons@4", "eval/AIME _2024_/cons_at_4"),
-    ],
-)
-def test_metric_names_mlflow_takes(name: str, taken: str) -> None:
-    assert metric_name(name) == taken
-
-
-def test_parameters_are_flat_and_bounded() -> None:
-    tree = {"a": {"b": None, "c": [1, {"d": "x"}]}, "e": [], "f": True}
-    flat = [("a.b", "null"), ("a.c.0", "1"), ("a.c.1.d", "x"), ("e", "[]"), ("f", "True")]
-    assert list(flatten(tree)) == flat
-
-
-def test_mlflow_is_imported_only_when_used() -> None:
-    check = "import dapo_megatron.tracking, sys; sys.exit('mlflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+    out = io.StringIO()
+    run_console = RunConsole(num_steps=3, file=out)
+    recorder = RunRecorder(CompositeTracker(), run_console, tmp_path, num_devices=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        recorder.samples(1, [(group(), "mixed")])
+    assert list(tmp_path.iterdir()) == [], "the part that was written takes the room of others"
+    recorder.samples(2, [(group(), "mixed")])
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002.jsonl"]
+    assert "WARNING: samples of step 1 are left out: " in out.getvalue()
 
 
 # ---------------------------------------------------------------------------- provenance

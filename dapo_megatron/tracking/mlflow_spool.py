@@ -1,0 +1,266 @@
+"""Rank 0's side of MLflow: every event goes to the spool (spool.py), a process delivers it.
+
+Rank 0 neither imports MLflow nor talks to a server. Its client would hold the interpreter for tens
+of milliseconds at a time and cannot be interrupted in a retry, so a thread would not do: the sender
+(sender.py) is a process, which learns from its standard input that rank 0 is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dapo_megatron.config import Config, FileSource
+from dapo_megatron.tracking import spool
+from dapo_megatron.tracking.lines import Lines
+from dapo_megatron.tracking.provenance import flatten, run_tags
+
+STATUSES = ("FINISHED", "FAILED", "KILLED")
+KILLED_WAIT_SECONDS = 5.0
+"""A run that was told to end has a deadline, and may not wait for MLflow as long as another."""
+FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+"""Signals to a whole job step; the sender ignores them."""
+
+
+class MlflowSpool:
+    """protocols.Tracker: MLflow, sooner or later. No method waits for a server or a full disk, or
+    raises because of one.
+
+    attempt  name of this start (cluster/attempt.py)
+    run      the run to go on with, if the folder's own spool does not know it: what `run` was, or
+             an MLflow run id
+    warn     shows a line to the user
+    """
+
+    def __init__(
+        self, config: Config, attempt: str, run: str | None, warn: Callable[[str], None]
+    ) -> None:
+        self._run_folder = config.folder
+        self._folder = config.folder / spool.FOLDER
+        self._wait_seconds = config.tracking.wait_seconds
+        self._warn = warn
+        earlier = spool.beginning(self._folder)
+        self.run: str = earlier["run"] if earlier else run or uuid.uuid4().hex
+        """Ours, a tag of the MLflow run, which may not exist yet."""
+        self.uri = tracking_uri(config)
+        self._number = max(spool.attempts(self._folder), default=0) + 1
+        self._lines = Lines(spool.spool_path(self._folder, self._number), warn)
+        self._sender: subprocess.Popen[bytes] | None = None
+        self._said = False
+        self._one_at_a_time = threading.Lock()  # checkpoints are published by another thread
+        self._put(
+            "begin",
+            run=self.run,
+            attempt=attempt,
+            uri=without_password(self.uri),
+            directory=str(_directory(config)),
+            experiment=config.tracking.experiment,
+            name=config.run.name,
+            params=dict(flatten(config.model_dump(mode="json"))),
+            tags=run_tags(config, attempt),
+        )
+        for source in (*config.data.train, *config.evaluation.sets):
+            if isinstance(source, FileSource):
+                self._put("data", name=source.name, path=str(Path(source.path).absolute()))
+
+    @property
+    def ui(self) -> str:
+        """Where to look at the run: a command if it is on this machine, else an address."""
+        if self.uri.startswith("http"):
+            server = without_password(self.uri).rstrip("/")
+            known = spool.read_json(self._run_folder / spool.RUN_FILE)
+            if "experiment_id" not in known:
+                return server
+            return f"{server}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}"
+        beside = Path(sys.executable).parent / "mlflow"
+        program = "mlflow" if shutil.which("mlflow") else str(beside)
+        return shlex.join([program, "ui", "--backend-store-uri", self.uri])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a rollout step."""
+        self._put("metrics", step=step, values=dict(metrics))
+        self._early_word()
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Keep a file of the run's folder with the run, under `folder`. It must stay."""
+        self._put("artifact", path=self._relative(path), folder=folder)
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        """A checkpoint was published."""
+        self._put("checkpoint", path=self._relative(path), step=step)
+
+    def finish(self, status: str) -> None:
+        """Close the run as FINISHED, FAILED or KILLED; wait a while until MLflow has it all, and
+        say so if it has not."""
+        if status not in STATUSES:
+            raise ValueError(f"status {status!r}: must be one of {', '.join(STATUSES)}")
+        self._put("end", status=status)
+        self._lines.close()
+        seconds = self._wait_seconds
+        if status == "KILLED":
+            seconds = min(seconds, KILLED_WAIT_SECONDS)
+        if self._sender is None or self._sender.poll() is not None:  # it died, of whatever
+            self._sender = start_sender(self._run_folder, self._number, self._warn)
+        self._last_word(self._sender is not None and _drained(self._sender, seconds))
+
+    def _put(self, kind: str, **values: Any) -> None:
+        event = {"kind": kind, "time": time.time_ns() // 1_000_000, **values}
+        with self._one_at_a_time:
+            self._lines.append(json.dumps(event).encode())
+            if self._sender is None and not self._lines.num_waiting:
+                self._sender = start_sender(self._run_folder, self._number, self._warn)
+
+    def _relative(self, path: Path) -> str:
+        inside, path = self._run_folder.absolute(), path.absolute()
+        return str(path.relative_to(inside) if path.is_relative_to(inside) else path)
+
+    def _early_word(self) -> None:
+        """Once, at the first step: that MLflow cannot be used is better known now."""
+        if self._said:
+            return
+        self._said = True
+        if error := spool.read_cursor(self._folder, "facts").error:
+            self._warn(
+                f"MLflow at {without_password(self.uri)}: {error}; the run goes on, and MLflow "
+                "gets everything as soon as it can be reached"
+            )
+
+    def _last_word(self, is_done: bool) -> None:
+        cursors = [spool.read_cursor(self._folder, lane) for lane in spool.LANES]
+        if left_out := sum(cursor.left_out for cursor in cursors):
+            log = self._run_folder / spool.LOG
+            self._warn(f"MLflow does not have {left_out} metric values or files: see {log}")
+        if is_done:
+            return
+        why = next((cursor.error for cursor in cursors if cursor.error), "it is slow")
+        self._warn(
+            f"MLflow at {without_password(self.uri)}: {why}. {spool.num_waiting(self._folder)} "
+            f"events wait in {self._folder}; the next start delivers them, or "
+            f"`python -m dapo_megatron track {self._run_folder}`"
+        )
+
+
+def deliver(run_folder: Path, wait_seconds: float) -> int:
+    """Hand MLflow what waits in a run's folder; the number of events that still wait then.
+
+    A run that is not running any more and did not say how it ended was KILLED. Raises nothing
+    because of MLflow; why it did not go is in logs/mlflow.log.
+    """
+    folder = run_folder / spool.FOLDER
+    with _run_lock(run_folder) as is_over:
+        number = max(spool.attempts(folder), default=0)
+        if number == 0:
+            return 0
+        sender = start_sender(run_folder, number if is_over else 0, print)
+        if sender is not None and _drained(sender, wait_seconds):
+            return 0
+    return max(1, spool.num_waiting(folder))
+
+
+def settle(run_folder: Path) -> None:
+    """For a folder whose run is over and was moved aside: if MLflow does not know all of it yet,
+    a process of its own tells it, KILLED if it did not say how it ended. Does not wait."""
+    folder = run_folder / spool.FOLDER
+    number = max(spool.attempts(folder), default=0)
+    if spool.read_cursor(folder, "facts").begun or spool.num_waiting(folder):
+        sender = start_sender(run_folder, number, lambda _: None)
+        if sender is not None and sender.stdin is not None:
+            sender.stdin.close()
+
+
+def start_sender(
+    run_folder: Path, number: int, warn: Callable[[str], None]
+) -> subprocess.Popen[bytes] | None:
+    """A sender for a run's folder; when its standard input closes, attempt `number` is over.
+    None if it cannot be started: the events wait."""
+    # Blocked until it ignores them by itself: a signal may hit it while Python starts.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        with ExitStack() as stack:
+            output: Any = subprocess.DEVNULL
+            with suppress(OSError):
+                (run_folder / spool.LOG).parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context((run_folder / spool.LOG).open("ab"))
+            arguments = (run_folder / spool.FOLDER, number, os.getpid())
+            return subprocess.Popen(
+                [sys.executable, "-m", "dapo_megatron.tracking.sender", *map(str, arguments)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,
+            )
+    except OSError as error:
+        warn(f"MLflow: cannot start a process for it: {error}; what is for it waits in the folder")
+        return None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def tracking_uri(config: Config) -> str:
+    """MLFLOW_TRACKING_URI, else a SQLite file in run.directory; files by absolute path."""
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    if not given:
+        return f"sqlite:///{_directory(config) / 'mlflow.db'}"
+    path = given.removeprefix("sqlite:///")
+    if path != given:
+        return f"sqlite:///{Path(path).absolute()}"
+    return given if ":" in given or given == "databricks" else str(Path(given).absolute())
+
+
+def without_password(uri: str) -> str:
+    """An address that may be written down."""
+    netloc = urlsplit(uri).netloc
+    return uri.replace(netloc, netloc.rpartition("@")[2], 1) if "@" in netloc else uri
+
+
+def _drained(sender: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether it delivers everything and ends within `seconds`; else it is killed, which costs
+    nothing but time."""
+    if sender.stdin is not None:
+        sender.stdin.close()
+    try:
+        return sender.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        sender.kill()
+        sender.wait()
+        return False
+
+
+@contextmanager
+def _run_lock(run_folder: Path) -> Iterator[bool]:
+    """Keep the run's folder as a run does (run_folder.py); False if a run has it."""
+    with (run_folder / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def _directory(config: Config) -> Path:
+    return Path(config.run.directory).absolute()
+
+
+def _environment() -> dict[str, str]:
+    """The sender is no rank, has no business on a GPU, and finds the modules this process found."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }

@@ -1,0 +1,149 @@
+"""What a run has to say to MLflow, on disk until MLflow has it: the format both sides know.
+
+`<run>/mlflow/` has a file per attempt, spool_000001.jsonl, ..., written by rank 0 alone: an older
+attempt that a requeue left running somewhere cannot spoil the newer one's. A line is an event:
+
+    {"kind": "begin", "time": ms, "run": ..., "attempt": ..., "uri": ..., "directory": ...,
+     "experiment": ..., "name": ..., "params": {...}, "tags": {...}}      always the first
+    {"kind": "metrics", "time": ms, "step": 3, "values": {...}}
+    {"kind": "artifact", "time": ms, "path": "samples/step_000003.jsonl", "folder": "samples"}
+    {"kind": "checkpoint", "time": ms, "path": "checkpoints/step_000003", "step": 3}
+    {"kind": "data", "time": ms, "name": ..., "path": ...}
+    {"kind": "end", "time": ms, "status": "FINISHED"}
+
+Paths are relative to the run's folder. An attempt without an end, and with a later attempt behind
+it, was killed. There are two lanes of delivery, so that no file ever holds up a metric: each has a
+cursor, facts.json and files.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = "mlflow"
+"""In a run's folder."""
+RUN_FILE = "mlflow_run.json"
+"""In a run's folder: which MLflow run it is, {"run_id": ..., "experiment_id": ...}."""
+LOG = "logs/mlflow.log"
+LANES = {
+    "facts": frozenset({"begin", "metrics", "end"}),
+    "files": frozenset({"artifact", "checkpoint", "data"}),
+}
+
+Event = Mapping[str, Any]
+_NAME = re.compile(r"^spool_(\d{6,})\.jsonl$")
+
+
+class Place(NamedTuple):
+    """Behind an event: the attempt's number, and bytes into its file."""
+
+    number: int = 0
+    offset: int = 0
+
+
+@dataclass
+class Cursor:
+    """How far one lane is. Written after each delivery: a crash repeats at most one."""
+
+    number: int = 0
+    offset: int = 0
+    begun: int = 0
+    """Number of the attempt that MLflow knows as RUNNING; 0: none."""
+    time: int = 0
+    """Of the last event; ms."""
+    left_out: int = 0
+    """Metrics and files that MLflow does not get: too many names, refused, or gone."""
+    error: str | None = None
+    """Why it does not get on; None: it does."""
+
+    @property
+    def place(self) -> Place:
+        """Behind the last event that was delivered."""
+        return Place(self.number, self.offset)
+
+
+def spool_path(folder: Path, number: int) -> Path:
+    """The file of an attempt."""
+    return folder / f"spool_{number:06d}.jsonl"
+
+
+def attempts(folder: Path) -> list[int]:
+    """Numbers of the attempts that have a file, ascending."""
+    names = (_NAME.match(name) for name in (os.listdir(folder) if folder.is_dir() else ()))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def events(folder: Path, after: Place = Place()) -> Iterator[tuple[Event, Place]]:  # noqa: B008
+    """Every whole event behind a place, attempt by attempt, with the place behind it. A line that
+    a kill or a crash of the machine left half-written is passed over."""
+    for number in (number for number in attempts(folder) if number >= after.number):
+        offset = after.offset if number == after.number else 0
+        with spool_path(folder, number).open("rb") as file:
+            file.seek(offset)
+            while (line := file.readline()).endswith(b"\n"):
+                offset += len(line)
+                if (event := _parse(line)) is not None:
+                    yield event, Place(number, offset)
+
+
+def beginning(folder: Path, number: int | None = None) -> Event | None:
+    """How attempt `number` began; without a number, the last one that has begun."""
+    numbers = attempts(folder) if number is None else [number]
+    for one in reversed(numbers):
+        for event, place in events(folder, Place(one)):
+            if place.number == one and event["kind"] == "begin":
+                return event
+            break
+    return None
+
+
+def read_cursor(folder: Path, lane: str) -> Cursor:
+    """A lane's cursor; one that was never written, or spoilt, is at the start: to deliver twice
+    does no harm."""
+    found = read_json(folder / f"{lane}.json")
+    known = {field.name for field in fields(Cursor)}
+    return Cursor(**{key: value for key, value in found.items() if key in known})
+
+
+def write_cursor(folder: Path, lane: str, cursor: Cursor) -> None:
+    """Raises OSError."""
+    write_json(folder / f"{lane}.json", asdict(cursor))
+
+
+def num_waiting(folder: Path) -> int:
+    """Events that MLflow does not have yet."""
+    return sum(
+        event["kind"] in kinds
+        for lane, kinds in LANES.items()
+        for event, _ in events(folder, read_cursor(folder, lane).place)
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; {} if there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all. Raises OSError."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value), encoding="utf-8")
+    partial.replace(path)
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "kind" in event else None

@@ -1,0 +1,620 @@
+"""MLflow that never hurts: a real server that is down, killed, stopped or full of nonsense, real
+senders, runs that are killed. And the spool between them, cut at any byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo_megatron.config import Config
+from dapo_megatron.config_file import dump_config
+from dapo_megatron.tracking import MlflowSpool, commit, deliver, settle, spool, versions
+from dapo_megatron.tracking.lines import Lines
+from dapo_megatron.tracking.mlflow_run import MAX_NAMES, metric_name
+from dapo_megatron.tracking.mlflow_spool import without_password
+from dapo_megatron.tracking.provenance import flatten
+from dapo_megatron.tracking.sender import Lane
+from dapo_megatron.tracking.spool import Cursor, Place
+from tests.helpers.configs import tiny_config
+
+STEP_LIMIT = 0.010
+"""Seconds that logging may add to a step: the issue's bound."""
+
+
+class Server:
+    """`mlflow server` with a database of its own, on a port that stays the same."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """And wait until it answers."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "mlflow", "server", "--workers", "1"),
+                    *("--backend-store-uri", f"sqlite:///{self._folder}/server.db"),
+                    *("--artifacts-destination", str(self._folder / "artifacts")),
+                    *("--host", "127.0.0.1", "--port", str(self.port)),
+                ],
+                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        wait_until(self._answers, 120)
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to all its processes."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self.send(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _answers(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+        return False
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(started: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """One that answers, whatever the test before did to it; MLFLOW_TRACKING_URI names it."""
+    started.start()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", started.uri)
+    return started
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Config:
+    """A run of its own name: an experiment of its own."""
+    return config(tmp_path)
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    place = {"run__directory": folder / "runs", "tracking__experiment": folder.name}
+    return tiny_config(**place, tracking__wait_seconds=120.0, **changes)
+
+
+def open_spool(made: Config, warn: Callable[[str], None] = pytest.fail) -> MlflowSpool:
+    return MlflowSpool(made, "4711.0", None, warn)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.1)
+
+
+def client() -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+
+
+def stored(made: Config) -> Any:
+    """The run as another program reads it."""
+    return client().get_run(json.loads((made.folder / "mlflow_run.json").read_text())["run_id"])
+
+
+def history(made: Config, name: str) -> list[tuple[int, float]]:
+    points = client().get_metric_history(stored(made).info.run_id, name)
+    return [(point.step, point.value) for point in points]
+
+
+def all_runs(made: Config) -> list[Any]:
+    found = client().get_experiment_by_name(made.tracking.experiment)
+    return list(client().search_runs([found.experiment_id]))
+
+
+FAKE_RANK_0 = """
+import os, sys, time
+from dapo_megatron.config_file import load_config
+from dapo_megatron.tracking import MlflowSpool
+tracker = MlflowSpool(load_config(sys.argv[1]), "4711.0", None, print)
+for step in (1, 2, 3):
+    tracker.log(step, {"reward/mean": float(step)})
+print(tracker._sender.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def fake_rank_0(made: Config) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that has logged three steps and trains on; the id of its sender."""
+    made.folder.mkdir(parents=True, exist_ok=True)
+    (made.folder / "config.yaml").write_text(dump_config(made))
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAKE_RANK_0, str(made.folder / "config.yaml")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+# ---------------------------------------------------------------------------- what arrives
+
+
+def test_mlflow_gets_all_there_is(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("prompts")
+    source = f"[{{kind: jsonl, name: math, path: {data}, grader: dapo_math}}]"
+    made = config(tmp_path, data__train=source)
+    for name, value in {"JOB_ID": "4711", "RESTART_COUNT": "2", "JOB_NODELIST": "n[1-4]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    tracker = open_spool(made)
+    samples = made.folder / "samples" / "step_000001.jsonl"
+    manifest = made.folder / "checkpoints" / "step_000002" / "manifest.json"
+    for path in (samples, manifest):
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    tracker.artifact(samples, "samples")
+    for step in (1, 2, 3):
+        tracker.log(step, {"eval/a/avg@4": step / 8, "time/step": float(step)})
+    tracker.checkpoint(manifest.parent, 2)
+    tracker.finish("FINISHED")
+
+    found = stored(made)
+    assert found.info.status == "FINISHED"
+    assert found.info.run_name == made.run.name
+    assert found.data.params["loss.clip_high"] == "0.28"
+    assert found.data.params["data.train.0.name"] == "math"
+    assert history(made, "eval/a/avg_at_4") == [(step, step / 8) for step in (1, 2, 3)]
+    tags = found.data.tags
+    assert (tags["slurm.job_id"], tags["slurm.restart_count"]) == ("4711", "2")
+    assert (tags["slurm.node_list"], tags["attempt"]) == ("n[1-4]", "4711.0")
+    assert tags["config.sha256"] == hashlib.sha256(dump_config(made).encode()).hexdigest()
+    assert tags["data.math.sha256"] == hashlib.sha256(b"prompts").hexdigest()
+    assert tags["checkpoint.newest"] == "checkpoints/step_000002"
+    assert {f"version.{name}" for name in versions()} <= set(tags)
+    assert tags.get("git.commit") == (commit() or "").removesuffix("-dirty") or None
+    files = {item.path for item in client().list_artifacts(found.info.run_id, "samples")}
+    assert files == {"samples/step_000001.jsonl"}
+    copy = client().download_artifacts(found.info.run_id, "checkpoints.json", str(tmp_path))
+    (entry,) = json.loads(Path(copy).read_text())["checkpoints"]
+    assert (entry["step"], entry["bytes"], entry["hf_export"]) == (2, 2, None)
+    assert entry["manifest_sha256"] == hashlib.sha256(b"{}").hexdigest()
+    assert tracker.ui == f"{server.uri}/#/experiments/{found.info.experiment_id}/runs/" + (
+        found.info.run_id
+    )
+
+
+def test_a_resumed_run_is_the_same_run(server: Server, tmp_path: Path) -> None:
+    first = config(tmp_path)
+    tracker = open_spool(first)
+    for step in (1, 2, 3):
+        tracker.log(step, {"reward/mean": float(step)})
+    tracker.finish("KILLED")
+    assert stored(first).info.status == "KILLED"
+
+    longer = config(tmp_path, train__rollout_steps=99, resume="auto")
+    tracker = open_spool(longer)
+    wait_until(lambda: stored(longer).info.status == "RUNNING")
+    tracker.log(3, {"reward/mean": 30.0})
+    tracker.log(4, {"reward/mean": 4.0})
+    tracker.finish("FAILED")
+    found = stored(longer)
+    assert found.info.status == "FAILED"
+    assert found.data.tags["resumed.train.rollout_steps"] == "99"
+    assert "resumed.loss.clip_high" not in found.data.tags
+    assert len(all_runs(longer)) == 1
+    assert history(longer, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0), (3, 30.0), (4, 4.0)]
+
+
+def test_names_are_bounded_and_a_refused_metric_costs_no_other(server: Server, run: Config) -> None:
+    said: list[str] = []
+    tracker = open_spool(run, said.append)
+    tracker.log(1, {"x" * 251: 1.0, "a//b": 1.0, "reward/mean": 0.5})
+    tracker.log(2, {f"prompt/{number}": 1.0 for number in range(MAX_NAMES + 10)})
+    tracker.log(3, {"reward/mean": 0.75, "late": 1.0})
+    tracker.finish("FINISHED")
+    metrics = stored(run).data.metrics
+    assert metrics["reward/mean"] == 0.75
+    assert len(metrics) == MAX_NAMES - 1  # one of the names it took, MLflow refused
+    assert "late" not in metrics
+    assert len(said) == 1
+    assert "mlflow.log" in said[0]
+    log = (run.folder / "logs" / "mlflow.log").read_text()
+    assert log.count("LEFT OUT: prompt/") == 1
+    assert "a//b" in log
+
+
+def test_a_local_database_is_made_once_by_runs_that_start_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    made = [config(tmp_path, run__name=name) for name in ("a", "b")]
+    trackers = [open_spool(one) for one in made]
+    for tracker in trackers:
+        tracker.log(1, {"reward/mean": 0.5})
+    for tracker in trackers:
+        tracker.finish("FINISHED")
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert trackers[0].ui.endswith(f"mlflow ui --backend-store-uri {uri}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert [stored(one).info.status for one in made] == ["FINISHED", "FINISHED"]
+    assert len(all_runs(made[0])) == 2
+
+
+# ---------------------------------------------------------------------------- a server in trouble
+
+
+def waited_seconds() -> float:
+    """Seconds for which this thread was ready to run and another had its core."""
+    with suppress(OSError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def log_steps(tracker: MlflowSpool, steps: Sequence[int]) -> list[float]:
+    """Log 60 metrics per step; seconds of each call that are the call's own doing. (Another
+    program of this machine may take the core away for longer than the bound.)"""
+    seconds = []
+    for step in steps:
+        metrics = {f"policy/m{number}": step + number / 64 for number in range(60)}
+        waited, start = waited_seconds(), time.perf_counter()
+        tracker.log(step, metrics)
+        taken = time.perf_counter() - start
+        seconds.append(taken - (waited_seconds() - waited))
+    return seconds
+
+
+def test_a_dead_server_delays_no_step_and_gets_everything_later(
+    server: Server, run: Config
+) -> None:
+    server.stop()
+    tracker = open_spool(run, lambda _: None)
+    log = run.folder / "logs" / "mlflow.log"
+    seconds = log_steps(tracker, range(1, 501))  # while the sender imports MLflow
+    wait_until(lambda: "tried again until it goes" in log.read_text())
+    seconds += log_steps(tracker, range(501, 1001))  # while it tries to reach the server
+    print(f"1000 steps, dead server: longest {max(seconds) * 1e3:.2f} ms, sum {sum(seconds):.3f} s")
+    assert max(seconds) < STEP_LIMIT
+
+    server.start()
+    tracker.finish("FINISHED")
+    assert stored(run).info.status == "FINISHED"
+    for number in (0, 59):
+        expected = [(step, step + number / 64) for step in range(1, 1001)]
+        assert history(run, f"policy/m{number}") == expected
+
+
+def test_a_hung_server_delays_no_step_and_the_end_only_as_long_as_configured(
+    server: Server, tmp_path: Path
+) -> None:
+    made = config(tmp_path).model_copy(deep=True)
+    tracking = made.tracking.model_copy(update={"wait_seconds": 1.0})
+    made = made.model_copy(update={"tracking": tracking})
+    said: list[str] = []
+    tracker = open_spool(made, said.append)
+    tracker.log(0, {"reward/mean": 0.0})
+    wait_until(lambda: (made.folder / "mlflow" / "facts.json").exists())
+    server.send(signal.SIGSTOP)
+    try:
+        assert max(log_steps(tracker, range(1, 101))) < STEP_LIMIT
+        start = time.monotonic()
+        tracker.finish("FINISHED")
+        assert time.monotonic() - start < 5
+    finally:
+        server.send(signal.SIGCONT)
+    assert len(said) == 1
+    assert f"python -m dapo_megatron track {made.folder}" in said[0]
+    assert deliver(made.folder, 60) == 0
+    assert stored(made).info.status == "FINISHED"
+    assert len(history(made, "policy/m0")) == 100
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["http://user:secret@127.0.0.1:{port}/elsewhere", "nonsense://server", "http://127.0.0.1:1"],
+)
+def test_a_wrong_address_does_not_end_the_run_and_is_told_of(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(port=server.port))
+    made = config(tmp_path)
+    made = made.model_copy(
+        update={"tracking": made.tracking.model_copy(update={"wait_seconds": 0.1})}
+    )
+    said: list[str] = []
+    tracker = open_spool(made, said.append)
+    wait_until(lambda: spool.read_cursor(made.folder / "mlflow", "facts").error is not None)
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.finish("FINISHED")
+    assert "the run goes on" in said[0]
+    assert "track" in said[1]
+    written = "".join(path.read_text() for path in (made.folder / "mlflow").glob("spool*"))
+    assert "secret" not in "".join([*said, written])
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    assert deliver(made.folder, 60) == 0
+    assert history(made, "reward/mean") == [(1, 0.5)]
+
+
+# ---------------------------------------------------------------------------- processes that die
+
+
+def test_rank_0_killed_is_a_killed_run(server: Server, run: Config) -> None:
+    with fake_rank_0(run) as (rank_0, sender):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(sender, number)  # as Slurm does to the whole job step
+        rank_0.kill()
+        wait_until(lambda: is_gone(sender))
+    assert stored(run).info.status == "KILLED"
+    assert history(run, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_the_next_start_tells_of_a_killed_job_step(server: Server, run: Config) -> None:
+    with fake_rank_0(run) as (rank_0, sender):
+        os.kill(sender, signal.SIGKILL)
+        rank_0.kill()
+    assert not (run.folder / "mlflow_run.json").exists()
+    tracker = open_spool(run)
+    tracker.log(4, {"reward/mean": 4.0})
+    wait_until(lambda: (run.folder / "mlflow_run.json").exists())
+    wait_until(lambda: len(history(run, "reward/mean")) == 4)
+    assert stored(run).info.status == "RUNNING"
+    assert stored(run).info.end_time is not None, "it was not KILLED before"
+    tracker.finish("FINISHED")
+    assert stored(run).info.status == "FINISHED"
+
+
+def test_a_run_that_is_moved_aside_is_killed_where_it_is(server: Server, run: Config) -> None:
+    with fake_rank_0(run) as (rank_0, sender):
+        os.kill(sender, signal.SIGKILL)
+        rank_0.kill()
+    aside = run.folder.with_name(f"{run.folder.name}.1")
+    run.folder.rename(aside)
+    settle(aside)
+    wait_until(lambda: spool.num_waiting(aside / "mlflow") == 0)
+    wait_until(lambda: [one.info.status for one in all_runs(run)] == ["KILLED"])
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize("lost", [("mlflow_run.json",), ("mlflow_run.json", "mlflow/facts.json")])
+def test_a_sender_that_dies_early_makes_no_second_run(
+    server: Server, run: Config, lost: tuple[str, ...]
+) -> None:
+    tracker = open_spool(run)
+    tracker.log(1, {"reward/mean": 0.5})
+    assert tracker._sender is not None
+    tracker._sender.kill()
+    tracker._sender.wait()
+    tracker.finish("FINISHED")  # by another
+    assert history(run, "reward/mean") == [(1, 0.5)]
+    for name in lost:  # it died before it wrote them
+        (run.folder / name).unlink()
+    tracker = open_spool(run)
+    tracker.log(2, {"reward/mean": 0.75})
+    tracker.finish("FINISHED")
+    assert len(all_runs(run)) == 1
+    assert history(run, "reward/mean") == [(1, 0.5), (2, 0.75)]
+
+
+# ---------------------------------------------------------------------------- the spool
+
+
+def metrics(step: int) -> dict[str, Any]:
+    return {"kind": "metrics", "time": step, "step": step, "values": {"m": float(step)}}
+
+
+def line(event: Any) -> bytes:
+    return json.dumps(event).encode() + b"\n"
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    cut=st.integers(0, 400),
+    junk=st.binary(max_size=8),
+)
+def test_a_file_cut_anywhere_costs_its_last_line_alone(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cut: int, junk: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("spool")
+    expected = []
+    for number, length in enumerate(lengths, start=1):
+        whole = b"".join(line(metrics(number * 10 + step)) for step in range(length))
+        kept = whole[:cut]
+        (folder / f"spool_{number:06d}.jsonl").write_bytes(kept + junk.replace(b"\n", b""))
+        num_whole = kept.count(b"\n")
+        expected += [number * 10 + step for step in range(num_whole)]
+    found = list(spool.events(folder))
+    assert [event["step"] for event, _ in found] == expected
+    for index, (_, place) in enumerate(found):  # any place is one to go on from
+        rest = [event["step"] for event, _ in spool.events(folder, place)]
+        assert rest == expected[index + 1 :]
+
+
+class Killed(BaseException):
+    """The sender dies, at any moment."""
+
+
+class Memory:
+    """What MLflow was told: enough of a run for a lane."""
+
+    def __init__(self, deaths: list[str]) -> None:
+        self.steps: list[int] = []
+        self.deaths = deaths
+
+    def deliver(self, chunk: Sequence[Any], number: int, cursor: Cursor) -> None:
+        death = self.deaths.pop() if self.deaths else ""
+        if death == "before":
+            raise Killed
+        self.steps += [event["step"] for event in chunk if event["kind"] == "metrics"]
+        if death == "after":
+            raise Killed
+
+
+@settings(max_examples=50)
+@given(
+    kinds=st.lists(
+        st.lists(st.sampled_from(["metrics", "artifact", "end"]), max_size=8), max_size=3
+    ),
+    deaths=st.lists(st.sampled_from(["before", "after", ""]), max_size=12),
+)
+def test_a_sender_killed_at_any_moment_repeats_at_most_what_it_was_delivering(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[list[str]], deaths: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("spool")
+    step = 0
+    for number, attempt in enumerate(kinds, start=1):
+        with (folder / f"spool_{number:06d}.jsonl").open("wb") as file:
+            for kind in attempt:
+                step += kind == "metrics"
+                file.write(line({**metrics(step), "kind": kind}))
+    closing = threading.Event()
+    closing.set()
+    memory = Memory([*deaths])
+    num_deaths = sum(death != "" for death in deaths)
+    for _ in range(num_deaths + 1):
+        try:
+            Lane(folder, "facts", memory, closing).work()  # type: ignore[arg-type]
+        except Killed:
+            continue
+        break
+    assert list(dict.fromkeys(memory.steps)) == list(range(1, step + 1)), "lost, or out of order"
+    assert sorted(set(memory.steps)) == list(range(1, step + 1))
+    if "after" not in deaths:
+        assert memory.steps == list(range(1, step + 1)), "repeated without need"
+    assert spool.num_waiting(folder) == sum(attempt.count("artifact") for attempt in kinds)
+
+
+def test_a_spoilt_cursor_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "facts.json").write_text('{"number": 3')
+    assert spool.read_cursor(tmp_path, "facts") == Cursor()
+    (tmp_path / "facts.json").write_text('{"number": 3, "of a later version": 1}')
+    assert spool.read_cursor(tmp_path, "facts").place == Place(3, 0)
+
+
+# ---------------------------------------------------------------------------- a full disk
+
+
+@contextmanager
+def disk_with_room(num_bytes: int) -> Iterator[None]:
+    """Files of this process end at `num_bytes`: a write is cut short there, then fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@given(
+    texts=st.lists(st.text("abc", max_size=30), min_size=1, max_size=10),
+    room=st.integers(0, 120),
+    full_for=st.integers(0, 10),
+)
+def test_a_full_disk_costs_no_line_and_never_leaves_half_a_one(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], room: int, full_for: int
+) -> None:
+    path = tmp_path_factory.mktemp("disk") / "lines"
+    said: list[str] = []
+    lines = Lines(path, said.append)
+    whole = [text.encode() + b"\n" for text in texts]
+    with disk_with_room(room):
+        for text in texts[:full_for]:
+            lines.append(text.encode())
+    found = path.read_bytes() if path.exists() else b""
+    # What a reader may see at any time: whole lines (and a part of one until the next write).
+    assert b"".join(whole).startswith(found)
+    for text in texts[full_for:]:
+        lines.append(text.encode())
+    lines.close()
+    assert path.read_bytes() == b"".join(whole)
+    assert len(said) <= 2, "one loud line, and one when it is over"
+
+
+# ---------------------------------------------------------------------------- small things
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("eval/aime/avg@32", "eval/aime/avg_at_32"),
+        ("response_tokens/clipped_fraction", "response_tokens/clipped_fraction"),
+        ("eval/AIME (2024)/cons@4", "eval/AIME _2024_/cons_at_4"),
+    ],
+)
+def test_metric_names_mlflow_takes(name: str, taken: str) -> None:
+    assert metric_name(name) == taken
+
+
+def test_parameters_are_flat() -> None:
+    tree = {"a": {"b": None, "c": [1, {"d": "x"}]}, "e": [], "f": True}
+    flat = [("a.b", "null"), ("a.c.0", "1"), ("a.c.1.d", "x"), ("e", "[]"), ("f", "True")]
+    assert list(flatten(tree)) == flat
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("https://me:word@host:1/x", "https://host:1/x"),
+        ("http://host", "http://host"),
+        ("sqlite:////a@b/mlflow.db", "sqlite:////a@b/mlflow.db"),
+        ("postgresql://me:word@host/db", "postgresql://host/db"),
+    ],
+)
+def test_passwords_are_not_written_down(uri: str, shown: str) -> None:
+    assert without_password(uri) == shown
+
+
+def test_a_status_is_one_of_three(run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MlflowSpool, "_put", lambda *_, **__: None)
+    with pytest.raises(ValueError, match="'DONE': must be one of FINISHED, FAILED, KILLED"):
+        open_spool(run).finish("DONE")
+
+
+def test_rank_0_does_not_import_mlflow() -> None:
+    check = "import dapo_megatron.tracking, sys; sys.exit('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
