@@ -51,8 +51,7 @@ use_program() {
             "--container-image=$DAPO_CONTAINER"
             "--container-mounts=$DAPO_HOME:$DAPO_HOME${mounts:+,$mounts}"
             "--container-workdir=$DAPO_HOME"
-            --no-container-mount-home                # packages in ~/.local would shadow the image's
-            "--container-env=$(env_names)"           # or variables of the image win
+            --no-container-mount-home # packages in ~/.local would shadow the image's
         )
         PROGRAM=("${DAPO_PYTHON:-python3}")
     elif [[ -n ${DAPO_APPTAINER:-} ]]; then
@@ -78,6 +77,8 @@ env_names() { compgen -e | grep -E '^(NCCL|GLOO|TORCH|UCX|OMP|VLLM|DAPO)_|^MASTE
 step() {
     local log=$1 limit=(); shift
     [[ -n ${STEP_SECONDS:-} ]] && limit=(timeout -k 30 "$STEP_SECONDS")
+    # Or variables that the image sets win.
+    [[ -n ${DAPO_CONTAINER:-} ]] && STEP_OPTIONS+=("--container-env=$(env_names)")
     exec "${limit[@]}" srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$TASKS" \
         --cpus-per-task="$DAPO_CPUS_PER_TASK" --distribution=block --kill-on-bad-exit=0 \
         --wait="${DAPO_GRACE_SECONDS:-20}" --output="$log" "${STEP_OPTIONS[@]}" "$@"

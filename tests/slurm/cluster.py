@@ -33,6 +33,7 @@ STUB = Path(__file__).with_name("container_stub.c")
 
 INSIDE_A_NODE = """
 mount --bind "$0/etc/hosts" /etc/hosts
+[[ -e /etc/nsswitch.conf ]] && mount --bind "$0/etc/nsswitch.conf" /etc/nsswitch.conf
 mount -t tmpfs -o size=2g tmpfs /dev/shm
 hostname "$1"
 slurmd -D -f "$0/etc/slurm.conf" -N "$1" & wait $!
@@ -278,7 +279,11 @@ class Cluster:
             for number, name in enumerate(self.node_names, start=1)
         }
         hosts = [f"{address} {name}" for name, address in addresses.items()]
+        if self.has_networks:
+            hosts.append(f"{self.network}.254 outside")
         (etc / "hosts").write_text("\n".join([Path("/etc/hosts").read_text(), *hosts, ""]))
+        # A node reaches no name server: looking a name up would take until the time is out.
+        (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
         (etc / "slurm.conf").write_text(self._slurm_conf(addresses))
 
     def _container_stub(self) -> str:

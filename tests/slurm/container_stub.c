@@ -25,7 +25,7 @@ static int take(int number, const char *value, int is_remote)
 {
     (void)is_remote;
     free(options[number].given);
-    options[number].given = strdup(value != NULL ? value : "yes");
+    options[number].given = strdup(value != NULL && *value ? value : "yes");
     return options[number].given != NULL ? 0 : -1;
 }
 

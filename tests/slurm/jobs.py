@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.slurm.cluster import Cluster, wait_until
@@ -70,6 +72,20 @@ class Project:
     cluster: Cluster
     folder: Path
     user: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Beside the cluster's, for sbatch."""
+
+    @classmethod
+    def of_this_checkout(cls, cluster: Cluster) -> Project:
+        """The real thing: this checkout and this Python; jobs and logs in a folder of their own."""
+        folder = Path(tempfile.mkdtemp(prefix="project-", dir="/tmp"))
+        env = {
+            "DAPO_HOME": str(REPOSITORY),
+            "DAPO_LOGS": str(folder / "slurm_logs"),
+            "DAPO_VENV": sys.prefix,
+            "OMP_NUM_THREADS": "1",
+        }
+        return cls(cluster, folder, env=env)
 
     @classmethod
     def make(cls, cluster: Cluster, user: str | None) -> Project:
@@ -87,9 +103,10 @@ class Project:
         """`words`: options for sbatch, then from the first one without a dash on, arguments."""
         num_options = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
         options, arguments = words[:num_options], words[num_options:]
+        home = self.env.get("DAPO_HOME", self.folder)
         said = self.cluster.run(
-            "sbatch", "--parsable", *options, f"slurm/{script}", *arguments,
-            user=self.user, env=env, cwd=self.folder,
+            "sbatch", "--parsable", *options, f"{home}/slurm/{script}", *arguments,
+            user=self.user, env={**self.env, **env}, cwd=self.folder,
         )  # fmt: skip
         return Job(self.cluster, int(said.split(";")[0]), self.folder)
 

@@ -165,6 +165,7 @@ def test_scontrol_requeue_stops_cleanly(project: Project) -> None:
 def test_a_lost_node_is_left_by_slurm_itself(project: Project) -> None:
     job = project.sbatch(*TWO, "c.yaml", FAKE="wait ok")
     project.wait_until_ready(f"{job.number}.0", 2)
+    project.cluster.kill_node("node2")
     project.cluster.set_down("node2")
     wait_until(lambda: job.facts()["Restarts"] == "1", 30, job.story)
     assert job.wait_for()["JobState"] == "COMPLETED", job.story()
@@ -288,7 +289,7 @@ def test_apptainer_runs_the_program(project: Project) -> None:
     (project.folder / "a.sif").touch()
     job = project.sbatch(
         *TWO, "c.yaml", DAPO_APPTAINER="a.sif", DAPO_MOUNTS="/data", DAPO_PREFLIGHT="0",
-        DAPO_PYTHON=f"{project.folder}/.venv/bin/python", PATH=f"{bin_folder}:/usr/bin:/bin",
+        DAPO_PYTHON=f"{project.folder}/.venv/bin/python", PATH=f"{bin_folder}:/usr/sbin:/usr/bin:/bin",
     )  # fmt: skip
     assert job.wait_for()["JobState"] == "COMPLETED", job.story()
     [given] = project.record(f"{job.number}.0", "train-1")["STUB_APPTAINER"]
