@@ -1,0 +1,370 @@
+"""Optimizer state out of files of any layout: every field by HF name is what was put in, and what
+is damaged is named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dapo_megatron.bridge.families import Place, layout_of, shards_of
+from dapo_megatron.bridge.stores import Store, copy_companions, open_store, read_into
+from dapo_megatron.bridge.stores.moments import open_state, read_range
+from dapo_megatron.policy.reshard import reshard
+from dapo_megatron.types import CheckpointError
+from tests.helpers.checkpoints import config_of, differences, write_random
+
+FIELDS = ("model", "exp_avg", "exp_avg_sq", "param")
+MODELS = ("llama_tied", "qwen2", "qwen3_moe", "deepseek_v3")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`stages` lists the layers of each chunk of each pipeline stage; `expert` divides tensor x
+    data."""
+
+    tensor: int
+    data: int
+    stages: tuple[tuple[range, ...], ...]
+    expert: int = 1
+
+    def places(self, num_layers: int) -> list[list[Place]]:
+        """The chunks of each rank: tensor first, then data, then stages."""
+        return [
+            [
+                Place(
+                    tp_rank=index % self.tensor,
+                    tp_size=self.tensor,
+                    first_layer=layers.start,
+                    num_layers=len(layers),
+                    has_embedding=layers.start == 0,
+                    has_head=layers.stop == num_layers,
+                    ep_rank=index % self.expert,
+                    ep_size=self.expert,
+                )
+                for layers in chunks
+            ]
+            for chunks in self.stages
+            for index in range(self.tensor * self.data)
+        ]
+
+    def metadata(self) -> str:
+        return json.dumps(
+            {
+                "tensor_parallel": self.tensor,
+                "pipeline_parallel": len(self.stages),
+                "context_parallel": 1,
+                "data_parallel": self.data,
+            }
+        )
+
+
+PLAIN = Layout(3, 2, ((range(2),),))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, has_experts: bool) -> Layout:
+    tensor, data = draw(st.sampled_from([1, 3])), draw(st.sampled_from([1, 2, 3]))
+    stages = draw(
+        st.sampled_from(
+            [
+                ((range(2),),),
+                ((range(1),), (range(1, 2),)),
+                ((range(1), range(1, 2)),),  # two chunks of one rank
+            ]
+        )
+    )
+    sizes = [size for size in (1, 2, 3, 6) if tensor * data % size == 0]
+    return Layout(tensor, data, stages, draw(st.sampled_from(sizes)) if has_experts else 1)
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Store]]:
+    """Of each model, a store for each field, all of other numbers."""
+    root = tmp_path_factory.mktemp("truths")
+    return {
+        name: {
+            field: open_store(
+                write_random(root / name / field, config_of(name), torch.float32, seed=seed)
+            )
+            for seed, field in enumerate(FIELDS)
+        }
+        for name in MODELS
+    }
+
+
+def local(truth: Store, place: Place) -> dict[str, Tensor]:
+    """A field of the parameters of one chunk."""
+    slots = layout_of(truth.arch, place)
+    params = {name: torch.zeros(slot.shape) for name, slot in slots.items()}
+    read_into(truth, shards_of(params, truth.arch, place))
+    return params
+
+
+def write(
+    folder: Path,
+    truth: Mapping[str, Store],
+    layout: Layout,
+    cut: Callable[[int, int], list[int]],
+) -> Path:
+    """A training checkpoint. `cut(elements, ranks)` says where it is cut among ranks."""
+    arch = truth["model"].arch
+    folder.mkdir()
+    copy_companions(truth["model"].folder, folder)
+    ranks = layout.places(arch.num_layers)
+    files: list[dict[str, Tensor]] = [{} for _ in ranks]
+    cuts: dict[Any, tuple[list[int], itertools.count[int]]] = {}
+    for rank, (places, tensors) in enumerate(zip(ranks, files, strict=True)):
+        for number, place in enumerate(places):
+            prefix = f"chunk_{number}." if len(places) > 1 else ""
+            fields = {field: local(truth[field], place) for field in truth}
+            for name, weight in fields["model"].items():
+                tensors[f"model/{prefix}{name}"] = weight
+                if name.endswith("expert_bias"):
+                    continue  # not trained
+                is_expert = ".mlp.experts." in name
+                which = place.ep_rank if is_expert else place.tp_rank
+                size = layout.expert if is_expert else layout.tensor
+                sharing = layout.tensor * layout.data // size
+                home = (rank // (layout.tensor * layout.data), number, name, which)
+                ends, turn = cuts.setdefault(
+                    home, (cut(weight.numel(), sharing), itertools.count())
+                )
+                mine = next(turn)
+                start, stop = ends[mine], ends[mine + 1]
+                if start == stop:
+                    continue
+                key = f"optimizer/{prefix}{name}[{start}:{stop}]"
+                tensors[f"{key}/step"] = torch.tensor(5.0)
+                for field in fields.keys() - {"model"}:
+                    flat = fields[field][name].reshape(-1)
+                    tensors[f"{key}/{field}"] = flat[start:stop].clone()
+    for rank, (places, tensors) in enumerate(zip(ranks, files, strict=True)):
+        metadata = {
+            "layout": layout.metadata(),
+            "places": json.dumps([asdict(place) for place in places]),
+        }
+        save_file(tensors, folder / f"rank_{rank:05d}.safetensors", metadata=metadata)
+    return folder
+
+
+def evenly(elements: int, ranks: int) -> list[int]:
+    return [elements * rank // ranks for rank in range(ranks + 1)]
+
+
+# ------------------------------------------------------------------------------- reading
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_every_field_is_found_whatever_the_layout(
+    truths: dict[str, dict[str, Store]],
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+) -> None:
+    name = data.draw(st.sampled_from(MODELS))
+    has_experts = name in ("qwen3_moe", "deepseek_v3")
+    layout = data.draw(layouts(has_experts))
+    random = data.draw(st.randoms(use_true_random=False))
+
+    def cut(elements: int, ranks: int) -> list[int]:
+        return [0, *sorted(random.randint(0, elements) for _ in range(ranks - 1)), elements]
+
+    root = tmp_path_factory.mktemp("checkpoint")
+    truth = truths[name]
+    state = open_state(write(root / "step", truth, layout, cut))
+    assert state.step == 5.0
+    assert not differences(state.weights, truth["model"])
+    for field in FIELDS[1:]:
+        store = state.fields[field]
+        missing = truth[field].tensors.keys() - store.tensors.keys()
+        assert all(one.endswith("e_score_correction_bias") for one in missing)
+        for one in store.tensors:
+            assert torch.equal(store.read(one), truth[field].read(one))
+    # And back: any range of any parameter of any layout.
+    place = random.choice(random.choice(data.draw(layouts(has_experts)).places(2)))
+    for parameter, value in local(truth["exp_avg"], place).items():
+        if parameter.endswith("expert_bias"):
+            continue
+        start, stop = sorted(random.randint(0, value.numel()) for _ in range(2))
+        slot = layout_of(state.weights.arch, place)[parameter]
+        found = read_range(state.fields["exp_avg"], slot, start, stop)
+        assert torch.equal(found, value.reshape(-1)[start:stop]), parameter
+    shutil.rmtree(root)
+
+
+# ------------------------------------------------------------------------------- damage
+
+
+def edit(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata=metadata)
+
+
+def moved(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
+    """Another range for a key, its tensor cut or lengthened to fit."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if old in key]:
+            start, stop = map(int, new[new.index("[") + 1 : new.index("]")].split(":"))
+            value = tensors.pop(key)
+            fits = value if not value.dim() else value.new_ones(stop - start)
+            tensors[key.replace(old, new)] = fits
+
+    return change
+
+
+def dropped(word: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if word in key]:
+            del tensors[key]
+
+    return change
+
+
+NORM = "decoder.final_layernorm.weight"
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
+    "overlap": (
+        "rank_00003",
+        moved(f"{NORM}[18:36]", f"{NORM}[17:36]"),
+        rf"rank_00003.*optimizer/{NORM}\[17:36\]/exp_avg overlaps what .*rank_00000",
+    ),
+    "gap": (
+        "rank_00003",
+        moved(f"{NORM}[18:36]", f"{NORM}[19:36]"),
+        rf"rank_00000.*optimizer/{NORM}/exp_avg: what follows element 18 of 36 is in no file",
+    ),
+    "end": (
+        "rank_00003",
+        dropped(f"{NORM}[18:36]/exp_avg_sq"),
+        rf"rank_00000.*optimizer/{NORM}/exp_avg_sq: what follows element 18 of 36 is in no file",
+    ),
+    "start": (
+        "rank_00000",
+        dropped(f"{NORM}[0:18]/exp_avg_sq"),
+        rf"optimizer/{NORM}/exp_avg_sq: what follows element 0 of 36 is in no file",
+    ),
+    "shape": (
+        "rank_00004",
+        lambda tensors: tensors.update({f"optimizer/{NORM}[18:36]/exp_avg": torch.ones(3)}),
+        rf"rank_00004.*optimizer/{NORM}\[18:36\]/exp_avg has shape \(3,\)",
+    ),
+    "stranger": (
+        "rank_00004",
+        lambda tensors: tensors.update({"optimizer/x[0:3]/exp_avg": torch.ones(3)}),
+        r"rank_00004.*optimizer/x\[0:3\]/exp_avg is no parameter of this rank",
+    ),
+    "step": (
+        "rank_00002",
+        lambda tensors: tensors.update(
+            {key: torch.tensor(6.0) for key in tensors if key.endswith("/step")}
+        ),
+        r"rank_00002.*: of update 6, .*rank_00000.* of update 5",
+    ),
+    "dtype": (
+        "rank_00003",
+        lambda tensors: tensors.update(
+            {key: value.double() for key, value in tensors.items() if NORM in key and "avg" in key}
+        ),
+        rf"optimizer/{NORM}/exp_avg has other dtypes in other files",
+    ),
+}
+
+
+@pytest.fixture
+def checkpoint(truths: dict[str, dict[str, Store]], tmp_path: Path) -> Path:
+    return write(tmp_path / "step", truths["llama_tied"], PLAIN, evenly)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named(kind: str, checkpoint: Path) -> None:
+    file, change, said = DAMAGE[kind]
+    edit(checkpoint / f"{file}.safetensors", change)
+    with pytest.raises(CheckpointError, match=said):
+        open_state(checkpoint)
+
+
+@pytest.mark.parametrize("rank", [0, 4, 5])
+def test_a_missing_rank_is_named(rank: int, checkpoint: Path) -> None:
+    name = f"rank_{rank:05d}.safetensors"
+    (checkpoint / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name}: missing; 6 ranks saved"):
+        open_state(checkpoint)
+
+
+# ------------------------------------------------------------------------------- resharding
+
+
+def targets(dtype: torch.dtype, moments: torch.dtype) -> dict[str, Tensor]:
+    """What a rank of two stages wants of a norm."""
+    return {
+        f"model/{NORM}": torch.zeros(36, dtype=dtype),
+        f"optimizer/{NORM}[0:20]/exp_avg": torch.zeros(20, dtype=moments),
+        f"optimizer/{NORM}[0:20]/step": torch.tensor(0.0),
+    }
+
+
+LAST = Place(0, 1, 1, 1, has_embedding=False, has_head=True)
+
+
+def test_a_rank_gets_what_it_wants(checkpoint: Path, truths: dict[str, dict[str, Store]]) -> None:
+    wanted, truth = targets(torch.float32, torch.float32), truths["llama_tied"]
+    wanted["model/output_layer.weight"] = torch.full((37, 36), torch.nan)
+    reshard(checkpoint, wanted, [LAST], truth["model"].arch, ())
+    norm, moment, step, head = wanted.values()
+    assert torch.equal(norm, truth["model"].read("model.norm.weight"))
+    assert torch.equal(moment, truth["exp_avg"].read("model.norm.weight")[:20])
+    assert step == 5.0
+    assert torch.equal(head, truth["model"].read("model.embed_tokens.weight"))
+
+
+def test_padding_is_zero(checkpoint: Path, truths: dict[str, dict[str, Store]]) -> None:
+    arch = truths["llama_tied"]["model"].arch
+    last = Place(2, 3, 0, 2, has_embedding=True, has_head=True)  # rows 26 to 38 of 37
+    wanted = {"model/embedding.word_embeddings.weight": torch.full((13, 36), torch.nan)}
+    reshard(checkpoint, wanted, [last], arch, ())
+    [value] = wanted.values()
+    assert torch.equal(value[11:], torch.zeros(2, 36))
+    assert value[:11].all()
+
+
+def test_what_would_be_rounded_is_refused(
+    checkpoint: Path, truths: dict[str, dict[str, Store]]
+) -> None:
+    arch = truths["llama_tied"]["model"].arch
+    wanted = targets(torch.bfloat16, torch.bfloat16)
+    said = r"model.norm.weight \(exp_avg\) was saved in float32, .* bfloat16; .*policy.precision"
+    with pytest.raises(CheckpointError, match=said):
+        reshard(checkpoint, wanted, [LAST], arch, ())
+    assert not any(value.any() for value in wanted.values())  # nothing was read by halves
+
+
+def test_another_model_is_refused(checkpoint: Path, truths: dict[str, dict[str, Store]]) -> None:
+    arch = truths["qwen2"]["model"].arch
+    with pytest.raises(CheckpointError, match=r"of another model than model.path: family llama"):
+        reshard(checkpoint, {}, [LAST], arch, ())
+
+
+def test_a_checkpoint_without_state_of_a_tensor_is_refused(
+    checkpoint: Path, truths: dict[str, dict[str, Store]]
+) -> None:
+    for path in checkpoint.glob("rank_*"):
+        edit(path, dropped(f"optimizer/{NORM}"))
+    arch = truths["llama_tied"]["model"].arch
+    with pytest.raises(CheckpointError, match=r"optimizer state \(exp_avg\) of model.norm.weight"):
+        reshard(checkpoint, targets(torch.float32, torch.float32), [LAST], arch, ())
