@@ -89,6 +89,7 @@ def _gpus(
         gpus = read_gpus(seconds)
     except GpuError as error:
         remedy = "exclude the node; a GPU that fell off the bus does this (Xid 79 in dmesg)"
+        facts["GPUs"] = "no answer"
         yield Check("GPUs", Status.FAIL, str(error), remedy)
         return
     kinds = Counter(f"{gpu.name}, driver {gpu.driver}" for gpu in gpus)

@@ -14,43 +14,22 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from dapo_megatron.cluster.findings import Findings, as_json, render
 from dapo_megatron.cluster.node import Look, look_at_node, node_name, odd_ones, within
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.cluster.report import STYLES, Check, Status, worst
+from dapo_megatron.cluster.report import Check, Status, worst
 from dapo_megatron.config import Config, PreflightConfig
 
 PINGS = 5
 POLL_SECONDS = 0.1
 _NOT_ALL = "did not end in {:g} s, while at: {}"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What all ranks found together. `checks` has a list for each node, `whole` what no node can be
-    blamed for, `figures` the bandwidths."""
-
-    checks: dict[str, list[Check]]
-    whole: list[Check]
-    figures: dict[str, Any]
-
-    @property
-    def bad(self) -> list[str]:
-        """The nodes to leave out."""
-        return [node for node, checks in self.checks.items() if worst(checks) is Status.FAIL]
-
-    @property
-    def is_good(self) -> bool:
-        """Whether a run may start."""
-        return not self.bad and worst(self.whole) is not Status.FAIL
 
 
 class NodeFile:
@@ -124,8 +103,8 @@ def check_nodes(
     """One rank's part of the check; whether a run may start. Collective: a rank per GPU.
 
     `backend` is what the ranks will exchange weights with (nccl or gloo) and `claim` takes the GPU
-    of a local rank; `facts` must be the same on all ranks. Rank 0 prints the verdict. If the others
-    do not answer in `preflight.max_seconds`, the process ends with exit code 1.
+    of a local rank; `facts` must be the same on all ranks. Rank 0 prints the findings. If others
+    do not answer within `preflight.max_seconds`, the process ends with exit code 1.
     """
     settings, local_rank = config.preflight, int(os.environ.get("LOCAL_RANK", "0"))
     file = NodeFile(report, node_name(), is_leader=local_rank == 0)
@@ -141,7 +120,7 @@ def check_nodes(
     try:
         # GPUs are claimed once all nodes have seen that no one else is on them.
         ranks = join("gloo")
-        verdict = _together(
+        findings = _together(
             config, ranks, file, Look(look.checks, {**look.facts, **facts}), backend, claim, clock
         )
     except RuntimeError as error:  # all that torch.distributed raises
@@ -149,13 +128,21 @@ def check_nodes(
         remedy = "see the nodes without a verdict"
         file.finish([*file.checks, Check("network", Status.WARN, lost, remedy)])
         return False
-    file.finish(verdict.checks[file.node])
+    file.finish(findings.checks[file.node])
     deadline.cancel()
     if ranks.rank == 0:
-        render(verdict, Console())
+        render(findings, Console())
         if json_file is not None:
-            json_file.write_text(as_json(verdict), encoding="utf-8")
-    return verdict.is_good
+            json_file.write_text(as_json(findings), encoding="utf-8")
+    leave()
+    return findings.is_good
+
+
+def leave() -> None:
+    """Let go of the other ranks."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
 
 
 def _expire(file: NodeFile, settings: PreflightConfig) -> None:
@@ -174,7 +161,7 @@ def _together(
     backend: str,
     claim: Callable[[int], None],
     clock: Callable[[], float],
-) -> Verdict:
+) -> Findings:
     """What it takes all ranks to find out; the same on every rank."""
     import torch
     import torch.distributed as dist
@@ -208,7 +195,7 @@ def _together(
     wire = Wire(ranks, group, device, BUDGETS[backend], file.note)
     found = measure(wire, ranks_of)
     whole += _judge_bandwidth(asdict(found), config.preflight, checks)
-    return Verdict(checks, whole, asdict(found))
+    return Findings(checks, whole, asdict(found))
 
 
 def _add(checks: dict[str, list[Check]], more: Mapping[str, Sequence[Check]]) -> None:
@@ -348,48 +335,3 @@ def _judge_bandwidth(
             remedy = f"see the pairs; or lower preflight.min_gbps_{key}"
             whole.append(Check(name, Status.FAIL, text, remedy))
     return whole
-
-
-# ------------------------------------------------------------------------------- telling
-
-
-def as_json(verdict: Verdict) -> str:
-    """An object: good, bad (names of nodes), nodes (checks of each), whole, bandwidth."""
-    body = {
-        "good": verdict.is_good,
-        "bad": verdict.bad,
-        "nodes": {
-            node: {"status": worst(checks), "checks": [asdict(check) for check in checks]}
-            for node, checks in verdict.checks.items()
-        },
-        "whole": [asdict(check) for check in verdict.whole],
-        "bandwidth": verdict.figures,
-    }
-    return json.dumps(body, indent=2) + "\n"
-
-
-def render(verdict: Verdict, console: Console) -> None:
-    """Print a row for each node, the bandwidths, and the bad nodes."""
-    table = Table("node", "status", "findings and remedies", title="doctor nodes")
-    everything = {**verdict.checks, "all together": verdict.whole}
-    for node, checks in everything.items():
-        status, text = worst(checks), Text()
-        for check in checks:
-            if check.status is not Status.OK or check.name in ("GPUs", "clock"):
-                text.append(f"{check.name}: {check.finding}\n")
-            if check.remedy:
-                text.append(f"-> {check.remedy}\n", style="bold")
-        text.rstrip()
-        table.add_row(node, Text(status, style=STYLES[status]), text)
-    console.print(table)
-    rows = [(" - ".join(pair["nodes"]), pair["gbps"]) for pair in verdict.figures["pairs"]]
-    for name in ("all_reduce", "all_to_all"):
-        if (gbps := verdict.figures[f"{name}_gbps"]) is not None:
-            rows.append((f"{name.replace('_', '-')}, all ranks", gbps))
-    if rows:
-        speeds = Table("bandwidth", "GB/s per rank")
-        for name, gbps in rows:
-            speeds.add_row(name, f"{gbps:.2f}")
-        console.print(speeds)
-    if verdict.bad:
-        console.print(f"bad: {', '.join(verdict.bad)}", style="bold red", highlight=False)

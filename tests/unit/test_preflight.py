@@ -1,0 +1,257 @@
+"""`doctor nodes` between real ranks, each a node: sound ones pass, each bad one is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dapo_megatron.cluster import bandwidth, findings, node, preflight
+from dapo_megatron.cluster.node import Port, check_infiniband, look_at_node, odd_ones, within
+from dapo_megatron.cluster.preflight import NodeFile, check_nodes
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.cluster.report import Check, Status, worst
+from tests.helpers.configs import tiny_config
+from tests.helpers.nvidia_smi import install
+from tests.helpers.ranks import RankFailed, run_ranks
+
+NUM_NODES = 3
+FACTS = {"torch": "2.13.0", "commit": "abc", "config": "0123"}
+SLOW_GBPS = 0.002
+
+# What is wrong in each case -> the bad nodes, and words that must be said of them.
+CASES: dict[str, tuple[list[str], str]] = {
+    "sound": ([], ""),
+    "ecc": (["n0"], "2 uncorrected ECC errors"),
+    "hung gpu": (["n1"], "nvidia-smi: no answer in"),
+    "other driver": (["n2"], "driver 535.1 here"),
+    "clock": (["n2"], "-30.0"),
+    "first clock": (["n0"], "+30.0"),
+    "version": (["n1"], "2.12.0 here, 2.13.0 on 2 of 3 nodes"),
+    "other disk": (["n2"], "sees the files of n2"),
+    "full disk": (["n0", "n1", "n2"], "GiB are wanted"),
+    "no shared disk": ([], "shared by no nodes"),
+    "slow": (["n1"], "GB/s per GPU with its neighbours"),
+    "slow altogether": ([], "GB/s per GPU over all nodes"),
+}
+
+
+def slowly(swap: Any) -> Any:
+    def run(tensor: Any, peer: int, group: Any) -> None:
+        time.sleep(tensor.nbytes / SLOW_GBPS / 1e9)
+        swap(tensor, peer, group)
+
+    return run
+
+
+def as_node(rank: int) -> None:
+    """Make this process the only rank of the node n<rank>, in the group there is."""
+    vars(preflight).update(join=lambda _: Ranks(rank, NUM_NODES, 0), leave=lambda: None)
+    os.environ.update(
+        LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SLURMD_NODENAME=f"n{rank}", PATH="/nowhere"
+    )
+
+
+def run_case(rank: int, case: str, root: Path) -> bool:
+    """One node's part: this rank's fault first, then the command as it is."""
+    folder = root / case
+    keys: dict[str, Any] = {"run__directory": folder / "runs", "preflight__check_seconds": 6}
+    facts, clock, bad = dict(FACTS), time.time, f"n{rank}" in CASES[case][0]
+    sound_gpu: dict[str, str] = {}
+    if case == "ecc" and bad:
+        sound_gpu = {"ecc.errors.uncorrected.volatile.total": "2"}
+    if case == "other driver" and bad:
+        sound_gpu = {"driver_version": "535.1"}
+    hangs = 60.0 if case == "hung gpu" and bad else 0.0
+    os.environ["PATH"] = str(install(folder / f"bin{rank}", [sound_gpu], sleeps_seconds=hangs))
+    if "clock" in case and bad:
+        shift = 30.0 if rank == 0 else -30.0
+        clock = lambda: time.time() + shift  # noqa: E731
+    if case == "version" and bad:
+        facts["torch"] = "2.12.0"
+    if (case == "other disk" and bad) or case == "no shared disk":
+        keys |= {"run__directory": folder / f"runs{rank}", "preflight__check_seconds": 2}
+    if case == "full disk":
+        keys["preflight__min_free_disk_gib"] = 1e9
+    if case == "slow":
+        keys["preflight__min_gbps_pair"] = 2 * SLOW_GBPS
+    if case == "slow altogether":
+        keys["preflight__min_gbps_all_reduce"] = 1e6
+    swap = bandwidth.swap
+    bandwidth.swap = slowly(swap) if case == "slow" and bad else swap
+    try:
+        return check_nodes(
+            tiny_config(**keys),
+            folder / "report",
+            backend="gloo",
+            claim=lambda _: None,
+            facts=facts,
+            json_file=folder / "all.json",
+            clock=clock,
+        )
+    finally:
+        bandwidth.swap = swap
+
+
+def run_cases(rank: int, root: Path) -> dict[str, bool]:
+    as_node(rank)
+    return {case: run_case(rank, case, root) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, bool]]]:
+    root = tmp_path_factory.mktemp("preflight")
+    return root, run_ranks(run_cases, NUM_NODES, root)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bad_node_is_named_and_no_other(
+    case: str, reports: tuple[Path, list[dict[str, bool]]]
+) -> None:
+    root, is_good = reports
+    bad, words = CASES[case]
+    everything = json.loads((root / case / "all.json").read_text())
+    assert everything["bad"] == bad
+    for rank in range(NUM_NODES):
+        said = json.loads((root / case / "report" / f"n{rank}.json").read_text())
+        assert (said["status"] == "fail") is (f"n{rank}" in bad)
+        assert said["checks"] == everything["nodes"][f"n{rank}"]["checks"]
+    failed = [
+        check
+        for checks in (everything["whole"], *(of["checks"] for of in everything["nodes"].values()))
+        for check in checks
+        if check["status"] == "fail"
+    ]
+    assert (case == "sound") is (not failed)
+    assert case == "sound" or any(words in check["finding"] for check in failed)
+    assert all(check["remedy"] for check in failed)
+    assert {of_rank[case] for of_rank in is_good} == {case == "sound"}
+
+
+def test_a_sound_check_leaves_nothing_behind(
+    reports: tuple[Path, list[dict[str, bool]]],
+) -> None:
+    root, _ = reports
+    assert not list((root / "sound" / "runs").iterdir())
+    assert sorted(path.name for path in (root / "sound" / "report").iterdir()) == [
+        f"n{rank}.json" for rank in range(NUM_NODES)
+    ]
+
+
+def test_a_table_names_the_bad(reports: tuple[Path, list[dict[str, bool]]]) -> None:
+    found = findings.Findings(
+        {
+            "n0": [Check("clock", Status.OK, "fine")],
+            "n1": [Check("GPU 3", Status.FAIL, "hot", "x")],
+        },
+        [Check("all-reduce", Status.FAIL, "slow", "y")],
+        {"pairs": [{"nodes": ("n0", "n1"), "gbps": 12.5}], "all_reduce_gbps": 3.25}
+        | {"all_to_all_gbps": None},
+    )
+    console = Console(file=io.StringIO(), width=120)
+    findings.render(found, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "GPU 3: hot" in text and "12.50" in text and "3.25" in text and "bad: n1" in text
+
+
+# ------------------------------------------------------------------------------- hanging
+
+
+def hang(rank: int, root: Path) -> None:
+    as_node(rank)
+    if rank == 1:
+        NodeFile(root, "n1", is_leader=True)
+        time.sleep(60.0)
+    config = tiny_config(run__directory=root / "runs", preflight__max_seconds=5)
+    check_nodes(config, root, backend="gloo", claim=lambda _: None, facts=FACTS)
+
+
+def test_a_node_that_hangs_is_bad_and_who_waits_for_it_is_not(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 0 died"):
+        run_ranks(hang, 2, tmp_path)
+    waits, hangs = (json.loads((tmp_path / f"n{rank}.json").read_text()) for rank in range(2))
+    assert waits["status"] == "warn"
+    assert "joining the other nodes" in waits["checks"][-1]["finding"]
+    assert "5 s" in waits["checks"][-1]["finding"]
+    assert hangs["status"] == "running"
+    # slurm/train.sbatch looks for this.
+    assert any(check["status"] == "fail" for check in hangs["checks"])
+
+
+def test_a_rank_stuck_with_one_other_node_is_a_suspect(tmp_path: Path) -> None:
+    first = NodeFile(tmp_path, "n0", is_leader=True)
+    first.checks = [Check("GPUs", Status.WARN, "few", "more")]
+    second = NodeFile(tmp_path, "n0", is_leader=False)
+    first.note("waiting after pair n0 n1")
+    second.note("pair n0 n1")
+    first.expire(5.0)
+    assert json.loads(first.path.read_text())["status"] == "warn"
+    second.expire(5.0)
+    said = json.loads(first.path.read_text())
+    assert said["status"] == "fail"
+    assert said["checks"][0]["name"] == "GPUs"
+    assert "pair n0 n1" in said["checks"][-1]["finding"]
+
+
+# ------------------------------------------------------------------------------- one node
+
+
+def test_a_look_that_hangs_or_fails_is_a_finding() -> None:
+    def hangs() -> list[Check]:
+        time.sleep(30.0)
+        return []
+
+    def broken() -> list[Check]:
+        raise OSError("stale file handle")
+
+    start = time.monotonic()
+    [hung] = within(0.2, "disk", hangs)
+    assert time.monotonic() - start < 2.0
+    [stale] = within(5.0, "disk", broken)
+    assert hung.status is stale.status is Status.FAIL
+    assert "no answer in 0.2 s" in hung.finding and "stale file handle" in stale.finding
+
+
+def test_this_machine_is_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    look = look_at_node(tiny_config(run__directory=tmp_path / "runs"), 2, is_used=False)
+    assert worst(look.checks) is not Status.FAIL
+    assert {"GPUs", "run.directory", "/dev/shm", "host name"} <= {one.name for one in look.checks}
+
+
+PORTS = [Port(f"mlx5_{number}:1", "ACTIVE", "400 Gb/sec (4X NDR)") for number in range(8)]
+
+
+def test_infiniband_ports() -> None:
+    facts: dict[str, str] = {}
+    assert [check.name for check in check_infiniband([], facts)] == ["InfiniBand"]
+    checks = list(check_infiniband(PORTS, facts))
+    assert facts == {"InfiniBand": "8 x 400 Gb/sec (4X NDR)"}
+    assert all(check.name == "pinned memory" for check in checks if check.status != "ok")
+    narrow = Port("mlx5_3:1", "ACTIVE", "100 Gb/sec (1X NDR)")
+    down = Port("mlx5_4:1", "DOWN", "400 Gb/sec (4X NDR)")
+    found = {check.name: check for check in check_infiniband([*PORTS[:3], narrow, down], facts)}
+    assert found["InfiniBand mlx5_3:1"].status is Status.FAIL
+    assert found["InfiniBand mlx5_4:1"].status is Status.WARN
+
+
+def test_infiniband_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert node.read_ports(tmp_path) == [Port("mlx5_0:1", "ACTIVE", "400 Gb/sec (4X NDR)")]
+
+
+def test_a_missing_fact_is_odd_too() -> None:
+    ports = {"InfiniBand": "8 x 400 Gb/sec (4X NDR)"}
+    found = odd_ones({"a": ports, "b": {}, "c": ports}, "nodes")
+    assert not found["a"] and not found["c"]
+    [check] = found["b"]
+    assert check.finding == "none here, 8 x 400 Gb/sec (4X NDR) on 2 of 3 nodes"
