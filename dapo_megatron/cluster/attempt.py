@@ -31,10 +31,13 @@ _ATTEMPT = "DAPO_MEGATRON_ATTEMPT"
 
 
 def attempt(environ: Mapping[str, str] = os.environ) -> str:
-    """Name of this start, the same on all its ranks: Slurm's job id and restart count, else what
-    `launch` gave its ranks, else the time."""
+    """Name of this start, the same on all its ranks: what `launch` or slurm/train.sbatch gave them,
+    else by Slurm's job id and restart count, or torchrun's, else the time."""
     if name := environ.get(_ATTEMPT):
         return name
+    if run := environ.get("TORCHELASTIC_RUN_ID"):
+        address = f"{environ.get('MASTER_ADDR')}-{environ.get('MASTER_PORT')}"
+        return f"{run}-{address}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if job := environ.get("SLURM_JOB_ID"):
         return f"{job}.{environ.get('SLURM_RESTART_COUNT', '0')}"
     return time.strftime("%Y%m%d-%H%M%S")

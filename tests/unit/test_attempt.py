@@ -18,6 +18,9 @@ def test_names() -> None:
     assert attempt(slurm(2)) == "7.2"
     assert attempt({"SLURM_JOB_ID": "7"}) == "7.0"
     assert attempt({**slurm(2), "DAPO_MEGATRON_ATTEMPT": "mine"}) == "mine"
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
+    place = {"MASTER_ADDR": "h1", "MASTER_PORT": "29400"}
+    assert attempt({**slurm(2), **torchrun, **place}) == "none-h1-29400.1"
     assert attempt({})
 
 
