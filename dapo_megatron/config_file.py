@@ -20,9 +20,9 @@ from dapo_megatron.config import (
     FileSource,
     ReasoningGymSource,
     Section,
-    check_values,
     refuse,
 )
+from dapo_megatron.config_rules import check_values
 from dapo_megatron.types import ConfigError
 
 

@@ -40,7 +40,8 @@ ROOMS = {
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
     "codec": room("types"),
     "config": room("types", "pydantic"),
-    "config_file": room("types config", "pydantic yaml"),
+    "config_rules": room("types config"),
+    "config_file": room("types config config_rules", "pydantic yaml"),
     "layout": room("types config layout_search"),
     "layout_search": room("types config"),
     "memory": room("types config layout bridge", "torch rich"),
