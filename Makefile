@@ -4,8 +4,8 @@ ARGS   ?=
 VENV   := .venv
 READY  := $(VENV)/.ready
 
-.PHONY: help env quickstart ladder test test-long test-layouts test-sync lint mlflow-ui \
-        clean
+.PHONY: help env quickstart ladder test test-long test-layouts test-sync test-slurm lint \
+        mlflow-ui clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,10 @@ test-layouts: env  ## only the whole matrix of layouts: four ranks, eight models
 
 test-sync: env  ## only the whole matrix of policy and engine layouts: four ranks, seven models
 	$(VENV)/bin/python -m pytest -m sync $(ARGS)
+
+test-slurm: env  ## only the job scripts, on an emulated cluster: installs Slurm with apt-get (root or sudo)
+	tests/slurm/install.sh
+	$(VENV)/bin/python -m pytest -m slurm $(ARGS)
 
 lint: env  ## ruff and mypy
 	$(VENV)/bin/ruff check .

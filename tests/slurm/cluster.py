@@ -11,6 +11,7 @@ The daemons stay in the foreground, as children that the kernel kills with their
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -26,7 +27,9 @@ from pathlib import Path
 from types import TracebackType
 
 NUM_GPUS = 8
-NODE_HARDWARE = f"Sockets=2 CoresPerSocket=56 ThreadsPerCore=2 RealMemory=2000000 Gres=gpu:h100:{NUM_GPUS}"
+NODE_HARDWARE = (
+    f"Sockets=2 CoresPerSocket=56 ThreadsPerCore=2 RealMemory=2000000 Gres=gpu:h100:{NUM_GPUS}"
+)
 REQUEUE_SECONDS = 5
 """Slurm holds a requeued job back for as long as a credential is valid: 120 by default."""
 STUB = Path(__file__).with_name("container_stub.c")
@@ -108,7 +111,8 @@ class Cluster:
             self.cancel_all()
         for name in [*self.node_names, "slurmctld", "munged"]:
             if (daemon := self._daemons.pop(name, None)) is not None:
-                daemon.kill() if name in self.node_names and self.has_networks else daemon.terminate()
+                is_whole_node = self.has_networks and name in self.node_names
+                daemon.send_signal(signal.SIGKILL if is_whole_node else signal.SIGTERM)
                 try:
                     daemon.wait(10)
                 except subprocess.TimeoutExpired:
@@ -129,7 +133,8 @@ class Cluster:
         self._daemon(
             name, "nsenter", f"--net=/run/netns/{self._namespace(name)}",
             "unshare", "--uts", "--mount", "--propagation", "private", "--pid", "--fork",
-            "--kill-child=KILL", "--mount-proc", "bash", "-c", INSIDE_A_NODE, str(self.folder), name,
+            "--kill-child=KILL", "--mount-proc",
+            "bash", "-c", INSIDE_A_NODE, str(self.folder), name,
         )  # fmt: skip
 
     def kill_node(self, name: str) -> None:
@@ -242,7 +247,9 @@ class Cluster:
         for number, name in enumerate(self.node_names, start=1):
             inside, outside = self._namespace(name), f"v{self.tag}n{number}"
             self._ip("netns", "add", inside)
-            self._ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", inside)
+            self._ip(
+                "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", inside
+            )
             self._ip("link", "set", outside, "master", bridge, "up")
             self._ip("-n", inside, "addr", "add", f"{self.network}.{number}/24", "dev", "eth0")
             self._ip("-n", inside, "link", "set", "eth0", "up")
@@ -269,7 +276,9 @@ class Cluster:
             f"NodeName={names} Name=gpu Type=h100 File={dev}/nvidia[0-{NUM_GPUS - 1}]\n"
         )
         # slurmd looks for a cgroup system even where nothing uses it.
-        version = subprocess.run(["slurmd", "-V"], capture_output=True, text=True, check=True).stdout
+        version = subprocess.run(
+            ["slurmd", "-V"], capture_output=True, text=True, check=True
+        ).stdout
         year, month = (int(part) for part in version.split()[-1].split(".")[:2])
         plugin = "disabled" if (year, month) >= (24, 5) else "cgroup/v1"
         (etc / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
@@ -378,7 +387,5 @@ if __name__ == "__main__":
     with Cluster() as up:
         print(f"export SLURM_CONF={up.env['SLURM_CONF']}\n{up.run('sinfo')}", flush=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             signal.pause()
-        except KeyboardInterrupt:
-            pass

@@ -1,4 +1,4 @@
-"""One emulated cluster for all tests that need one; nodes are mended and jobs ended between them."""
+"""One emulated cluster for all tests; between them nodes are mended and jobs ended."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from tests.slurm.jobs import Project
 
 @pytest.fixture(scope="session")
 def whole_cluster() -> Iterator[Cluster]:
-    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name)]
+    missing = [
+        name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name)
+    ]
     if missing:
-        pytest.fail(f"no {', '.join(missing)} here: run tests/slurm/install.sh, or `make test-slurm`")
+        pytest.fail(
+            f"no {', '.join(missing)} here: run tests/slurm/install.sh, or `make test-slurm`"
+        )
     with Cluster(4) as up:
         yield up
 
@@ -29,8 +33,8 @@ def cluster(whole_cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def project(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """A checkout with the real scripts and a fake program, of an ordinary user where we are root."""
+def project(cluster: Cluster) -> Iterator[Project]:
+    """The real scripts and a fake program, of an ordinary user where the tests are root's."""
     made = Project.make(cluster, user="nobody" if os.geteuid() == 0 else None)
     yield made
     shutil.rmtree(made.folder, ignore_errors=True)

@@ -101,7 +101,9 @@ class Project:
 
     def sbatch(self, *words: str, script: str = "train.sbatch", **env: str) -> Job:
         """`words`: options for sbatch, then from the first one without a dash on, arguments."""
-        num_options = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+        num_options = next(
+            (i for i, word in enumerate(words) if not word.startswith("-")), len(words)
+        )
         options, arguments = words[:num_options], words[num_options:]
         home = self.env.get("DAPO_HOME", self.folder)
         said = self.cluster.run(
@@ -111,7 +113,7 @@ class Project:
         return Job(self.cluster, int(said.split(";")[0]), self.folder)
 
     def record(self, attempt: str, task: str) -> dict[str, list[str]]:
-        """What a task of the fake program wrote down: its first words, and all that followed each."""
+        """What a task of the fake program wrote down: its first words, and what followed each."""
         lines: dict[str, list[str]] = {}
         for line in (self.folder / "record" / attempt / task).read_text().splitlines():
             name, _, rest = line.partition(" ")
@@ -120,7 +122,9 @@ class Project:
 
     def started(self, job: Job) -> list[str]:
         """Attempts of the job in which training began."""
-        return sorted(path.parent.name for path in self.folder.glob(f"record/{job.number}.*/train-0"))
+        return sorted(
+            path.parent.name for path in self.folder.glob(f"record/{job.number}.*/train-0")
+        )
 
     def wait_until_ready(self, attempt: str, num_tasks: int) -> None:
         """Until all tasks of an attempt wait for a signal."""
@@ -130,4 +134,6 @@ class Project:
             ready = [path for path in files if "ready" in path.read_text().split()]
             return len(ready) == num_tasks
 
-        wait_until(are_ready, 60, lambda: f"attempt {attempt} does not start\n{self.cluster.logs()}")
+        wait_until(
+            are_ready, 60, lambda: f"attempt {attempt} does not start\n{self.cluster.logs()}"
+        )

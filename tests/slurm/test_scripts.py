@@ -1,5 +1,5 @@
-"""What the job scripts do with a program that ends in every way; on an emulated cluster, with a fake
-program, as an ordinary user where the tests run as root."""
+"""What the job scripts do with a program that ends in every way; on an emulated cluster, with a
+fake program, as an ordinary user where the tests run as root."""
 
 from __future__ import annotations
 
@@ -202,9 +202,13 @@ def test_a_bad_node_is_excluded_and_another_job_goes_on(project: Project) -> Non
 def test_a_bad_node_is_excluded_from_the_rest_of_the_chain(project: Project) -> None:
     chain = [
         project.sbatch(
-            "-N2", *ON_CPU, "--dependency=singleton", "c.yaml",
-            FAKE_MUTE="node1", DAPO_EXCLUDE_BAD="1",
-        )  # fmt: skip
+            "-N2",
+            *ON_CPU,
+            "--dependency=singleton",
+            "c.yaml",
+            FAKE_MUTE="node1",
+            DAPO_EXCLUDE_BAD="1",
+        )
         for _ in range(2)
     ]
     assert chain[0].wait_for()["ExitCode"] == "69:0", chain[0].story()
@@ -239,16 +243,18 @@ def test_the_check_can_be_skipped(project: Project) -> None:
     ("words", "env", "said"),
     [
         ((*TWO,), {}, "usage: sbatch"),
-        (("-N1", "--ntasks-per-node=2", "--gpus-per-node=h100:8", "c.yaml"), {}, "give sbatch --ntasks-per-node=8"),
+        (
+            ("-N1", "--ntasks-per-node=2", "--gpus-per-node=h100:8", "c.yaml"),
+            {},
+            "give sbatch --ntasks-per-node=8",
+        ),
         ((*TWO, "c.yaml"), {"DAPO_VENV": "nowhere"}, "DAPO_VENV: no "),
         ((*TWO, "c.yaml"), {"DAPO_APPTAINER": "no.sif"}, "DAPO_APPTAINER: no file no.sif"),
         ((*TWO, "c.yaml"), {"DAPO_INTERFACE": "ib7"}, "no address on ib7"),
         ((*TWO, "c.yaml"), {"DAPO_HOME": "/nowhere"}, "/nowhere is no checkout"),
     ],
 )
-def test_refusals(
-    project: Project, words: tuple[str, ...], env: dict[str, str], said: str
-) -> None:
+def test_refusals(project: Project, words: tuple[str, ...], env: dict[str, str], said: str) -> None:
     job = project.sbatch(*words, **env)
     assert job.wait_for()["ExitCode"] == "2:0", job.story()
     assert said in job.log
@@ -273,7 +279,9 @@ def test_container_options_reach_srun(project: Project) -> None:
     for name in ("check-1", "train-1"):
         task = project.record(f"{job.number}.0", name)
         assert task["STUB_CONTAINER_IMAGE"] == ["/images/a.sqsh"]
-        assert task["STUB_CONTAINER_MOUNTS"] == [f"{project.folder}:{project.folder},/data:/data:ro"]
+        assert task["STUB_CONTAINER_MOUNTS"] == [
+            f"{project.folder}:{project.folder},/data:/data:ro"
+        ]
         assert task["STUB_CONTAINER_WORKDIR"] == [str(project.folder)]
         assert task["STUB_NO_CONTAINER_MOUNT_HOME"] == ["yes"]
         passed = task["STUB_CONTAINER_ENV"][0].split(",")
@@ -289,7 +297,8 @@ def test_apptainer_runs_the_program(project: Project) -> None:
     (project.folder / "a.sif").touch()
     job = project.sbatch(
         *TWO, "c.yaml", DAPO_APPTAINER="a.sif", DAPO_MOUNTS="/data", DAPO_PREFLIGHT="0",
-        DAPO_PYTHON=f"{project.folder}/.venv/bin/python", PATH=f"{bin_folder}:/usr/sbin:/usr/bin:/bin",
+        DAPO_PYTHON=f"{project.folder}/.venv/bin/python",
+        PATH=f"{bin_folder}:/usr/sbin:/usr/bin:/bin",
     )  # fmt: skip
     assert job.wait_for()["JobState"] == "COMPLETED", job.story()
     [given] = project.record(f"{job.number}.0", "train-1")["STUB_APPTAINER"]

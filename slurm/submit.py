@@ -1,0 +1,359 @@
+"""Check a run and submit it to Slurm: one job, or a chain of them.
+
+    python slurm/submit.py CONFIG --nodes 16 --time 24:00:00 [key.path=value ...]
+    python slurm/submit.py CONFIG --nodes 16 --time 24:00:00 --chain 5 --container /images/a.sqsh
+    python slurm/submit.py CONFIG --nodes 2 --time 1:00:00 --dry-run
+
+Prints the plan (ranks, layout, engines, memory, logs, the sbatch command) and what is wrong with
+it; when anything is, nothing is submitted. --dry-run needs no Slurm. Paths in a config are from
+the checkout, where the job will run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dapo_megatron.config import Config, FileSource
+from dapo_megatron.config_file import load_config
+from dapo_megatron.layout import check_layout, describe
+from dapo_megatron.types import ConfigError
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+SCRIPT = CHECKOUT / "slurm/train.sbatch"
+MARGIN_SECONDS = 60
+"""Between run.stop_seconds and the time limit: for MLflow, and for Slurm to end the step."""
+HEADER_LEAD_SECONDS = 300
+"""What train.sbatch asks for itself."""
+TIME = re.compile(
+    r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks of Slurm."""
+
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+    time: str
+    name: str
+    options: dict[str, str]
+    """account, partition, qos, ...: passed on as they are, where given."""
+    chain: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    """DAPO_* variables of the job script."""
+    arguments: tuple[str, ...] = ()
+    """CONFIG, overlays and overrides."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.tasks_per_node
+
+
+def seconds_of(time: str) -> int | None:
+    """Slurm's --time as seconds; None for UNLIMITED. Raises ConfigError.
+
+    Example: seconds_of("1-12") == 129600, seconds_of("90") == 5400, seconds_of("2:30:00") == 9000
+    """
+    if time.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    match = TIME.fullmatch(time)
+    if match is None:
+        raise ConfigError(
+            f"--time: {time} is not a time of Slurm's; write minutes, hours:minutes:seconds, "
+            "days-hours or days-hours:minutes:seconds"
+        )
+    first, second, third = (int(match[name] or 0) for name in ("first", "second", "third"))
+    if match["days"] is not None:
+        return int(match["days"]) * 86400 + first * 3600 + second * 60 + third
+    if match["third"] is not None:
+        return first * 3600 + second * 60 + third
+    return first * 60 + second
+
+
+# ------------------------------------------------------------------ what is wrong
+
+
+def problems(config: Config, request: Request) -> Iterator[str]:
+    """Everything that would make the job fail, or lose work."""
+    try:
+        check_layout(config, request.world_size)
+    except ConfigError as error:
+        yield str(error)
+    yield from _time_problems(config, request)
+    yield from _step_problems(config, request)
+    yield from _missing_files(config, request.environment)
+
+
+def _time_problems(config: Config, request: Request) -> Iterator[str]:
+    try:
+        limit = seconds_of(request.time)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if limit is not None and limit <= lead_seconds(config):
+        yield (
+            f"--time: {request.time} is {limit} s, and {lead_seconds(config)} s before its end the "
+            "run already saves and stops; give more time, or lower run.stop_seconds"
+        )
+
+
+def _step_problems(config: Config, request: Request) -> Iterator[str]:
+    engine = config.engine_tensor_parallel
+    if not request.gpus_per_node and request.tasks_per_node % engine:
+        yield (
+            f"engine.tensor_parallel: the {engine} ranks of an engine without GPUs share memory, "
+            f"so they must be on one node, which has {request.tasks_per_node}; use "
+            f"--tasks-per-node {engine}, or engine.tensor_parallel=1"
+        )
+    if config.resume != "auto" and request.chain > 1:
+        yield (
+            f"resume: {config.resume}; every job of a chain would start there. Leave it out: the "
+            "job script goes on from the newest checkpoint"
+        )
+
+
+def _missing_files(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    sources = [
+        ("data.train", config.data.train),
+        ("evaluation.sets", config.evaluation.sets),
+    ]
+    for key, listed in sources:
+        for number, source in enumerate(listed):
+            if isinstance(source, FileSource) and not Path(source.path).is_file():
+                yield f"{key}.{number}.path: no file {source.path} (from {CHECKOUT})"
+    if image := environment.get("DAPO_CONTAINER"):
+        # Other names are of a registry.
+        if image.startswith(("/", ".")) and not Path(image).exists():
+            yield f"--container: no image {image}; 'enroot import' makes one, on shared storage"
+    elif image := environment.get("DAPO_APPTAINER"):
+        if not Path(image).exists():
+            yield f"--apptainer: no image {image}; 'apptainer build' makes one, on shared storage"
+    else:
+        venv = Path(environment.get("DAPO_VENV", ".venv"))
+        if not os.access(venv / "bin/python", os.X_OK):
+            yield (
+                f"--venv: no {venv}/bin/python (from {CHECKOUT}); 'make env' makes .venv, on "
+                "storage that the nodes share; or name a --container or --apptainer image"
+            )
+    for one in filter(None, environment.get("DAPO_MOUNTS", "").split(",")):
+        if not Path(one.split(":")[0]).exists():
+            yield f"--mounts: no folder {one.split(':')[0]}"
+
+
+# ------------------------------------------------------------------ the command
+
+
+def lead_seconds(config: Config) -> int:
+    """How long before its time limit the job is told to stop."""
+    return max(HEADER_LEAD_SECONDS, ceil(config.run.stop_seconds) + MARGIN_SECONDS)
+
+
+def sbatch_command(config: Config, request: Request) -> list[str]:
+    """One job of the chain."""
+    options = {
+        "job-name": request.name,
+        "nodes": request.nodes,
+        "ntasks-per-node": request.tasks_per_node,
+        "gpus-per-node": request.gpus_per_node,
+        "time": request.time,
+        "signal": f"B:USR1@{lead_seconds(config)}",
+        "output": f"slurm_logs/{request.name}/%x-%j.out",
+        **request.options,
+    }
+    if request.chain > 1:
+        options["dependency"] = "singleton"
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return ["sbatch", "--parsable", *words, str(SCRIPT.relative_to(CHECKOUT)), *request.arguments]
+
+
+def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
+    """Lines for people: what will run where."""
+    world, engine = request.world_size, config.engine_tensor_parallel
+    devices = "GPU" if request.gpus_per_node else "process without a GPU"
+    jobs = f" x {request.chain} jobs, one after another" if request.chain > 1 else ""
+    policy = config.policy
+    yield "job", f"{request.name}, {request.time}{jobs}; stops {lead_seconds(config)} s before"
+    yield "nodes", f"{request.nodes} x {request.tasks_per_node} = {world} ranks, one per {devices}"
+    axes = ("tensor", "pipeline", "context", "expert")
+    sizes = [getattr(policy, f"{axis}_parallel") for axis in axes]
+    data = world // (sizes[0] * sizes[1] * sizes[2])
+    told = " x ".join(map(str, [*sizes, data]))
+    yield "layout", f"TP x PP x CP x EP x DP = {told}: {describe(policy, world)}"
+    if policy.tensor_parallel > request.tasks_per_node:
+        yield "", "tensor parallelism crosses nodes: every layer waits for the network"
+    if config.checkpoint.every == 0 and config.checkpoint.max_minutes is None:
+        yield "", "checkpoint.every is 0: a crash, or a lost node, loses the run"
+    yield "engines", f"{world // engine} of {engine} ranks"
+    yield "run", f"{config.folder} (metrics, checkpoints, logs of ranks)"
+    yield "logs", f"slurm_logs/{request.name}/ (of the job, and JOB.START/NODE-RANK.log)"
+
+
+# ------------------------------------------------------------------ the program
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+Text = Annotated[str | None, typer.Option()]
+
+
+@app.command()
+def submit(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE")] = None,
+    nodes: Annotated[int, typer.Option(min=1)] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="0: without GPUs.")] = 8,
+    tasks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks per node without GPUs; else one per GPU.")
+    ] = None,
+    time: Annotated[str, typer.Option(help="Limit of each job, as Slurm writes it.")] = "24:00:00",
+    account: Text = None,
+    partition: Text = None,
+    qos: Text = None,
+    constraint: Text = None,
+    reservation: Text = None,
+    overlay: Annotated[list[Path] | None, typer.Option(help="A YAML laid over CONFIG.")] = None,
+    venv: Annotated[str | None, typer.Option(help="By default .venv of the checkout.")] = None,
+    container: Annotated[str | None, typer.Option(help="Image for pyxis (enroot).")] = None,
+    apptainer: Annotated[str | None, typer.Option(help="Image for Apptainer, a .sif.")] = None,
+    mounts: Annotated[str | None, typer.Option(help="Into the container: A:A,B:B:ro")] = None,
+    chain: Annotated[int, typer.Option(min=1, help="Jobs that go on after one another.")] = 1,
+    exclude_bad: Annotated[
+        bool, typer.Option(help="Leave out nodes that a check has found bad, now and later.")
+    ] = False,
+    gpu_memory: Annotated[float, typer.Option(help="GiB per GPU, for the estimate.")] = 80.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")] = False,
+) -> None:
+    """Check a run and submit it to Slurm."""
+    texts, layers = tuple(overrides or ()), [path.resolve() for path in overlay or ()]
+    at = config.resolve()
+    os.chdir(CHECKOUT)
+    given = {
+        "account": account,
+        "partition": partition,
+        "qos": qos,
+        "constraint": constraint,
+        "reservation": reservation,
+        "exclude": _bad_nodes() if exclude_bad else None,
+    }
+    variables = {
+        "DAPO_VENV": venv,
+        "DAPO_CONTAINER": container,
+        "DAPO_APPTAINER": apptainer,
+        "DAPO_MOUNTS": mounts,
+        "DAPO_EXCLUDE_BAD": "1" if exclude_bad else None,
+    }
+    try:
+        _check_options(gpus_per_node, tasks_per_node, container, apptainer, venv)
+        # As the job script has it, where nothing else is said.
+        loaded = load_config(at, ("resume=auto", *texts), layers)
+    except ConfigError as error:
+        raise _refused([str(error)]) from None
+    environment = {name: value for name, value in variables.items() if value is not None}
+    environment["DAPO_SIGNAL"] = f"B:USR1@{lead_seconds(loaded)}"
+    shown = [_from_checkout(path) for path in layers]
+    request = Request(
+        nodes=nodes,
+        tasks_per_node=tasks_per_node or gpus_per_node or 1,
+        gpus_per_node=gpus_per_node,
+        time=time,
+        name=loaded.run.name,
+        options={name: value for name, value in given.items() if value},
+        chain=chain,
+        environment=environment,
+        arguments=(
+            _from_checkout(at),
+            *(word for path in shown for word in ("--overlay", path)),
+            *texts,
+        ),
+    )
+    _show(loaded, request)
+    if found := list(problems(loaded, request)):
+        raise _refused(found)
+    _show_memory(loaded, request, gpu_memory)
+    if not dry_run:
+        _submit(sbatch_command(loaded, request), request)
+
+
+def _check_options(
+    gpus: int, tasks: int | None, container: str | None, apptainer: str | None, venv: str | None
+) -> None:
+    if gpus and tasks not in (None, gpus):
+        raise ConfigError(
+            f"--tasks-per-node: {tasks} on nodes of {gpus} GPUs; there is one task per GPU, leave "
+            "it out (or --gpus-per-node 0, without GPUs)"
+        )
+    named = {"--container": container, "--apptainer": apptainer, "--venv": venv}
+    if len(given := [name for name, value in named.items() if value is not None]) > 1:
+        raise ConfigError(f"{' and '.join(given)}: one of them")
+
+
+def _show(config: Config, request: Request) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for name, text in plan(config, request):
+        console.print(f"  {name:<8}{text}")
+    variables = [f"{name}={shlex.quote(value)}" for name, value in request.environment.items()]
+    console.print(f"  command {' '.join(variables)} {shlex.join(sbatch_command(config, request))}")
+
+
+def _show_memory(config: Config, request: Request, gpu_memory_gib: float) -> None:
+    from dapo_megatron.memory import estimate  # imports torch, which takes seconds
+
+    estimate(config, request.world_size, gpu_memory_gib=gpu_memory_gib).render(Console())
+
+
+def _submit(command: list[str], request: Request) -> None:
+    if shutil.which("sbatch") is None:
+        raise _refused(["sbatch: not found; submit from a login node, or use --dry-run"])
+    environment = {**os.environ, **request.environment}
+
+    def sbatch(words: list[str]) -> str:
+        ran = subprocess.run(
+            words, env=environment, check=False, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if ran.returncode:
+            raise _refused([f"Slurm refuses it: {ran.stdout.strip()}"])
+        return ran.stdout.strip()
+
+    sbatch([command[0], "--test-only", *command[1:]])
+    # Slurm makes no folder, and fails without a word.
+    Path("slurm_logs", request.name).mkdir(parents=True, exist_ok=True)
+    Path("slurm_logs/.gitignore").write_text("*\n", encoding="utf-8")
+    for _ in range(request.chain):
+        number = sbatch(command).split(";")[0]
+        log = f"slurm_logs/{request.name}/{request.name}-{number}.out"
+        print(f"submitted job {number}; its log: {log}")
+
+
+def _bad_nodes() -> str:
+    """What train.sbatch keeps of its node checks."""
+    path = Path("slurm_logs/bad_nodes")
+    return ",".join(sorted(set(path.read_text(encoding="utf-8").split()))) if path.exists() else ""
+
+
+def _from_checkout(path: Path) -> str:
+    return str(path.relative_to(CHECKOUT) if path.is_relative_to(CHECKOUT) else path)
+
+
+def _refused(found: list[str]) -> typer.Exit:
+    for text in found:
+        print(f"error: {text}", file=sys.stderr)
+    print("nothing was submitted", file=sys.stderr)
+    return typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,163 @@
+"""submit.py refuses what would fail, and prints the plan of all that is shipped. Without Slurm, but
+for the last tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.types import ConfigError
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import REPOSITORY, SCRIPTS
+
+CONFIGS = sorted(path.name for path in (REPOSITORY / "model_configs").glob("*.yaml"))
+OVERLAYS = sorted((REPOSITORY / "model_configs/ladder").glob("*.yaml"))
+TINY = "model_configs/tiny_cpu.yaml"
+ON_CPU = ("--gpus-per-node", "0")
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("submit", SCRIPTS / "submit.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["submit"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+submit = load()
+
+
+def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """submit.py with this Python as the venv, where no image is named."""
+    if not {"--venv", "--container", "--apptainer"} & set(words):
+        words = (*words, "--venv", sys.prefix)
+    command = [sys.executable, str(SCRIPTS / "submit.py"), *words]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, **env}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_plan_of_every_config(config: str) -> None:
+    ran = run(f"model_configs/{config}", *ON_CPU, "--nodes=2", "--tasks-per-node=2", "--dry-run")
+    assert ran.returncode == 0, ran.stderr
+    assert "2 x 2 = 4 ranks" in ran.stdout
+    assert "--ntasks-per-node=2 --gpus-per-node=0" in ran.stdout
+    assert "optimizer" in ran.stdout, "no memory estimate"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+def test_the_plan_of_every_overlay(overlay: Path) -> None:
+    ran = run("model_configs/tiny_ladder.yaml", *ON_CPU, "--overlay", str(overlay), "--dry-run")
+    assert ran.returncode == 0, ran.stderr
+    assert f"--overlay model_configs/ladder/{overlay.name}" in ran.stdout
+
+
+def test_a_plan_with_gpus() -> None:
+    ran = run(
+        TINY, "--nodes=2", "--chain=3", "--account=a", "--partition=p", "--qos=q", "--dry-run",
+        "--time=2-0", "run.stop_seconds=400", "policy.pipeline_parallel=2",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    for text in (
+        "2 x 8 = 16 ranks, one per GPU", "TP x PP x CP x EP x DP = 2 x 2 x 1 x 1 x 4",
+        "8 of 2 ranks", "3 jobs", "--signal=B:USR1@460", "--dependency=singleton", "--account=a",
+        "--partition=p", "--qos=q", "--job-name=tiny_cpu", "runs/tiny_cpu",
+        "slurm_logs/tiny_cpu/%x-%j.out", "slurm/train.sbatch model_configs/tiny_cpu.yaml",
+    ):  # fmt: skip
+        assert text in ran.stdout, text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nowhere.yaml",), "nowhere.yaml"),
+        ((TINY, "--overlay", "nowhere.yaml"), "nowhere.yaml"),
+        ((TINY, "train.steps=3"), "train.steps"),
+        ((TINY, "policy.tensor_parallel=3"), "policy.tensor_parallel"),
+        ((TINY, "--nodes=3", "policy.pipeline_parallel=4", *ON_CPU), "does not divide"),
+        ((TINY, "--time=1 day"), "--time: 1 day is not a time"),
+        ((TINY, "--time=5"), "--time: 5 is 300 s, and 300 s before its end"),
+        ((TINY, "--time=10", "run.stop_seconds=700"), "lower run.stop_seconds"),
+        ((TINY, "--tasks-per-node=4"), "--tasks-per-node: 4 on nodes of 8 GPUs"),
+        ((TINY, "--nodes=2", *ON_CPU), "engine.tensor_parallel: the 2 ranks of an engine without"),
+        ((TINY, "--venv", "nowhere"), "--venv: no nowhere/bin/python"),
+        ((TINY, "--container", "/nowhere.sqsh"), "--container: no image /nowhere.sqsh"),
+        ((TINY, "--apptainer", "nowhere.sif"), "--apptainer: no image nowhere.sif"),
+        ((TINY, "--container", "a", "--venv", "b"), "--container and --venv: one of them"),
+        ((TINY, "--container", "a#b", "--mounts", "/nowhere:/x"), "--mounts: no folder /nowhere"),
+        ((TINY, "--chain=2", "resume=never"), "resume: never; every job of a chain"),
+        (
+            (TINY, 'data.train=[{kind: jsonl, name: a, path: no.jsonl, grader: dapo_math}]'),
+            "data.train.0.path: no file no.jsonl",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(words: tuple[str, ...], said: str) -> None:
+    ran = run(*words, "--dry-run")
+    assert ran.returncode == 2, ran.stdout
+    assert said in ran.stderr
+    assert "nothing was submitted" in ran.stderr
+
+
+def test_a_registry_image_is_not_looked_for() -> None:
+    assert run(TINY, "--container", "registry/image:1", "--dry-run").returncode == 0
+
+
+def test_without_slurm_it_says_so(tmp_path: Path) -> None:
+    ran = run(TINY, PATH=str(tmp_path))
+    assert ran.returncode == 2
+    assert "sbatch: not found" in ran.stderr
+
+
+@given(
+    days=st.integers(0, 30), hours=st.integers(0, 23), minutes=st.integers(0, 59),
+    seconds=st.integers(0, 59),
+)  # fmt: skip
+def test_times_are_slurms(days: int, hours: int, minutes: int, seconds: int) -> None:
+    whole = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    assert submit.seconds_of(f"{days}-{hours}:{minutes}:{seconds}") == whole
+    assert submit.seconds_of(f"{days * 24 + hours}:{minutes:02}:{seconds:02}") == whole
+    assert submit.seconds_of(f"{(days * 24 + hours) * 60 + minutes}:{seconds:02}") == whole
+    assert submit.seconds_of(f"{minutes}") == minutes * 60
+    assert submit.seconds_of(f"{days}-{hours}") == (days * 24 + hours) * 3600
+
+
+@pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-5", "1-", "24:00:00:00", "1.5"])
+def test_other_times_are_not(text: str) -> None:
+    with pytest.raises(ConfigError):
+        submit.seconds_of(text)
+
+
+# ------------------------------------------------------------------ with Slurm
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("config", CONFIGS)
+def test_slurm_would_take_every_config(cluster: Cluster, config: str) -> None:
+    loaded = submit.load_config(REPOSITORY / "model_configs" / config)
+    for tasks, gpus in ((8, 8), (4, 0)):
+        request = submit.Request(
+            nodes=4, tasks_per_node=tasks, gpus_per_node=gpus, time="1-0", name=loaded.run.name,
+            options={}, chain=2, arguments=(config,),
+        )  # fmt: skip
+        command = submit.sbatch_command(loaded, request)
+        said = cluster.run(command[0], "--test-only", *command[1:], cwd=REPOSITORY)
+        assert "to start at" in said and "on nodes node[1-4]" in said
+
+
+@pytest.mark.slurm
+def test_what_slurm_refuses_is_not_submitted(cluster: Cluster) -> None:
+    ran = run(TINY, "--nodes=9", "--chain=2", SLURM_CONF=cluster.env["SLURM_CONF"])
+    assert ran.returncode == 2
+    assert "Slurm refuses it" in ran.stderr
+    assert cluster.run("squeue", "-h") == ""
