@@ -296,7 +296,7 @@ class PreflightConfig(Section):
     max_clock_skew_seconds: NonNegative = 1.0
     min_free_disk_gib: NonNegative = 2.0
     """Of run.directory; `slurm/submit.py --dry-run` tells the size of a checkpoint."""
-    check_seconds: Positive = 20.0
+    check_seconds: Positive = 30.0
     """Time limit of each look at a node: nvidia-smi, a disk, the others' files."""
     max_seconds: Positive = 240.0
     """Time limit of the whole; then nodes that said nothing are bad."""

@@ -46,16 +46,17 @@ def look_at_node(config: Config, num_tasks: int, *, is_used: bool) -> Look:
     seconds = config.preflight.check_seconds
     least = config.preflight.min_free_disk_gib
     facts: dict[str, str] = {}
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) <= num_tasks
     looks: dict[str, Callable[[], Iterable[Check]]] = {
-        # Three queries, each with its own limit.
-        "GPUs": lambda: _gpus(num_tasks, facts, seconds / 4, is_used=is_used),
+        # Less for each query than for all: then the answer says what hung.
+        "GPUs": lambda: _gpus(num_tasks, facts, seconds / 2, is_used=is_used),
         "InfiniBand": lambda: check_infiniband(read_ports(), facts),
         "run.directory": lambda: [_disk("run.directory", Path(config.run.directory), least)],
         "temporary files": lambda: [
             _disk("temporary files", Path(tempfile.gettempdir()), MIN_TEMP_GIB)
         ],
         "/dev/shm": lambda: [_disk("/dev/shm", Path("/dev/shm"), MIN_SHM_GIB)],
-        "host name": lambda: [_host_name()],
+        "host name": lambda: [_host_name(is_alone=is_alone)],
     }
     checks = [check for name, look in looks.items() for check in within(seconds, name, look)]
     return Look(checks, facts)
@@ -113,15 +114,16 @@ def _disk(name: str, folder: Path, least_gib: float) -> Check:
     return Check(name, status, text, remedy)
 
 
-def _host_name() -> Check:
+def _host_name(*, is_alone: bool) -> Check:
     host = socket.gethostname()
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except socket.gaierror as error:
         remedy = "add it to /etc/hosts or DNS: ranks tell each other their names"
         return Check("host name", Status.FAIL, f"{host} does not resolve ({error})", remedy)
-    if all(address.startswith("127.") or address == "::1" for address in found):
-        # Fine alone; across nodes gloo would offer the others an address that is their own.
+    is_local = all(address.startswith("127.") or address == "::1" for address in found)
+    if is_local and not is_alone:
+        # Gloo would offer the other nodes an address that is their own.
         remedy = "across nodes, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (slurm/env.sh)"
         text = f"{host} is {', '.join(sorted(found))}, which others cannot reach"
         return Check("host name", Status.WARN, text, remedy)

@@ -254,7 +254,7 @@ def _judge_views(
         return [Check("shared files", Status.FAIL, "run.directory is shared by no nodes", remedy)]
     usual = Counter(views.values()).most_common(1)[0][0]
     for node, view in views.items():
-        if view == usual:
+        if view == usual and node in view:
             checks[node].append(Check("shared files", Status.OK, f"of {len(view)} nodes"))
         else:
             text = f"sees the files of {', '.join(view) or 'no node'} in run.directory; "

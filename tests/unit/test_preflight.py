@@ -225,6 +225,12 @@ def test_this_machine_is_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {"GPUs", "run.directory", "/dev/shm", "host name"} <= {one.name for one in look.checks}
 
 
+def test_a_node_that_cannot_write_is_not_shared() -> None:
+    checks: dict[str, list[Check]] = {"n0": []}
+    assert not preflight._judge_views({"n0": ()}, checks)
+    assert worst(checks["n0"]) is Status.FAIL
+
+
 PORTS = [Port(f"mlx5_{number}:1", "ACTIVE", "400 Gb/sec (4X NDR)") for number in range(8)]
 
 
