@@ -63,13 +63,14 @@ def load(
     is_own = agreed(exchange, lambda: _is_own(folder, exchange, targets, places))
     if all(exchange.all_gather(is_own)):
         agreed(exchange, lambda: _load_own(_path(folder, exchange), targets))
-        return
-    agreed(exchange, lambda: reshard(folder, targets, places, arch, ignore))
-    logger.warning(
-        "%s: saved in another layout, precision or by other kernels: weights and optimizer state "
-        "are carried over, RNG states are not and start fresh from the seed",
-        folder,
-    )
+    else:
+        agreed(exchange, lambda: reshard(folder, targets, places, arch, ignore))
+        logger.warning(
+            "%s: saved in another layout, precision or by other kernels: weights and optimizer "
+            "state are carried over, RNG states are not and start fresh from the seed",
+            folder,
+        )
+    _set_group_steps(optimizer)
 
 
 def _is_own(
@@ -151,11 +152,26 @@ def _owned(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _init_optimizer_state(optimizer: Any) -> None:
-    """Give torch's AdamW the state it would make in its first step, to be overwritten."""
-    for one, _, main in _owned(optimizer):
+    """Give AdamW the state it would make in its first step, to be overwritten; and to each
+    parameter the number of updates, where a group has it (FusedAdam, see `_set_group_steps`)."""
+    for one, param, main in _owned(optimizer):
         if not one.optimizer.state[main]:
             one.optimizer.state[main] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(main),
                 "exp_avg_sq": torch.zeros_like(main),
             }
+        if not isinstance(one.optimizer, torch.optim.AdamW):
+            group, _ = one.model_param_group_index_map[param]
+            count = float(one.optimizer.param_groups[group].get("step", 0))
+            one.optimizer.state[main]["step"] = torch.tensor(count)
+
+
+def _set_group_steps(optimizer: Any) -> None:
+    """Torch's AdamW counts updates with each parameter. Those of Transformer Engine and Apex, which
+    Megatron takes where they are installed, count in each group."""
+    for one, param, main in _owned(optimizer):
+        if not isinstance(one.optimizer, torch.optim.AdamW):
+            group, _ = one.model_param_group_index_map[param]
+            count = int(one.optimizer.state[main]["step"])
+            one.optimizer.param_groups[group]["step"] = count

@@ -279,3 +279,54 @@ def differences(left: Path, right: Path) -> list[str]:
     for one, other in pairs:
         found += [*compare(one, other, lambda _: None), *compare_replicas(other, lambda _: None)]
     return [f"{one.name}: {one.kind}: {one.text}" for one in found]
+
+
+# ------------------------------------------------------------------------------- other optimizers
+
+
+class GroupAdam(torch.optim.Optimizer):
+    """AdamW that counts updates in its groups, as those of Transformer Engine and Apex do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            decay, (beta1, beta2) = 1 - group["lr"] * group["weight_decay"], group["betas"]
+            bias1, bias2 = (1 - beta ** group["step"] for beta in (beta1, beta2))
+            for param in filter(torch.Tensor.numel, group["params"]):
+                state = self.state[param]
+                for field in () if state else MOMENTS:
+                    state[field] = torch.zeros_like(param)
+                state["exp_avg"].lerp_(param.grad, 1 - beta1)
+                state["exp_avg_sq"].lerp_(param.grad**2, 1 - beta2)
+                root = (state["exp_avg_sq"] / bias2).sqrt() + group["eps"]
+                param.mul_(decay).sub_(group["lr"] / bias1 * state["exp_avg"] / root)
+
+
+def with_group_adam(policy: Any) -> Any:
+    for one in policy._optimizer.chained_optimizers:
+        adam = GroupAdam([torch.zeros(1)], {})
+        adam.param_groups = one.optimizer.param_groups
+        one.optimizer = adam
+    return policy
+
+
+def count_in_groups(rank: int, model: Path, folder: Path) -> list[Any]:
+    exchange, args = Ranks(rank, 1, rank), (model, "dp", "float32")
+    policy = with_group_adam(build(exchange, *args))
+    for seed in range(3):
+        update(policy, seed)
+    save(policy, exchange, model, folder)
+    update(policy, 3)
+    went_on = kept(policy.weights())
+    policy.close()
+    policy = with_group_adam(build(exchange, *args))
+    policy.load(folder)
+    update(policy, 3)
+    return [went_on, kept(policy.weights()), open_state(folder).step]
+
+
+def test_updates_counted_in_groups_are_carried_over(models: Path, tmp_path: Path) -> None:
+    [(went_on, resumed, step)] = run_ranks(count_in_groups, 1, models / "bias", tmp_path / "step")
+    assert step == 3.0
+    assert equal(resumed, went_on)
