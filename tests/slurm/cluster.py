@@ -55,6 +55,8 @@ class Cluster:
         # Everyone must get at munge's socket, and socket names are short.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o755)
+        self.small_disk = self.folder / "small"
+        """As root: 64 MiB that all nodes share, to be filled."""
         self.env = {
             name: value
             for name, value in os.environ.items()
@@ -100,6 +102,10 @@ class Cluster:
         wait_until((run / "munge.socket").exists, 10, "munged does not start")
         if self.has_networks:
             self._make_networks()
+            # Before the nodes, which see no mount that comes later.
+            self.small_disk.mkdir()
+            small = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(self.small_disk)]
+            subprocess.run(small, check=True)
         self._daemon("slurmctld", "slurmctld", "-D", "-c", "-f", self.env["SLURM_CONF"])
         for name in self.node_names:
             self.start_node(name)
@@ -122,6 +128,7 @@ class Cluster:
             for name in self.node_names:
                 self._ip("netns", "del", self._namespace(name), check=False)
             self._ip("link", "del", f"br{self.tag}", check=False)
+            subprocess.run(["umount", "--lazy", str(self.small_disk)], check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_node(self, name: str) -> None:
@@ -159,23 +166,6 @@ class Cluster:
             return self.num_idle() == self.num_nodes
 
         wait_until(is_idle, 90, lambda: self.logs())
-
-    def pids_in(self, name: str) -> list[int]:
-        """Processes of a node, by their numbers out here."""
-        inside = os.readlink(f"/proc/{self._first_process(name)}/ns/pid")
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.readlink(entry / "ns/pid") == inside:
-                    found.append(int(entry.name))
-            except OSError:  # ended meanwhile
-                continue
-        return found
-
-    def _first_process(self, name: str) -> int:
-        """bash in the node: the child of unshare, which nsenter became."""
-        children = Path(f"/proc/{self._daemons[name].pid}/task/{self._daemons[name].pid}/children")
-        return int(children.read_text().split()[0])
 
     # ------------------------------------------------------------------ commands
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 
 import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import Project
+from tests.slurm.runs import FAULTS, Run
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +40,40 @@ def project(cluster: Cluster) -> Iterator[Project]:
     made = Project.make(cluster, user="nobody" if os.geteuid() == 0 else None)
     yield made
     shutil.rmtree(made.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def checkout(whole_cluster: Cluster) -> Iterator[Project]:
+    made = Project.of_this_checkout(whole_cluster)
+    yield made
+    shutil.rmtree(made.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def training(checkout: Project, cluster: Cluster) -> Project:
+    """This checkout, for real runs, on a cluster that is mended after the test."""
+    return checkout
+
+
+@pytest.fixture(scope="session")
+def undisturbed(checkout: Project) -> Run:
+    """The run that others are compared with: made once."""
+    run = Run.start(checkout, "undisturbed")
+    run.wait_for_end()
+    return run
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of faults, for docs/results.md."""
+    if FAULTS:
+        terminalreporter.write_sep("-", "faults")
+        for row in (("fault", "what was lost", "seconds until further than before"), *FAULTS):
+            terminalreporter.write_line("| " + " | ".join(row) + " |")
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """Of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,217 @@
+"""What happens on a cluster, done to a training run, which then must end as if nothing had been.
+
+Two nodes, one rank each; on-policy, in float32, so that "as if" means bit by bit: the final
+weights, optimizer moments and random states, and every metric of every step that no clock is in.
+One undisturbed run serves all. The table that the tests print is for docs/results.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.jobs import Project
+from tests.slurm.runs import START_SECONDS, Run, assert_same, note, recovered
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
+AT_STEP = 3
+"""Steps done when the fault comes: the checkpoint of step 2 is there, step 3 is in none."""
+WATCHDOG_SECONDS = 20
+WATCHDOG = tuple(
+    f"watchdog.{phase}={WATCHDOG_SECONDS}.0"
+    for phase in ("generate", "logprobs", "update", "sync", "checkpoint")
+)
+
+
+@pytest.fixture
+def needs_networks(cluster: Cluster) -> None:
+    if not cluster.has_networks:
+        pytest.skip("needs nodes with networks and mounts of their own: run it as root")
+
+
+def test_requeue(training: Project, undisturbed: Run) -> None:
+    run = Run.start(training, "requeue")
+    run.wait_for_step(AT_STEP)
+    recovered(
+        run,
+        "`scontrol requeue` of the job",
+        lambda: training.cluster.run("scontrol", "requeue", str(run.job.number)),
+    )
+    run.wait_for_end()
+    assert_same(run, undisturbed)
+
+
+def test_usr1_before_the_limit(training: Project, undisturbed: Run) -> None:
+    """What Slurm sends before the limit; test_scripts.py has a limit that really comes."""
+    run = Run.start(training, "usr1")
+    run.wait_for_step(AT_STEP)
+    recovered(
+        run,
+        "SIGUSR1 to the job script (time limit)",
+        lambda: training.cluster.run("scancel", "--batch", "--signal=USR1", str(run.job.number)),
+    )
+    assert "exit code 75" in run.job.log
+    assert run.resumed_from()[0] >= AT_STEP, "a stop that was asked for must lose nothing"
+    run.wait_for_end()
+    assert_same(run, undisturbed)
+
+
+@pytest.mark.usefixtures("needs_networks")
+def test_a_node_loses_power(training: Project, undisturbed: Run) -> None:
+    run = Run.start(training, "node")
+    run.wait_for_step(AT_STEP)
+    recovered(run, "power cut of a node", lambda: training.cluster.kill_node("node2"))
+    run.wait_for_end()
+    assert_same(run, undisturbed)
+
+
+def test_a_rank_is_killed(training: Project, undisturbed: Run) -> None:
+    run = Run.start(training, "killed")
+    run.wait_for_step(AT_STEP)
+    begun = time.monotonic()
+
+    def kill() -> None:
+        os.kill(run.pid_of_rank(1), signal.SIGKILL)
+        run.job.wait_for_text("this start ended with exit code")
+        note("... until all ranks have ended", "", f"{time.monotonic() - begun:.0f}")
+
+    recovered(run, "SIGKILL of a rank", kill)
+    run.wait_for_end()
+    assert_same(run, undisturbed)
+
+
+def test_a_rank_that_hangs_is_named(training: Project, undisturbed: Run) -> None:
+    run = Run.start(training, "hung", *WATCHDOG)
+    run.wait_for_step(AT_STEP)
+    verdict = training.folder / f"slurm_logs/hung/{run.job.number}.0/verdict"
+
+    def stop() -> None:
+        begun = time.monotonic()
+        os.kill(run.pid_of_rank(1), signal.SIGSTOP)
+        wait_until(verdict.exists, WATCHDOG_SECONDS + 30, run.story)
+        seconds = time.monotonic() - begun
+        note(f"... until it is named, limit {WATCHDOG_SECONDS} s", "", f"{seconds:.1f}")
+        told = verdict.read_text()
+        assert told.startswith("98 ") and "rank 1" in told.splitlines()[0], told
+        assert seconds <= WATCHDOG_SECONDS + 5, f"named after {seconds:.1f} s"
+
+    recovered(run, "SIGSTOP of a rank", stop)
+    run.wait_for_end()
+    assert_same(run, undisturbed)
+
+
+def test_the_newest_checkpoint_is_damaged(training: Project, undisturbed: Run) -> None:
+    run = Run.start(training, "damaged")
+    newest = run.wait_for_checkpoint(4)
+    run.wait_for_step(5)
+
+    def damage() -> None:
+        training.cluster.run("scontrol", "requeue", str(run.job.number))
+        run.job.wait_for("PENDING")
+        found = sorted((run.folder / "checkpoints").glob("step_*"))[-1]
+        file = next(found.glob("*.safetensors"))
+        with file.open("r+b") as weights:  # one bit, in the middle
+            weights.seek(file.stat().st_size // 2)
+            [byte] = weights.read(1)
+            weights.seek(-1, os.SEEK_CUR)
+            weights.write(bytes([byte ^ 1]))
+
+    recovered(run, "a bit flipped in the newest checkpoint", damage)
+    logs = [
+        *run.folder.glob("logs/rank_0.log"),
+        *training.folder.glob(f"slurm_logs/damaged/{run.job.number}.1/*.log"),
+    ]
+    said = "".join(path.read_text(errors="replace") for path in logs)
+    assert newest.parent.exists() and "sha256" in said.lower(), "the fall-back is not told of"
+    run.wait_for_end()
+    assert_same(run, undisturbed)
+
+
+@pytest.mark.usefixtures("needs_networks")
+def test_the_disk_is_full_during_a_save(training: Project, undisturbed: Run) -> None:
+    small = training.cluster.small_disk
+    run = Run.start(training, "full", directory=small)
+    run.wait_for_checkpoint(2)
+    filler = small / "filler"
+    # A mebibyte is left: enough for a line of metrics, not for a checkpoint.
+    filler.write_bytes(bytes(shutil.disk_usage(small).free - 2**20))
+    before = time.monotonic()
+    console = training.folder / f"slurm_logs/full/{run.job.number}.0"
+    wait_until(
+        lambda: "CHECKPOINT FAILED" in next(console.glob("*-0.log")).read_text(),
+        START_SECONDS,
+        run.story,
+    )
+    assert (run.folder / "checkpoints/step_000002").exists()
+    filler.unlink()
+    note("disk full during a save", "the checkpoint; the run went on", f"{0:.0f}")
+    assert time.monotonic() - before < START_SECONDS
+    run.wait_for_end()
+    assert run.job.facts()["Restarts"] == "0"
+    assert_same(run, undisturbed)
+
+
+@contextmanager
+def mlflow_server(folder: Path, host: str, port: int) -> Iterator[None]:
+    """Up inside the `with`, killed without a warning at its end."""
+    command = [
+        sys.executable, "-m", "mlflow", "server", f"--host={host}", f"--port={port}",
+        f"--backend-store-uri=sqlite:///{folder}/mlflow.db", "--workers=1",
+        f"--artifacts-destination={folder}/artifacts",
+    ]  # fmt: skip
+    with (folder / "server.log").open("ab") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+
+        def answers() -> bool:
+            try:
+                return bool(urllib.request.urlopen(f"http://{host}:{port}/health", timeout=2))
+            except OSError:
+                return False
+
+        wait_until(answers, 180, lambda: (folder / "server.log").read_text()[-3000:])
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def test_the_mlflow_server_is_killed(
+    training: Project, undisturbed: Run, tmp_path: Path, unused_port: int
+) -> None:
+    from mlflow import MlflowClient
+
+    cluster = training.cluster
+    host = f"{cluster.network}.254" if cluster.has_networks else "127.0.0.1"
+    uri = f"http://{host}:{unused_port}"
+    with mlflow_server(tmp_path, host, unused_port):
+        run = Run.start(training, "mlflow", "tracking.mlflow=true", MLFLOW_TRACKING_URI=uri)
+        run.wait_for_step(AT_STEP)
+    killed = time.monotonic()
+    run.wait_for_step(AT_STEP + 2)  # nobody answers, and it goes on
+    with mlflow_server(tmp_path, host, unused_port):
+        run.wait_for_end()
+        client = MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name("dapo_megatron")
+        [tracked] = client.search_runs([experiment.experiment_id])
+        loss = client.get_metric_history(tracked.info.run_id, "policy/loss")
+        note(
+            "MLflow server killed and started again",
+            "nothing: all steps' metrics are there",
+            f"{time.monotonic() - killed:.0f}",
+        )
+    expected = [(row["step"], row["policy/loss"]) for row in undisturbed.metrics()]
+    assert sorted((metric.step, metric.value) for metric in loss) == expected
+    assert tracked.info.status == "FINISHED"
+    assert_same(run, undisturbed)
