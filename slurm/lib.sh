@@ -98,6 +98,7 @@ choose_rendezvous() {
     local start=$((SLURM_JOB_ID + 1009 * ${SLURM_RESTART_COUNT:-0}))
     MASTER_PORT=$((${DAPO_PORT_BASE:-20000} + 2 * (start % 5000)))
     export MASTER_ADDR MASTER_PORT
+    say "ranks meet at $MASTER_ADDR:$MASTER_PORT"
 }
 
 # ------------------------------------------------------------------ chains and bad nodes
