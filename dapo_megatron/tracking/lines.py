@@ -66,10 +66,9 @@ class Lines:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             self._end = os.fstat(self._file).st_size
         while self._waiting:
-            if os.fstat(self._file).st_size > self._end:  # the part of a line that had room
-                os.ftruncate(self._file, self._end)
             line = self._waiting[0]
             if os.write(self._file, line) < len(line):
+                os.ftruncate(self._file, self._end)  # the part that had room
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._end += len(line)
             self._waiting.popleft()

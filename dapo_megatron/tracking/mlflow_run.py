@@ -85,6 +85,8 @@ class MlflowRun:
             self._client = MlflowClient(tracking_uri=uri)
             run = self._find(begin) or self._create(uri, begin)
         self._run_id = run.info.run_id
+        if not self._run_id:
+            raise DapoError("what answers there is no MLflow: it made a run without an id")
         spool.write_json(
             self._run_folder / spool.RUN_FILE,
             {"run_id": self._run_id, "experiment_id": run.info.experiment_id},

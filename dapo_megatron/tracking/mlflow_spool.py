@@ -28,6 +28,7 @@ from dapo_megatron.config import Config, FileSource
 from dapo_megatron.tracking import spool
 from dapo_megatron.tracking.lines import Lines
 from dapo_megatron.tracking.provenance import flatten, run_tags
+from dapo_megatron.types import ConfigError
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 KILLED_WAIT_SECONDS = 5.0
@@ -110,12 +111,13 @@ class MlflowSpool:
             raise ValueError(f"status {status!r}: must be one of {', '.join(STATUSES)}")
         self._put("end", status=status)
         self._lines.close()
-        seconds = self._wait_seconds
-        if status == "KILLED":
-            seconds = min(seconds, KILLED_WAIT_SECONDS)
         if self._sender is None or self._sender.poll() is not None:  # it died, of whatever
             self._sender = start_sender(self._run_folder, self._number, self._warn)
-        self._last_word(self._sender is not None and _drained(self._sender, seconds))
+        if status == "KILLED":  # it may go on for a moment after this process has ended
+            seconds, give_up = min(self._wait_seconds, KILLED_WAIT_SECONDS), False
+        else:
+            seconds, give_up = self._wait_seconds, True
+        self._last_word(self._sender is not None and _drained(self._sender, seconds, give_up))
 
     def _put(self, kind: str, **values: Any) -> None:
         event = {"kind": kind, "time": time.time_ns() // 1_000_000, **values}
@@ -158,9 +160,12 @@ def deliver(run_folder: Path, wait_seconds: float) -> int:
     """Hand MLflow what waits in a run's folder; the number of events that still wait then.
 
     A run that is not running any more and did not say how it ended was KILLED. Raises nothing
-    because of MLflow; why it did not go is in logs/mlflow.log.
+    because of MLflow; why it did not go is in logs/mlflow.log. ConfigError for a folder that has
+    nothing for MLflow.
     """
     folder = run_folder / spool.FOLDER
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; a run with tracking.mlflow=true has one")
     with _run_lock(run_folder) as is_over:
         number = max(spool.attempts(folder), default=0)
         if number == 0:
@@ -228,16 +233,17 @@ def without_password(uri: str) -> str:
     return uri.replace(netloc, netloc.rpartition("@")[2], 1) if "@" in netloc else uri
 
 
-def _drained(sender: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether it delivers everything and ends within `seconds`; else it is killed, which costs
-    nothing but time."""
+def _drained(sender: subprocess.Popen[bytes], seconds: float, give_up: bool = True) -> bool:
+    """Whether it delivers everything and ends within `seconds`; to kill it then costs nothing but
+    time."""
     if sender.stdin is not None:
         sender.stdin.close()
     try:
         return sender.wait(seconds) == 0
     except subprocess.TimeoutExpired:
-        sender.kill()
-        sender.wait()
+        if give_up:
+            sender.kill()
+            sender.wait()
         return False
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import select
 import signal
 import sys
@@ -109,7 +110,7 @@ class Lane:
             spool.write_cursor(self._folder, self._name, self.cursor)
 
     def _failed(self, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        text = why(error)
         if text != self.cursor.error:
             say(f"{self._name}: {text}; tried again until it goes", error)
             self.cursor.error = text
@@ -119,6 +120,17 @@ class Lane:
         if self.cursor.error is not None:
             say(f"{self._name}: MLflow takes it again")
             self.cursor.error = None
+
+
+def why(error: BaseException) -> str:
+    """One line, the same for the same trouble. What the system said, if it said something, is at
+    the bottom of what the libraries made of it."""
+    said, inner = f"{type(error).__name__}: {error}", error
+    while cause := inner.__cause__ or inner.__context__:
+        inner = cause
+        if isinstance(inner, OSError) and inner.strerror:
+            said = f"{type(inner).__name__}: {inner.strerror}"
+    return re.sub(r"0x[0-9a-f]+", "0x", said.splitlines()[0])[:300]
 
 
 def say(text: str, error: Exception | None = None) -> None:

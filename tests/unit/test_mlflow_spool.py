@@ -4,6 +4,7 @@ senders, runs that are killed. And the spool between them, cut at any byte."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,15 @@ from hypothesis import strategies as st
 
 from dapo_megatron.config import Config
 from dapo_megatron.config_file import dump_config
-from dapo_megatron.tracking import MlflowSpool, commit, deliver, settle, spool, versions
+from dapo_megatron.tracking import (
+    MlflowSpool,
+    commit,
+    deliver,
+    mlflow_spool,
+    settle,
+    spool,
+    versions,
+)
 from dapo_megatron.tracking.lines import Lines
 from dapo_megatron.tracking.mlflow_run import MAX_NAMES, metric_name
 from dapo_megatron.tracking.mlflow_spool import without_password
@@ -217,7 +227,9 @@ def test_mlflow_gets_all_there_is(
     assert tags["data.math.sha256"] == hashlib.sha256(b"prompts").hexdigest()
     assert tags["checkpoint.newest"] == "checkpoints/step_000002"
     assert {f"version.{name}" for name in versions()} <= set(tags)
-    assert tags.get("git.commit") == (commit() or "").removesuffix("-dirty") or None
+    if commit() is not None:  # who commits meanwhile changes it
+        assert len(tags["git.commit"]) == 40
+        assert tags["git.dirty"] in ("true", "false")
     files = {item.path for item in client().list_artifacts(found.info.run_id, "samples")}
     assert files == {"samples/step_000001.jsonl"}
     copy = client().download_artifacts(found.info.run_id, "checkpoints.json", str(tmp_path))
@@ -229,7 +241,10 @@ def test_mlflow_gets_all_there_is(
     )
 
 
-def test_a_resumed_run_is_the_same_run(server: Server, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same_run(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_spool, "KILLED_WAIT_SECONDS", 120.0)
     first = config(tmp_path)
     tracker = open_spool(first)
     for step in (1, 2, 3):
@@ -269,6 +284,7 @@ def test_names_are_bounded_and_a_refused_metric_costs_no_other(server: Server, r
     assert "a//b" in log
 
 
+@pytest.mark.long
 def test_a_local_database_is_made_once_by_runs_that_start_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,17 +312,18 @@ def waited_seconds() -> float:
     return 0.0
 
 
-def log_steps(tracker: MlflowSpool, steps: Sequence[int]) -> list[float]:
-    """Log 60 metrics per step; seconds of each call that are the call's own doing. (Another
-    program of this machine may take the core away for longer than the bound.)"""
-    seconds = []
+def log_steps(tracker: MlflowSpool, steps: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Log 60 metrics per step; seconds of each call by the clock, and those that are its own doing.
+    (Another program of this machine may take the core away for longer than the bound.)"""
+    by_clock, own = [], []
     for step in steps:
         metrics = {f"policy/m{number}": step + number / 64 for number in range(60)}
         waited, start = waited_seconds(), time.perf_counter()
         tracker.log(step, metrics)
         taken = time.perf_counter() - start
-        seconds.append(taken - (waited_seconds() - waited))
-    return seconds
+        by_clock.append(taken)
+        own.append(taken - (waited_seconds() - waited))
+    return by_clock, own
 
 
 def test_a_dead_server_delays_no_step_and_gets_everything_later(
@@ -315,11 +332,15 @@ def test_a_dead_server_delays_no_step_and_gets_everything_later(
     server.stop()
     tracker = open_spool(run, lambda _: None)
     log = run.folder / "logs" / "mlflow.log"
-    seconds = log_steps(tracker, range(1, 501))  # while the sender imports MLflow
+    first = log_steps(tracker, range(1, 501))  # while the sender imports MLflow
     wait_until(lambda: "tried again until it goes" in log.read_text())
-    seconds += log_steps(tracker, range(501, 1001))  # while it tries to reach the server
-    print(f"1000 steps, dead server: longest {max(seconds) * 1e3:.2f} ms, sum {sum(seconds):.3f} s")
-    assert max(seconds) < STEP_LIMIT
+    second = log_steps(tracker, range(501, 1001))  # while it tries to reach the server
+    by_clock, own = (one + other for one, other in zip(first, second))
+    print(
+        f"1000 steps, dead server: longest {max(own) * 1e3:.2f} ms, {max(by_clock) * 1e3:.2f} ms "
+        f"with waiting for a core; sum {sum(by_clock):.3f} s"
+    )
+    assert max(own) < STEP_LIMIT
 
     server.start()
     tracker.finish("FINISHED")
@@ -341,7 +362,7 @@ def test_a_hung_server_delays_no_step_and_the_end_only_as_long_as_configured(
     wait_until(lambda: (made.folder / "mlflow" / "facts.json").exists())
     server.send(signal.SIGSTOP)
     try:
-        assert max(log_steps(tracker, range(1, 101))) < STEP_LIMIT
+        assert max(log_steps(tracker, range(1, 101))[1]) < STEP_LIMIT
         start = time.monotonic()
         tracker.finish("FINISHED")
         assert time.monotonic() - start < 5
@@ -354,14 +375,49 @@ def test_a_hung_server_delays_no_step_and_the_end_only_as_long_as_configured(
     assert len(history(made, "policy/m0")) == 100
 
 
+class Nonsense(BaseHTTPRequestHandler):
+    """Answers, but is no MLflow."""
+
+    answers = itertools.cycle(
+        [(200, b"<html>please log in</html>"), (200, b"{}"), (400, b"no"), (500, b""), (200, b"[]")]
+    )
+
+    def answer(self) -> None:
+        code, body = next(self.answers)
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def nonsense() -> Iterator[int]:
+    """The port of a server that answers nonsense."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nonsense) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     "uri",
-    ["http://user:secret@127.0.0.1:{port}/elsewhere", "nonsense://server", "http://127.0.0.1:1"],
+    [
+        "http://user:secret@127.0.0.1:{real}/elsewhere",
+        "http://127.0.0.1:{nonsense}",
+        pytest.param("nonsense://server", marks=pytest.mark.long),
+    ],
 )
 def test_a_wrong_address_does_not_end_the_run_and_is_told_of(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str
+    server: Server, nonsense: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(port=server.port))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(real=server.port, nonsense=nonsense))
     made = config(tmp_path)
     made = made.model_copy(
         update={"tracking": made.tracking.model_copy(update={"wait_seconds": 0.1})}
@@ -421,10 +477,7 @@ def test_a_run_that_is_moved_aside_is_killed_where_it_is(server: Server, run: Co
     assert not run.folder.exists()
 
 
-@pytest.mark.parametrize("lost", [("mlflow_run.json",), ("mlflow_run.json", "mlflow/facts.json")])
-def test_a_sender_that_dies_early_makes_no_second_run(
-    server: Server, run: Config, lost: tuple[str, ...]
-) -> None:
+def test_a_sender_that_dies_early_makes_no_second_run(server: Server, run: Config) -> None:
     tracker = open_spool(run)
     tracker.log(1, {"reward/mean": 0.5})
     assert tracker._sender is not None
@@ -432,7 +485,7 @@ def test_a_sender_that_dies_early_makes_no_second_run(
     tracker._sender.wait()
     tracker.finish("FINISHED")  # by another
     assert history(run, "reward/mean") == [(1, 0.5)]
-    for name in lost:  # it died before it wrote them
+    for name in ("mlflow_run.json", "mlflow/facts.json"):  # it died before it wrote them
         (run.folder / name).unlink()
     tracker = open_spool(run)
     tracker.log(2, {"reward/mean": 0.75})
@@ -566,8 +619,7 @@ def test_a_full_disk_costs_no_line_and_never_leaves_half_a_one(
         for text in texts[:full_for]:
             lines.append(text.encode())
     found = path.read_bytes() if path.exists() else b""
-    # What a reader may see at any time: whole lines (and a part of one until the next write).
-    assert b"".join(whole).startswith(found)
+    assert found in [b"".join(whole[:number]) for number in range(len(whole) + 1)]
     for text in texts[full_for:]:
         lines.append(text.encode())
     lines.close()
