@@ -1,0 +1,152 @@
+"""A run stopped by a signal, wherever it is in a step, ends with the weights it would have had.
+
+undisturbed run = stopped at the begin of a step, before the old log-probs, between two updates,
+in the generation; resumed each time. Float32 on CPU, bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dapo_megatron.cluster.attempt import STOPPED
+from tests.helpers.configs import REPOSITORY, TINY
+
+STEPS = 3
+OVERRIDES = (
+    *("run.processes=1", "policy.tensor_parallel=1"),
+    f"train.rollout_steps={STEPS}",
+    *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"),
+    "rollout.on_policy=false",
+    "loss.tis_cap=2.0",
+    *("train.updates_per_step=2", "optimizer.warmup_rollout_steps=0"),
+    *("evaluation.sets=[]", "checkpoint.every=0", "tracking.wait_seconds=60"),
+)
+CHECKS = 4
+"""Times that ranks agree in a step: at its begin, before old log-probs, before each update."""
+
+
+def command(directory: Path, name: str, stop_at: int = 0) -> list[str]:
+    where = (f"run.directory={directory}", f"run.name={name}", "resume=auto")
+    program = (sys.executable, "-m", "tests.helpers.stopper", str(stop_at))
+    return [*program, "train", str(TINY), *OVERRIDES, *where]
+
+
+def environment() -> dict[str, str]:
+    """Of a launcher with one rank: the program then starts none itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**os.environ, **ranks, **where}
+
+
+def start(directory: Path, name: str, stop_at: int = 0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(directory, name, stop_at),
+        cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    done = start(directory, "undisturbed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory / "undisturbed"
+
+
+def end_of(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Metrics without what a clock says or a start does anew; weights and optimizer."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("time/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
+    metrics = [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+    last = folder / "checkpoints" / f"step_{STEPS:06d}"
+    return metrics, load_file(last / "rank_00000.safetensors")
+
+
+def check_same(folder: Path, undisturbed: Path) -> None:
+    metrics, tensors = end_of(folder)
+    expected_metrics, expected = end_of(undisturbed)
+    assert metrics == expected_metrics
+    assert tensors.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(tensors[name], expected[name])]
+    # Without the process's random numbers: a start of the engine takes some of them.
+    assert [name for name in different if not name.startswith("rng/")] == []
+    samples = [path.read_text() for path in sorted((folder / "samples").iterdir())]
+    assert samples == [path.read_text() for path in sorted((undisturbed / "samples").iterdir())]
+
+
+def test_stopped_between_two_updates_and_before_the_first(undisturbed: Path) -> None:
+    """After one update of step 2; resumed; at once again, before the other; then in step 3 with
+    its groups collected and no old log-probs yet."""
+    directory = undisturbed.parent
+    done = start(directory, "stopped", CHECKS + 4)
+    assert done.returncode == STOPPED, done.stdout + done.stderr
+    assert "stopped by SIGUSR1. Saved after step 1: resume=auto goes on" in done.stdout
+    folder = directory / "stopped"
+    state = json.loads((folder / "checkpoints" / "step_000001" / "state.json").read_text())
+    assert len(state["open_step"]["updates"]) == 1
+    assert state["open_step"]["old_logprobs"] is not None
+
+    # The checks now: begin of step 2, its second update, ...
+    done = start(directory, "stopped", 2)
+    assert done.returncode == STOPPED, done.stdout + done.stderr
+    done = start(directory, "stopped", 4)
+    assert done.returncode == STOPPED, done.stdout + done.stderr
+    state = json.loads((folder / "checkpoints" / "step_000002" / "state.json").read_text())
+    assert state["open_step"]["train"]
+    assert state["open_step"]["old_logprobs"] is None
+
+    done = start(directory, "stopped")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_same(folder, undisturbed)
+
+
+def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
+    """A real one, whenever it comes; MLflow says KILLED, then FINISHED, of one run."""
+    from mlflow import MlflowClient
+
+    directory = undisturbed.parent
+    folder = directory / "signalled"
+    process = subprocess.Popen(
+        command(directory, "signalled"),
+        cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for_step(folder, 1, process)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == STOPPED, out
+    assert time.monotonic() - begun < 70  # of which tracking.wait_seconds are MLflow's
+    client = MlflowClient(f"sqlite:///{directory}/mlflow.db")
+    run_id = json.loads((folder / "mlflow_run.json").read_text())["run_id"]
+    assert client.get_run(run_id).info.status == "KILLED"
+
+    done = start(directory, "signalled")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_same(folder, undisturbed)
+    assert json.loads((folder / "mlflow_run.json").read_text())["run_id"] == run_id
+    assert client.get_run(run_id).info.status == "FINISHED"
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        path = folder / "metrics.jsonl"
+        if path.exists() and path.read_text().count("\n") >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} not reached")
