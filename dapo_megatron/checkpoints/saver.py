@@ -21,7 +21,7 @@ from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.manifest import Entry, entry_of, write_manifest
 from dapo_megatron.config import Config
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import CheckpointError, DapoError, Fenced
+from dapo_megatron.types import CheckpointError, DapoError
 
 Result = TypeVar("Result")
 HF = "hf"
@@ -179,6 +179,7 @@ class Checkpoints:
             self._check_owner()
             self._on_first(lambda: folders.publish(partial, self.folder / partial.name))
         except _GivenUp as given_up:
+            self._check_owner()  # a new owner clears away what others were writing
             return self._give_up(partial, needed, str(given_up))
         if self.background.rank == 0:
             self._prune(partial.parent)
@@ -230,7 +231,7 @@ class Checkpoints:
         if self.background.rank == 0:
             try:
                 self.check_owner()
-            except Fenced as raised:
+            except DapoError as raised:
                 error = raised
         if error := self.background.broadcast(error):
             raise error
