@@ -218,13 +218,18 @@ def start_sender(
 
 def tracking_uri(config: Config) -> str:
     """MLFLOW_TRACKING_URI, else a SQLite file in run.directory; files by absolute path."""
-    given = os.environ.get("MLFLOW_TRACKING_URI")
-    if not given:
-        return f"sqlite:///{_directory(config) / 'mlflow.db'}"
+    return given_uri() or f"sqlite:///{_directory(config) / 'mlflow.db'}"
+
+
+def given_uri() -> str:
+    """MLFLOW_TRACKING_URI, or nothing. A file by absolute path: the sender works elsewhere."""
+    given = os.environ.get("MLFLOW_TRACKING_URI", "")
     path = given.removeprefix("sqlite:///")
     if path != given:
         return f"sqlite:///{Path(path).absolute()}"
-    return given if ":" in given or given == "databricks" else str(Path(given).absolute())
+    if not given or ":" in given or given == "databricks":
+        return given
+    return str(Path(given).absolute())
 
 
 def without_password(uri: str) -> str:
@@ -269,4 +274,5 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        "MLFLOW_TRACKING_URI": given_uri(),
     }

@@ -38,7 +38,7 @@ from dapo_megatron.tracking import (
 )
 from dapo_megatron.tracking.lines import Lines
 from dapo_megatron.tracking.mlflow_run import MAX_NAMES, metric_name
-from dapo_megatron.tracking.mlflow_spool import without_password
+from dapo_megatron.tracking.mlflow_spool import given_uri, without_password
 from dapo_megatron.tracking.provenance import flatten
 from dapo_megatron.tracking.sender import Lane
 from dapo_megatron.tracking.spool import Cursor, Place
@@ -582,6 +582,20 @@ def test_a_sender_killed_at_any_moment_repeats_at_most_what_it_was_delivering(
     assert spool.num_waiting(folder) == sum(attempt.count("artifact") for attempt in kinds)
 
 
+@given(cut=st.integers(0, 60))
+def test_a_line_is_read_once_it_is_whole(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    folder = tmp_path_factory.mktemp("spool")
+    whole = line(metrics(1))
+    cut = min(cut, len(whole) - 1)
+    with (folder / "spool_000001.jsonl").open("wb", buffering=0) as file:
+        file.write(whole[:cut])
+        assert list(spool.events(folder)) == []
+        file.write(whole[cut:])
+        assert list(spool.events(folder)) == [(metrics(1), Place(1, len(whole)))]
+
+
 def test_a_spoilt_cursor_starts_again(tmp_path: Path) -> None:
     (tmp_path / "facts.json").write_text('{"number": 3')
     assert spool.read_cursor(tmp_path, "facts") == Cursor()
@@ -659,6 +673,25 @@ def test_parameters_are_flat() -> None:
 )
 def test_passwords_are_not_written_down(uri: str, shown: str) -> None:
     assert without_password(uri) == shown
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("", ""),
+        ("sqlite:///runs/mlflow.db", "sqlite:///{here}/runs/mlflow.db"),
+        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
+        ("mlruns", "{here}/mlruns"),
+        ("http://server:5000", "http://server:5000"),
+        ("databricks", "databricks"),
+    ],
+)
+def test_the_sender_finds_files_from_where_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, taken: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
+    assert given_uri() == taken.format(here=tmp_path)
 
 
 def test_a_status_is_one_of_three(run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
