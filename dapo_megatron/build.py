@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from dapo_megatron.bridge.shards import whole
 from dapo_megatron.bridge.stores import HfWriter, Store, TensorInfo, copy_companions, open_store
 from dapo_megatron.bridge.stores.writer import blocks
 from dapo_megatron.bridge.sync import WeightSync
-from dapo_megatron.checkpoints import Checkpoints, Snapshot, newest, read_state
+from dapo_megatron.checkpoints import Checkpoints, newest, read_state
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
@@ -228,8 +228,7 @@ def _checkpoints(
         folder.checkpoints,
         ranks,
         background=ranks.second(),
-        # It tells what it takes and its sums, too.
-        snapshot=cast(Callable[[], Snapshot], policy.snapshot),
+        snapshot=policy.snapshot,
         attempt=folder.attempt,
         check_owner=folder.check_owner,
         note=recorder.note,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from dapo_megatron.algo.loss import make_loss
@@ -17,7 +17,15 @@ from dapo_megatron.parts import Parts
 from dapo_megatron.protocols import Watch
 from dapo_megatron.rollout import metrics as figures
 from dapo_megatron.rollout.open_step import OpenStep
-from dapo_megatron.types import Group, StarvedError, Stopped, SyncError, TokenBatch
+from dapo_megatron.types import (
+    CheckpointError,
+    Diverged,
+    Group,
+    StarvedError,
+    Stopped,
+    SyncError,
+    TokenBatch,
+)
 
 
 @dataclass
@@ -50,6 +58,10 @@ def train(
         raise type(error)(
             f"{error}. Saved after step {progress.step}: resume=auto goes on from there"
         ) from error
+    except (Diverged, SyncError):
+        with suppress(CheckpointError):
+            parts.checkpoints.wait()  # a checkpoint from before is worth having
+        raise
     with parts.watch.phase("checkpoint", progress.step):
         parts.checkpoints.wait()
     progress.seconds = time.time() - started

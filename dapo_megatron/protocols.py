@@ -64,6 +64,24 @@ class Exchange(Protocol):
         ...
 
 
+class Snapshot(Protocol):
+    """A rank's part of a checkpoint, in memory; may be written by any thread, at any time."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes on disk."""
+        ...
+
+    @property
+    def sums(self) -> Mapping[str, str]:
+        """SHA-256 by file name, of what has been written."""
+        ...
+
+    def __call__(self, folder: Path) -> None:
+        """Write it, to the disk itself. Raises OSError or CheckpointError."""
+        ...
+
+
 class Policy(Protocol):
     """The model being trained, sharded over all ranks."""
 
@@ -84,9 +102,8 @@ class Policy(Protocol):
         time they are the current weights. Not collective."""
         ...
 
-    def snapshot(self) -> Callable[[Path], None]:
-        """Copy this rank's weights, optimizer state and RNG state to host memory. Calling what it
-        returns, from any thread and at any time, writes the copy into a folder. Not collective."""
+    def snapshot(self) -> Snapshot:
+        """Copy this rank's weights, optimizer and RNG state to host memory. Not collective."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -3,6 +3,6 @@ used."""
 
 from dapo_megatron.checkpoints.folder import newest, read_state, write_json
 from dapo_megatron.checkpoints.manifest import fault_of
-from dapo_megatron.checkpoints.saver import Checkpoints, Snapshot
+from dapo_megatron.checkpoints.saver import Checkpoints
 
-__all__ = ["Checkpoints", "Snapshot", "fault_of", "newest", "read_state", "write_json"]
+__all__ = ["Checkpoints", "fault_of", "newest", "read_state", "write_json"]

@@ -20,29 +20,11 @@ from typing import Any, Protocol, TypeVar
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.manifest import Entry, entry_of, write_manifest
 from dapo_megatron.config import Config
-from dapo_megatron.protocols import Exchange
+from dapo_megatron.protocols import Exchange, Snapshot
 from dapo_megatron.types import CheckpointError, DapoError
 
 Result = TypeVar("Result")
 HF = "hf"
-
-
-class Snapshot(Protocol):
-    """A rank's part of a checkpoint, in memory."""
-
-    @property
-    def num_bytes(self) -> int:
-        """That it takes on disk."""
-        ...
-
-    @property
-    def sums(self) -> Mapping[str, str]:
-        """SHA-256 by file name, of what has been written."""
-        ...
-
-    def __call__(self, folder: Path) -> None:
-        """Write it, to the disk itself. Raises OSError or CheckpointError."""
-        ...
 
 
 class Export(Protocol):
@@ -96,6 +78,8 @@ class Checkpoints:
     """Raises Fenced when another attempt has taken the run's folder. Called on rank 0."""
     note: Callable[[str], None] = lambda _: None
     """A line for the user."""
+    published: Callable[[Path, int], None] = lambda path, step: None
+    """Told on rank 0 of each checkpoint that is there, and its step; from the writing thread."""
     export: Export | None = None
     describe: Callable[[Path], None] = lambda _: None
     """Puts into a folder what goes with weights, config.json and tokenizer, so that a checkpoint
@@ -182,6 +166,7 @@ class Checkpoints:
             self._check_owner()  # a new owner clears away what others were writing
             return self._give_up(partial, needed, str(given_up))
         if self.background.rank == 0:
+            self.published(self.folder / partial.name, job.step)
             self._prune(partial.parent)
         return None
 
