@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, doctor."""
+"""The command line: train, evaluate, track, doctor."""
 
 from __future__ import annotations
 
@@ -101,6 +101,21 @@ def evaluate(
     if figures is not None:
         _print_figures(figures)
         _write(json_file, figures)
+
+
+@app.command()
+def track(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="runs/<name>")],
+    wait_seconds: Annotated[float, typer.Option(min=0.0)] = 300.0,
+) -> None:
+    """Deliver to MLflow what a run has spooled and its server has not taken yet."""
+    from dapo_megatron.tracking import deliver
+
+    left = deliver(run_folder, wait_seconds)
+    if left:
+        print(f"{left} events still wait; {run_folder}/logs/mlflow.log says why")
+        raise typer.Exit(1)
+    print("MLflow has everything")
 
 
 @doctor.command()

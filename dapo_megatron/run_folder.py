@@ -48,6 +48,8 @@ class RunFolder:
         self.is_continued = False
         """Whether this run's own earlier part is in the folder: same MLflow run, same metrics
         file."""
+        self.aside: Path | None = None
+        """Where `enter` put an older run of this name; on rank 0."""
         self.notes: list[str] = []
         """What `find` has to say to the user; the same on all ranks."""
         self._lock: TextIO | None = None
@@ -149,10 +151,10 @@ class RunFolder:
         return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def _move_aside(self) -> None:
-        aside = free_name(self.path)
-        aside.mkdir()
+        self.aside = free_name(self.path)
+        self.aside.mkdir()
         for entry in self.path.glob("[!.]*"):
-            entry.rename(aside / entry.name)
+            entry.rename(self.aside / entry.name)
 
     def _set_aside_after(self, source: Path | None) -> None:
         """Checkpoints newer than the one to resume from are of a past that is done again: a later

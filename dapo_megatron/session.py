@@ -102,6 +102,10 @@ def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
         if ranks.rank == 0:
             print(*folder.notes, sep="\n", end="\n" if folder.notes else "", flush=True)
     together(ranks, lambda: folder.enter(resume, source))
+    if folder.aside is not None:
+        from dapo_megatron.tracking import settle
+
+        settle(folder.aside)
     folder.is_continued = ranks.broadcast(folder.is_continued)
     return source
 
