@@ -60,7 +60,7 @@ class Cluster:
         self.env = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "DAPO_"))
+            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "DAPO_", "OMP_"))
         } | {"SLURM_CONF": str(self.folder / "etc/slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -97,7 +97,7 @@ class Cluster:
         self._daemon(
             "munged", "munged", "--foreground", f"--key-file={key}",
             f"--socket={run}/munge.socket", f"--pid-file={run}/munged.pid",
-            f"--seed-file={run}/munge.seed", f"--log-file={self.folder}/log/munged.log",
+            f"--seed-file={run}/munge.seed",
         )  # fmt: skip
         wait_until((run / "munge.socket").exists, 10, "munged does not start")
         if self.has_networks:
@@ -216,7 +216,7 @@ class Cluster:
     # ------------------------------------------------------------------ making it
 
     def _daemon(self, name: str, *command: str) -> None:
-        with (self.folder / f"log/{name}.out").open("ab") as log:
+        with (self.folder / f"log/{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
                 command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 preexec_fn=_die_with_parent, start_new_session=True,
@@ -317,10 +317,8 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/run/slurmctld.pid
 SlurmdPidFile={folder}/run/slurmd-%n.pid
-SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdLogFile={folder}/log/slurmd-%n.log
 SlurmctldDebug=verbose
-SlurmdDebug=verbose
+SlurmdDebug=info
 PlugStackConfig={folder}/etc/plugstack.conf
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

@@ -1,7 +1,7 @@
 """What happens on a cluster, done to a training run, which then must end as if nothing had been.
 
 Two nodes, one rank each; on-policy, in float32, so that "as if" means bit by bit: the final
-weights, optimizer moments and random states, and every metric of every step that no clock is in.
+weights and optimizer moments, and every metric of every step that no clock is in.
 One undisturbed run serves all. The table that the tests print is for docs/results.md.
 """
 
