@@ -49,6 +49,8 @@ class MegatronPolicy:
             read_into(store, self._shards_of(chunks))
             self._chunks = [_distribute(chunk, first=chunk is chunks[0]) for chunk in chunks]
             self._optimizer = _optimizer(config, self._chunks)
+        # What starting took of the random numbers, which differs from start to start, is forgotten.
+        torch.manual_seed(config.seed + exchange.rank)
         self._runner = Runner(
             self._chunks, temperature=config.rollout.temperature, vocab=self.architecture.vocab
         )

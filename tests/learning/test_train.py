@@ -183,6 +183,25 @@ def test_pipeline_parallel_policy_with_two_engines_learns(directory: Path) -> No
     assert summary["max_gap"] < 1e-4
 
 
+def test_goes_on_in_another_layout(directory: Path, straight: Path) -> None:
+    """The last step again, from the checkpoint before it: by pipeline stages instead of tensor
+    slices, with two engines instead of one."""
+    checkpoint = straight / "checkpoints" / "step_000009"
+    layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "tracking.mlflow=false")
+    done = subprocess.run(
+        command(directory, "moved", f"resume={checkpoint}", *layout),
+        cwd=REPOSITORY, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    [moved], there = read_metrics(directory / "moved"), read_metrics(straight)[-1]
+    assert moved["step"] == there["step"] == STEPS
+    assert moved["groups/trained"] == there["groups/trained"]
+    assert moved["policy/lr"] == there["policy/lr"]
+    # Other sums in float32, another batch of groups where an engine was faster: the same policy.
+    assert moved["policy/entropy"] == pytest.approx(there["policy/entropy"], rel=0.2)
+    assert moved["mismatch/gap_max"] < 1e-4
+
+
 def test_killed_and_resumed_is_as_if_never_killed(directory: Path, straight: Path) -> None:
     folder = directory / "killed"
     process = subprocess.Popen(
