@@ -282,6 +282,8 @@ class WatchdogConfig(Section):
     sync: Positive = 900.0
     checkpoint: Positive = 3600.0
     """Waiting for the disk."""
+    other: Positive = 900.0
+    """Between these: books, metrics, samples, and waiting for a rank that is at them."""
 
 
 class PreflightConfig(Section):

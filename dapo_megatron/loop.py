@@ -48,13 +48,15 @@ def train(
     from which `progress.seconds` counts on. Raises StarvedError and Stopped once all is saved.
     """
     try:
-        train_steps(config, parts, progress, open_step, started)
+        with parts.watch.phase("other"):
+            train_steps(config, parts, progress, open_step, started)
     except (StarvedError, Stopped) as error:
-        # Policy and engine take turns; either may have been on.
-        parts.engine.sleep()
-        parts.policy.onload()
-        save(parts, progress, open_step, started)()
-        parts.checkpoints.wait()
+        with parts.watch.phase("checkpoint", progress.step):
+            # Policy and engine take turns; either may have been on.
+            parts.engine.sleep()
+            parts.policy.onload()
+            save(parts, progress, open_step, started)()
+            parts.checkpoints.wait()
         raise type(error)(
             f"{error}. Saved after step {progress.step}: resume=auto goes on from there"
         ) from error
