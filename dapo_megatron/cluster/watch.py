@@ -54,7 +54,8 @@ def hang_file(run: Path, start_attempt: str) -> Path:
 class Watch:
     """protocols.Watch of one rank. `folder`: the run's.
 
-    `limits`: seconds without a sign of life, by phase. Between phases the longest of them holds.
+    `limits`: seconds without a sign of life, by phase. Outside of phases that of `start` holds, or
+    else the longest.
     `start_attempt`: the same on all ranks; by default attempt.py's.
     """
 
@@ -69,7 +70,7 @@ class Watch:
         self.terminal_fd = 2
         """Where the user looks; a session that sends its output to a log sets it."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._limits = {**limits, "": max(limits.values())}
+        self._limits = {**limits, "": limits.get("start", max(limits.values()))}
         self._attempt = start_attempt or attempt()
         self._host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._alarm = Alarm.of(folder, self._attempt)
