@@ -85,6 +85,8 @@ class Project:
             "DAPO_VENV": sys.prefix,
             "OMP_NUM_THREADS": "1",
         }
+        if not cluster.has_networks:
+            env["DAPO_INTERFACE"] = "lo"  # nobody knows the nodes' names
         return cls(cluster, folder, env=env)
 
     @classmethod

@@ -113,7 +113,7 @@ def test_a_rank_that_hangs_is_named(training: Project, undisturbed: Run) -> None
 
 def test_the_newest_checkpoint_is_damaged(training: Project, undisturbed: Run) -> None:
     run = Run.start(training, "damaged")
-    newest = run.wait_for_checkpoint(4)
+    run.wait_for_checkpoint(4)
     run.wait_for_step(5)
 
     def damage() -> None:
@@ -133,7 +133,8 @@ def test_the_newest_checkpoint_is_damaged(training: Project, undisturbed: Run) -
         *training.folder.glob(f"slurm_logs/damaged/{run.job.number}.1/*.log"),
     ]
     said = "".join(path.read_text(errors="replace") for path in logs)
-    assert newest.parent.exists() and "sha256" in said.lower(), "the fall-back is not told of"
+    assert "CHECKPOINT DAMAGED" in said, run.story()
+    assert list(run.folder.glob("checkpoints/*.damaged*")), "it is not kept"
     run.wait_for_end()
     assert_same(run, undisturbed)
 
@@ -146,7 +147,6 @@ def test_the_disk_is_full_during_a_save(training: Project, undisturbed: Run) -> 
     filler = small / "filler"
     # A mebibyte is left: enough for a line of metrics, not for a checkpoint.
     filler.write_bytes(bytes(shutil.disk_usage(small).free - 2**20))
-    before = time.monotonic()
     console = training.folder / f"slurm_logs/full/{run.job.number}.0"
     wait_until(
         lambda: "CHECKPOINT FAILED" in next(console.glob("*-0.log")).read_text(),
@@ -155,8 +155,7 @@ def test_the_disk_is_full_during_a_save(training: Project, undisturbed: Run) -> 
     )
     assert (run.folder / "checkpoints/step_000002").exists()
     filler.unlink()
-    note("disk full during a save", "the checkpoint; the run went on", f"{0:.0f}")
-    assert time.monotonic() - before < START_SECONDS
+    note("disk full during a save", "that checkpoint; the run went on", "0")
     run.wait_for_end()
     assert run.job.facts()["Restarts"] == "0"
     assert_same(run, undisturbed)
