@@ -151,7 +151,7 @@ def _train(session: Session, replay: Path | None) -> None:
     book = folder.path / "attempts.jsonl"
     together(ranks, lambda: begin_attempt(book, progress.step))
     recorder = _open_recorder(session, progress.step)
-    with _true_status(recorder), ExitStack() as stack:
+    with ExitStack() as at_end, _true_status(recorder), ExitStack() as stack:
         if replay is None:
             parts = _live_parts(session, recorder, stack)
         else:
@@ -164,8 +164,11 @@ def _train(session: Session, replay: Path | None) -> None:
         try:
             progress = loop.train(config, parts, progress, open_step, started=started)
         except Stopped:
+            at_end.callback(ranks.barrier)
             together(ranks, lambda: end_attempt(book))
             raise
+        # MLflow may take its time, and a launcher gives the last rank little after the others.
+        at_end.callback(ranks.barrier)
         summary = _summary(session, progress)
         if ranks.rank == 0:
             write_json(folder.summary, summary)

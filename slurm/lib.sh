@@ -72,8 +72,7 @@ use_program() {
 env_names() { compgen -e | grep -E '^(NCCL|GLOO|TORCH|UCX|OMP|VLLM|DAPO)_|^MASTER_' | paste -sd, -; }
 
 # step LOG-PATTERN COMMAND...: a task per GPU; the first task that ends gives the others
-# DAPO_GRACE_SECONDS, more than tracking.wait_seconds, for which rank 0 may stay behind.
-# (--kill-on-bad-exit would not wait.) With STEP_SECONDS, no longer than that.
+# DAPO_GRACE_SECONDS (--kill-on-bad-exit would not wait). With STEP_SECONDS, no longer than that.
 step() {
     local log=$1 limit=(); shift
     [[ -n ${STEP_SECONDS:-} ]] && limit=(timeout -k 30 "$STEP_SECONDS")
@@ -81,7 +80,7 @@ step() {
     [[ -n ${DAPO_CONTAINER:-} ]] && STEP_OPTIONS+=("--container-env=$(env_names)")
     exec "${limit[@]}" srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$TASKS" \
         --cpus-per-task="$DAPO_CPUS_PER_TASK" --distribution=block --kill-on-bad-exit=0 \
-        --wait="${DAPO_GRACE_SECONDS:-45}" --output="$log" "${STEP_OPTIONS[@]}" "$@"
+        --wait="${DAPO_GRACE_SECONDS:-20}" --output="$log" "${STEP_OPTIONS[@]}" "$@"
 }
 
 # Where the ranks meet. Never localhost: each node would wait for itself.
