@@ -16,6 +16,7 @@ import typer
 
 from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
+from dapo_megatron.cluster.stop import leave_when_asked
 from dapo_megatron.config import Config, num_processes, read_model_config
 from dapo_megatron.config_file import dump_config, load_config
 from dapo_megatron.layout import check_layout
@@ -300,6 +301,8 @@ def main() -> None:
     """The entry point: a user's mistake is a message, not a traceback."""
     try:
         adopt_step()
+        if is_launched():
+            leave_when_asked()
         app()
     except DapoError as error:
         if os.environ.get("RANK", "0") == "0":

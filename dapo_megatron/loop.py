@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.algo.mismatch import GapStatistics, gap_statistics
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import assemble, fresh_mask, split
 from dapo_megatron.parts import Parts
-from dapo_megatron.protocols import Watch
+from dapo_megatron.protocols import LossFn, Watch
 from dapo_megatron.rollout import metrics as figures
 from dapo_megatron.rollout.open_step import OpenStep
 from dapo_megatron.types import (
-    CheckpointError,
-    Diverged,
+    DapoError,
     Group,
+    LossOutput,
+    MicroTokens,
     StarvedError,
     Stopped,
     SyncError,
@@ -55,13 +58,13 @@ def train(
             # Policy and engine take turns; either may have been on.
             parts.engine.sleep()
             parts.policy.onload()
-            save(parts, progress, open_step, started)()
+            save(config, parts, progress, open_step, started)()
             parts.checkpoints.wait()
         raise type(error)(
             f"{error}. Saved after step {progress.step}: resume=auto goes on from there"
         ) from error
-    except (Diverged, SyncError):
-        with suppress(CheckpointError):
+    except DapoError:
+        with suppress(DapoError):
             parts.checkpoints.wait()  # a checkpoint from before is worth having
         raise
     with parts.watch.phase("checkpoint", progress.step):
@@ -97,7 +100,7 @@ def train_steps(
         publish = None
         if parts.checkpoints.due(step):
             with clock("checkpoint"):
-                publish = save(parts, progress, open_step, started)
+                publish = save(config, parts, progress, open_step, started)
         parts.recorder.log(step, metrics | clock.metrics())
         # Published last: a checkpoint that exists has its metrics and samples on disk.
         if publish is not None:
@@ -105,13 +108,13 @@ def train_steps(
 
 
 def save(
-    parts: Parts, progress: Progress, open_step: OpenStep, started: float
+    config: Config, parts: Parts, progress: Progress, open_step: OpenStep, started: float
 ) -> Callable[[], None]:
     """A checkpoint of what is done so far; calling what is returned has it published."""
     progress.seconds = time.time() - started
     state = {
         "progress": dict(vars(progress)),
-        "open_step": open_step.state(),
+        "open_step": open_step.state(config),
         "coordinator": parts.coordinator.state(),
     }
     return parts.checkpoints.save(progress.step, state)
@@ -187,6 +190,9 @@ def update(config: Config, parts: Parts, batch: TokenBatch, step: int, open_step
         dual_clip=numbers.dual_clip,
         tis_cap=numbers.tis_cap,
     )
+    if config.policy.pipeline_parallel == 1:
+        # A stop abandons the mini-batch. (In a pipeline no point exists that all stages reach.)
+        loss = stoppable(loss, parts.stop)
     lr = warmup_lr(
         step,
         lr=config.optimizer.lr,
@@ -198,6 +204,16 @@ def update(config: Config, parts: Parts, batch: TokenBatch, step: int, open_step
     for mini in minis[len(open_step.updates) :]:
         parts.stop()
         open_step.updates.append(parts.policy.update(mini, loss, lr))
+
+
+def stoppable(loss: LossFn, stop: Callable[[], None]) -> LossFn:
+    """`loss`, with a look at each micro-batch whether to stop; all ranks have equally many."""
+
+    def with_stop(logprobs: Tensor, micro: MicroTokens) -> LossOutput:
+        stop()
+        return loss(logprobs, micro)
+
+    return with_stop
 
 
 class Clock:

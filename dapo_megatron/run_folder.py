@@ -6,7 +6,7 @@ runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  data/  checkpoin
 from __future__ import annotations
 
 import fcntl
-import re
+import os
 import time
 from pathlib import Path
 from typing import TextIO
@@ -16,6 +16,7 @@ from dapo_megatron.checkpoints.folder import (
     DAMAGED,
     STATE,
     free_name,
+    place_of,
     published,
     read_json,
     settle,
@@ -43,6 +44,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.mlflow_run = path / "mlflow_run.json"
+        self.attempts = path / "attempts.jsonl"
         self.owner = path / ".owner"
         self.attempt = attempt()
         self.is_continued = False
@@ -59,16 +61,21 @@ class RunFolder:
     def take(self, lock_seconds: float = LOCK_SECONDS) -> None:
         """Lock the folder, and become its owner. On rank 0.
 
-        Raises ConfigError if another process still has it after `lock_seconds`.
+        Raises ConfigError if another process still has it after `lock_seconds`; CheckpointError if
+        that belongs to another job, which may be a start whose node Slurm has given up. An earlier
+        start of this very job has no right to it any more, whatever its lock says.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
-            self._wait_for_lock(lock_seconds)
+            if not self._wait_for_lock(lock_seconds):
+                self._take_over()
             write_json(self.owner, {"attempt": self.attempt})
             settle(self.checkpoints)
-        except OSError as error:
+        except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
             raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
+        except OSError as error:  # a disk that is full or away: may be mended by the next start
+            raise CheckpointError(f"{self.path}: {error.strerror}") from error
 
     def find(self, resume: str, exchange: Exchange) -> Path | None:
         """The checkpoint to resume from, or None for a fresh start. Collective: every file of it is
@@ -120,12 +127,14 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
 
     def check_owner(self) -> None:
-        """Raise Fenced if another attempt has taken the folder: nothing may be published
-        in it any more."""
-        owner = None
-        if self.owner.exists():
+        """Raise Fenced if another attempt has taken the folder: nothing may be written into it any
+        more. It reads one small file. One that is missing or cannot be read proves nothing: who
+        takes the folder replaces it as a whole."""
+        try:
             owner = read_json(self.owner, "not an owner").get("attempt")
-        if owner != self.attempt:
+        except CheckpointError:
+            return
+        if owner is not None and owner != self.attempt:
             raise Fenced(
                 f"{self.path} was taken by attempt {owner}; this is attempt {self.attempt}, cut "
                 "off meanwhile: it publishes nothing and ends"
@@ -133,15 +142,28 @@ class RunFolder:
 
     # ------------------------------------------------------------------ inside
 
-    def _wait_for_lock(self, seconds: float) -> None:
+    def _wait_for_lock(self, seconds: float) -> bool:
         assert self._lock is not None
         deadline = time.monotonic() + seconds
-        while not _locked(self._lock):
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"run.name: another process is running in {self.path}; choose another name"
-                )
+        while not (is_ours := _locked(self._lock)) and time.monotonic() < deadline:
             time.sleep(0.1)
+        return is_ours
+
+    def _take_over(self) -> None:
+        """The lock is another's: on a file system that shares locks, perhaps a node's that was cut
+        off. By its name the owner finds that it is the owner no longer (`check_owner`)."""
+        owner = str(read_json(self.owner, "not an owner")["attempt"])
+        job = os.environ.get("SLURM_JOB_ID")
+        if job is None:
+            raise ConfigError(
+                f"run.name: another process is running in {self.path}; choose another name"
+            )
+        if owner.partition(".")[0] != job:
+            raise CheckpointError(
+                f"{self.path} is held by attempt {owner}. If that job is at an end, a node of it "
+                "that was cut off still runs: have it taken down; else choose another run.name"
+            )
+        self.notes.append(f"taken over from attempt {owner}, which still holds the lock")
 
     def _note_age(self, source: Path, exchange: Exchange) -> None:
         if not exchange.broadcast(exchange.rank == 0 and has_manifest(source)):
@@ -159,10 +181,9 @@ class RunFolder:
     def _set_aside_after(self, source: Path | None) -> None:
         """Checkpoints newer than the one to resume from are of a past that is done again: a later
         `auto` must not find them, nor `checkpoint.keep` prefer them."""
-        name = source.resolve().name if source else ""
-        first = int(match[1]) if (match := re.match(r"step_(\d+)", name)) else 0
-        for step, path in published(self.checkpoints):
-            if step > first:
+        first = place_of(source.resolve().name if source else "")
+        for _, path in published(self.checkpoints):
+            if place_of(path.name) > first:
                 path.rename(free_name(path))
 
 

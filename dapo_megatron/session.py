@@ -29,13 +29,21 @@ from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config_file import dump_config
 from dapo_megatron.layout import describe
 from dapo_megatron.run_folder import RunFolder
-from dapo_megatron.types import CheckpointError, DapoError, Fenced, Stopped
+from dapo_megatron.types import (
+    CheckpointError,
+    ConfigError,
+    DapoError,
+    DataError,
+    Fenced,
+    Stopped,
+)
 
 if TYPE_CHECKING:
     from dapo_megatron.parts import Parts
     from dapo_megatron.tracking import RunRecorder, SilentRecorder
 
 Result = TypeVar("Result")
+_TOLD = "_dapo_megatron_told"
 
 
 @dataclass
@@ -63,7 +71,7 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
 
     folder = RunFolder(config.folder)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    stop = Stop(config.run.stop_seconds)
+    stop = Stop(config.run.stop_seconds, folder.check_owner)
     watch = Watch(folder.path, rank, world_size, config.watchdog.model_dump())
     terminal = sys.stdout
     if with_folder:
@@ -113,6 +121,9 @@ def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
 def _tell(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) -> None:
     """One line on the terminal, and the verdict for whoever started the ranks. A DapoError is as a
     rule everybody's, so rank 0 tells it there; the others write it to their logs."""
+    if getattr(error, _TOLD, False):
+        return
+    setattr(error, _TOLD, True)
     if isinstance(error, DapoError):
         print(f"error: {error}", file=terminal if rank == 0 else sys.stderr, flush=True)
         verdict.record(exit_code(error), f"rank {rank}: {error}")
@@ -124,9 +135,10 @@ def _tell(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) 
 
 
 def exit_code(error: DapoError) -> int:
-    """What the program ends with; slurm/train.sbatch goes by it."""
-    codes: dict[type, int] = {Stopped: STOPPED, Fenced: FENCED}
-    return codes.get(type(error), 2)
+    """What the program ends with; slurm/train.sbatch goes by it: a mistake would only be made
+    again, anything else may go better in another start."""
+    codes: dict[type, int] = {ConfigError: 2, DataError: 2, Stopped: STOPPED, Fenced: FENCED}
+    return codes.get(type(error), 1)
 
 
 def train(config: Config, replay: Path | None = None) -> None:
@@ -147,11 +159,10 @@ def _train(session: Session, replay: Path | None) -> None:
             f"resume: {session.resume_from} is of a replay, which keeps no prompts and no books; "
             f"go on with --replay {state['coordinator']['replay']}, or use it as model.path"
         )
-    open_step = OpenStep.from_state(state and state.get("open_step"))
-    book = folder.path / "attempts.jsonl"
-    together(ranks, lambda: begin_attempt(book, progress.step))
+    open_step = OpenStep.from_state(state and state.get("open_step"), config)
+    together(ranks, lambda: begin_attempt(folder.attempts, progress.step))
     recorder = _open_recorder(session, progress.step)
-    with ExitStack() as at_end, _true_status(recorder), ExitStack() as stack:
+    with ExitStack() as at_end, _true_status(session, recorder), ExitStack() as stack:
         if replay is None:
             parts = _live_parts(session, recorder, stack)
         else:
@@ -165,7 +176,6 @@ def _train(session: Session, replay: Path | None) -> None:
             progress = loop.train(config, parts, progress, open_step, started=started)
         except Stopped:
             at_end.callback(ranks.barrier)
-            together(ranks, lambda: end_attempt(book))
             raise
         # MLflow may take its time, and a launcher gives the last rank little after the others.
         at_end.callback(ranks.barrier)
@@ -239,14 +249,19 @@ def _keep_reports(session: Session, recorder: RunRecorder | SilentRecorder) -> N
 
 
 @contextmanager
-def _true_status(recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
-    """Close the run as what it was: FINISHED, FAILED or KILLED."""
+def _true_status(session: Session, recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
+    """Close the run as what it was: FINISHED, FAILED or KILLED. What ended it is told first:
+    MLflow may take longer than a launcher waits."""
     status = "FAILED"
     try:
         yield
         status = "FINISHED"
-    except (KeyboardInterrupt, Stopped):
-        status = "KILLED"
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt | Stopped)
+        status = "KILLED" if stopped else "FAILED"
+        _tell(error, session.ranks.rank, session.terminal, session.folder.logs)
+        if session.ranks.rank == 0 or not isinstance(error, DapoError):
+            end_attempt(session.folder.attempts, "stopped" if stopped else "crashed")
         raise
     finally:
         recorder.finish(status)

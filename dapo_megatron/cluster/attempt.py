@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ FENCED = 97
 HUNG = 98
 """Exit code: the watchdog ended this rank, or the deadline after a signal passed."""
 
-MAX_FRUITLESS = 3
-"""Starts of one Slurm job in a row that may end without a newer checkpoint."""
+MAX_CRASHES = 3
+"""Starts of one Slurm job in a row that may crash or hang without a newer checkpoint."""
+MAX_CUT_SHORT = 20
+"""Starts in a row that may be cut short (preempted without time to save) without one."""
 
 _ATTEMPT = "DAPO_MEGATRON_ATTEMPT"
 
@@ -55,23 +58,30 @@ def begin_attempt(book: Path, step: int, environ: Mapping[str, str] = os.environ
     take its nodes for ever.
     """
     job = environ.get("SLURM_JOB_ID")
-    earlier = _read(book)
-    alike = takewhile(lambda one: one["job"] == job and one["step"] == step, reversed(earlier))
-    fruitless = list(takewhile(lambda one: not one.get("stopped"), alike))
-    if job and len(fruitless) >= MAX_FRUITLESS:
+    alike = takewhile(lambda one: one["job"] == job and one["step"] == step, reversed(_read(book)))
+    ends = [
+        one.get("end", "cut short")
+        for one in takewhile(lambda one: one.get("end") != "stopped", alike)
+    ]
+    crashes = ends.count("crashed") + ends.count("hung")
+    if job and (crashes >= MAX_CRASHES or len(ends) >= MAX_CUT_SHORT):
         raise ConfigError(
-            f"{len(fruitless)} starts of job {job} ended after step {step} without a newer "
-            f"checkpoint, so it is not tried again; `doctor run {book.parent}` says what happened. "
-            "Submit it anew once that is mended"
+            f"{len(ends)} starts of job {job} ended after step {step} without a newer checkpoint, "
+            f"{crashes} of them by a crash or a hang, so it is not tried again. `doctor run "
+            f"{book.parent}` says what happened; if they were preempted, checkpoint.max_minutes "
+            "makes it save more often. Submit it anew once that is mended"
         )
-    _append(book, {"attempt": attempt(environ), "job": job, "step": step, "time": time.time()})
+    with suppress(OSError):  # of a full disk more will be heard
+        _append(book, {"attempt": attempt(environ), "job": job, "step": step, "time": time.time()})
 
 
-def end_attempt(book: Path) -> None:
-    """Note that this attempt stopped as it was asked to: it may be started any number of times."""
-    earlier = _read(book)
-    if earlier:
-        _append(book, {**earlier[-1], "stopped": True, "time": time.time()})
+def end_attempt(book: Path, end: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Note how this attempt ended: stopped (it may be started again any number of times), crashed
+    or hung. Without a note it was cut short. Never raises: the run is ending."""
+    with suppress(OSError):
+        mine = [one for one in _read(book) if one["attempt"] == attempt(environ)]
+        if mine:
+            _append(book, {**mine[-1], "end": end, "time": time.time()})
 
 
 def _read(book: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.codec import group_from_json, group_to_json
+from dapo_megatron.config import Config, refuse
 from dapo_megatron.types import Group, StepStats
+
+
+def cut_by(config: Config) -> dict[str, Any]:
+    """What a step's batch and mini-batches are made by: it cannot change in the middle of one."""
+    return {
+        "train.updates_per_step": config.train.updates_per_step,
+        "loss.aggregation": config.loss.aggregation,
+        "loss.advantage_eps": config.loss.advantage_eps,
+        **{f"overlong.{key}": value for key, value in config.overlong.model_dump().items()},
+    }
 
 
 @dataclass
@@ -40,11 +51,12 @@ class OpenStep:
         self.train, self.old_logprobs = None, None
         self.metrics, self.updates = {}, []
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self, config: Config) -> dict[str, Any] | None:
         """Plain values for a checkpoint; None between two steps."""
         if self.train is None:
             return None
         return {
+            "cut_by": cut_by(config),
             "train": [group_to_json(group) for group in self.train],
             "metrics": self.metrics,
             "old_logprobs": None if self.old_logprobs is None else _to_text(self.old_logprobs),
@@ -52,10 +64,16 @@ class OpenStep:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any] | None) -> OpenStep:
-        """What `state` was taken of."""
+    def from_state(cls, state: Mapping[str, Any] | None, config: Config) -> OpenStep:
+        """What `state` was taken of. Raises ConfigError naming a key that has changed since."""
         if state is None:
             return cls()
+        refuse(
+            f"{key}: the checkpoint is from the middle of a step that was begun with {value!r}; "
+            "go on with that until the step is over, or resume from a checkpoint before it"
+            for key, value in state["cut_by"].items()
+            if cut_by(config).get(key) != value
+        )
         logprobs = state["old_logprobs"]
         return cls(
             train=[group_from_json(group) for group in state["train"]],

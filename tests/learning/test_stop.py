@@ -33,8 +33,9 @@ OVERRIDES = (
     *("train.updates_per_step=2", "optimizer.warmup_rollout_steps=0"),
     *("evaluation.sets=[]", "checkpoint.every=0", "tracking.wait_seconds=60"),
 )
-CHECKS = 4
-"""Times that ranks agree in a step: at its begin, before old log-probs, before each update."""
+CHECKS = 6
+"""Times that ranks agree in a step: at its begin, before old log-probs, and for each of two
+updates before it and in its one micro-batch."""
 
 
 def command(directory: Path, name: str, stop_at: int = 0) -> list[str]:
@@ -87,30 +88,38 @@ def check_same(folder: Path, undisturbed: Path) -> None:
     assert samples == [path.read_text() for path in sorted((undisturbed / "samples").iterdir())]
 
 
-def test_stopped_between_two_updates_and_before_the_first(undisturbed: Path) -> None:
-    """After one update of step 2; resumed; at once again, before the other; then in step 3 with
-    its groups collected and no old log-probs yet."""
+def test_stopped_between_two_updates_in_one_and_before_the_first(undisturbed: Path) -> None:
+    """After one update of step 2; resumed; in the micro-batch of the other, which is abandoned;
+    then in step 3 with its groups collected and no old log-probs yet."""
     directory = undisturbed.parent
-    done = start(directory, "stopped", CHECKS + 4)
+    done = start(directory, "stopped", CHECKS + 5)
     assert done.returncode == STOPPED, done.stdout + done.stderr
     assert "stopped by SIGUSR1. Saved after step 1: resume=auto goes on" in done.stdout
     folder = directory / "stopped"
-    state = json.loads((folder / "checkpoints" / "step_000001" / "state.json").read_text())
+    state = newest_state(folder)
     assert len(state["open_step"]["updates"]) == 1
     assert state["open_step"]["old_logprobs"] is not None
 
-    # The checks now: begin of step 2, its second update, ...
-    done = start(directory, "stopped", 2)
+    # The checks now: begin of step 2, before its second update, in its micro-batch.
+    done = start(directory, "stopped", 3)
     assert done.returncode == STOPPED, done.stdout + done.stderr
-    done = start(directory, "stopped", 4)
+    assert len(newest_state(folder)["open_step"]["updates"]) == 1
+
+    done = start(directory, "stopped", 5)
     assert done.returncode == STOPPED, done.stdout + done.stderr
-    state = json.loads((folder / "checkpoints" / "step_000002" / "state.json").read_text())
+    state = newest_state(folder)
+    assert state["progress"]["step"] == 2
     assert state["open_step"]["train"]
     assert state["open_step"]["old_logprobs"] is None
 
     done = start(directory, "stopped")
     assert done.returncode == 0, done.stdout + done.stderr
     check_same(folder, undisturbed)
+
+
+def newest_state(folder: Path) -> dict[str, Any]:
+    files = (folder / "checkpoints").glob("step_*/state.json")
+    return json.loads(max(files, key=lambda path: path.stat().st_mtime).read_text())
 
 
 def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_folder_is_complete(straight: Path) -> None:
     settled = sum(row.get(f"groups/{fate}", 0) for row in rows for fate in ended)
     assert issued == settled + rows[-1]["groups/carried"]
     assert len(list((straight / "samples").glob("step_*.jsonl"))) == STEPS
-    assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == [
+    assert sorted(path.name for path in (straight / "checkpoints").glob("step_*")) == [
         "step_000009",
         "step_000010",
     ]

@@ -17,8 +17,8 @@ from dapo_megatron.cluster.attempt import HUNG
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.rollout.open_step import OpenStep
-from dapo_megatron.types import Stopped
-from tests.helpers.configs import REPOSITORY
+from dapo_megatron.types import ConfigError, Fenced, Stopped
+from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.unit.test_batch import completion, group
 
@@ -30,8 +30,8 @@ stop = Stop(float(sys.argv[1]))
 stop.listen()
 if sys.argv[2] == "hold":
     stop.hold()
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     for _ in range(3000):
         time.sleep(0.01)
 except Stopped as error:
@@ -69,6 +69,23 @@ def test_all_ranks_stop_together() -> None:
     assert run_ranks(agree, 2) == [("stopped by SIGUSR1", None), ("stopped by SIGUSR1", "SIGUSR1")]
 
 
+def lose_the_folder(rank: int) -> Any:
+    def check_owner() -> None:
+        raise Fenced("taken by attempt 7.1")
+
+    stop = Stop(100.0, check_owner)
+    stop._owner_checked -= 100.0
+    try:
+        stop.check(Ranks(rank, 2, rank))
+    except Fenced as error:
+        return str(error)
+    return None
+
+
+def test_a_run_that_was_cut_off_ends_on_all_ranks() -> None:
+    assert run_ranks(lose_the_folder, 2) == ["taken by attempt 7.1"] * 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_before_there_is_anything_to_save_it_stops_at_once(number: signal.Signals) -> None:
     process = start(100.0, "no")
@@ -102,10 +119,12 @@ def test_it_is_gone_by_the_deadline_and_says_where_it_was() -> None:
 
 def test_a_step_under_way_survives_a_checkpoint_to_the_last_bit() -> None:
     step = OpenStep()
-    assert step.state() is None
+    assert step.state(tiny_config()) is None
     step.begin([group(3, completion(0, 4, None), completion(1, 2, None))], {"accuracy/raw": 0.25})
     step.old_logprobs = torch.randn(7)
-    again = OpenStep.from_state(json.loads(json.dumps(step.state())))
+    config = tiny_config()
+    state = json.loads(json.dumps(step.state(config)))
+    again = OpenStep.from_state(state, config)
     assert again.train == step.train
     assert again.metrics == step.metrics
     assert again.old_logprobs is not None
@@ -113,3 +132,6 @@ def test_a_step_under_way_survives_a_checkpoint_to_the_last_bit() -> None:
     assert again.old_logprobs.dtype == torch.float32
     step.close()
     assert step == OpenStep()
+    # Cut otherwise, some of its sequences would be trained on twice.
+    with pytest.raises(ConfigError, match=r"train.updates_per_step.* begun with"):
+        OpenStep.from_state(state, tiny_config(train__updates_per_step=1))
