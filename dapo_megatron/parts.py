@@ -46,8 +46,11 @@ class Checkpoints(Protocol):
     """Saving in the background; see checkpoints/."""
 
     def due(self, step: int) -> bool: ...
-    def save(self, step: int, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Copy everything to host memory; calling what it returns has it written and published."""
+    def save(
+        self, step: int, state: Mapping[str, Any], *, is_open: bool = False
+    ) -> Callable[[], None]:
+        """Copy everything to host memory; calling what it returns has it written and published.
+        `is_open`: the step after `step` has begun; the checkpoint gets a name of its own."""
         ...
 
     def wait(self) -> None:

@@ -1,6 +1,10 @@
 """The folder of a run's checkpoints, `checkpoints/step_000012/`: what is there, and changes to it
 that a kill at any moment leaves whole.
 
+`step_000012_open/` is of a run that was stopped after it, in the middle of step 13: it has groups
+of that step, and maybe weights of some of its updates. It is only there to go on from, until there
+is a newer one.
+
 Beside published checkpoints there may be `.partial/` (being written, or being deleted),
 `step_000012.replaced` (until the new one has its name), `step_000012.1` (of a past that is done
 again) and `step_000012.damaged`.
@@ -21,20 +25,29 @@ STATE = "state.json"
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 _REPLACED = ".replaced"
-_STEP = re.compile(r"^step_(\d{6,})$")
+_OPEN = "_open"
+_NAME = re.compile(rf"step_(\d{{6,}})({_OPEN})?")
 
 
-def name_of(step: int) -> str:
-    """Of the checkpoint after a step."""
-    return f"step_{step:06d}"
+def name_of(step: int, *, is_open: bool = False) -> str:
+    """Of the checkpoint after a step; `is_open`: and within the one that follows."""
+    return f"step_{step:06d}{_OPEN if is_open else ''}"
+
+
+def place_of(name: str) -> tuple[int, bool]:
+    """(step, whether within the one that follows) of a checkpoint's name, by which checkpoints are
+    in order; what is appended to the name when it is set aside does not count."""
+    match = _NAME.match(name)
+    return (int(match[1]), match[2] is not None) if match else (0, False)
 
 
 def published(checkpoints: Path) -> list[tuple[int, Path]]:
     """(step, folder) of what has a checkpoint's name, newest first."""
     if not checkpoints.exists():
         return []
-    named = ((_STEP.match(path.name), path) for path in checkpoints.iterdir())
-    return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
+    found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name)]
+    found.sort(key=lambda path: place_of(path.name), reverse=True)
+    return [(place_of(path.name)[0], path) for path in found]
 
 
 def newest(checkpoints: Path) -> Path | None:
@@ -71,11 +84,18 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def prune(checkpoints: Path, graveyard: Path, *, keep: int, keep_every: int | None) -> None:
-    """Delete all but the newest `keep` and those of steps that are multiples of `keep_every`."""
-    for step, path in published(checkpoints)[keep:]:
-        if keep_every is None or step % keep_every:
-            # Renamed first: a half-deleted folder must not look like a checkpoint.
-            shutil.rmtree(path.rename(graveyard / f"{path.name}.old"))
+    """Delete all but the newest `keep` and those of steps that are multiples of `keep_every`. One
+    within a step does not count; it goes unless it is the newest of all."""
+    found = published(checkpoints)
+    between = [(step, path) for step, path in found if not _is_open(path)]
+    old = [path for step, path in between[keep:] if keep_every is None or step % keep_every]
+    for path in (*old, *(path for _, path in found[1:] if _is_open(path))):
+        # Renamed first: a half-deleted folder must not look like a checkpoint.
+        shutil.rmtree(path.rename(graveyard / f"{path.name}.old"))
+
+
+def _is_open(path: Path) -> bool:
+    return place_of(path.name)[1]
 
 
 def free_name(path: Path) -> Path:

@@ -8,11 +8,12 @@ fails, costs that one checkpoint: the run goes on with the older ones.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -51,6 +52,7 @@ class _Job:
     """A checkpoint to be."""
 
     step: int
+    name: str
     part: Snapshot
     state: str
     """Text of state.json: made at once, for what it tells of goes on changing."""
@@ -109,15 +111,18 @@ class Checkpoints:
         elapsed = time.monotonic() - self._begun
         return bool(self.exchange.broadcast(elapsed >= 60 * numbers.max_minutes))
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Copy everything now; calling what is returned has it written and published. Waits first
-        for a write still under way. Collective."""
+    def save(
+        self, step: int, state: Mapping[str, Any], *, is_open: bool = False
+    ) -> Callable[[], None]:
+        """Copy everything now; calling what is returned has it written and published. `is_open`:
+        in the middle of the next step; it leaves the one of `step` itself alone, and lasts until
+        there is a newer one. Waits first for a write still under way. Collective."""
         self._join()
         self._begun = time.monotonic()
         text = ""
         if self.exchange.rank == 0:
             text = json.dumps({**state, **self.extra, "manifest": True})
-        job = _Job(step, self.snapshot(), text)
+        job = _Job(step, folders.name_of(step, is_open=is_open), self.snapshot(), text)
 
         def start() -> None:
             # A daemon: a run that fails must not wait for the disk.
@@ -127,11 +132,14 @@ class Checkpoints:
         return start
 
     def wait(self) -> None:
-        """Until nothing is under way. Raises CheckpointError, on all ranks, if the last checkpoint
-        could not be written."""
+        """Until nothing is under way, at the end of a run. Raises CheckpointError, on all ranks, if
+        the last checkpoint could not be written."""
         self._join()
         if self._failure is not None:
-            raise CheckpointError(self._failure)
+            raise CheckpointError(
+                f"{self._failure}. The run ends without it: once that is mended, resume=auto goes "
+                "on from what there is"
+            )
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -153,9 +161,7 @@ class Checkpoints:
         """Write and publish; what went wrong, the same on all ranks, or None."""
         needed = sum(self.background.all_gather(job.part.num_bytes))
         needed += self.export.num_bytes if self.export else 0
-        partial = self.background.broadcast(
-            self.folder / folders.PARTIAL / self.attempt / folders.name_of(job.step)
-        )
+        partial = self.background.broadcast(self.folder / folders.PARTIAL / self.attempt / job.name)
         try:
             self._on_first(lambda: self._make_room(partial, needed))
             known = self._write_parts(job, partial)
@@ -229,9 +235,16 @@ class Checkpoints:
         text: str = self.background.broadcast(
             f"{partial.name} was NOT saved: {why}; it needs {needed:,} bytes, {situation}"
         )
-        print(f"CHECKPOINT FAILED: {text}", file=sys.stderr, flush=True)
-        self.note(f"CHECKPOINT FAILED: {text}. The run goes on; the next one that is due is tried")
+        self._say(f"CHECKPOINT FAILED: {text}")
         return text
+
+    def _say(self, text: str) -> None:
+        """To this rank's log and to the user. The disk that is full may be the logs' too, and not
+        to be heard is no reason to end the run."""
+        with suppress(OSError):
+            os.write(2, f"{text}\n".encode())
+        with suppress(OSError):
+            self.note(text)
 
     def _situation(self) -> str:
         try:
@@ -246,7 +259,7 @@ class Checkpoints:
         try:
             folders.prune(self.folder, graveyard, keep=numbers.keep, keep_every=numbers.keep_every)
         except OSError as error:
-            self.note(f"an old checkpoint could not be deleted: {error}")
+            self._say(f"an old checkpoint could not be deleted: {error}")
 
     def _on_first(self, action: Callable[[], None]) -> None:
         """Do it on rank 0 alone."""

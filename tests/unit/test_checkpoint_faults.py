@@ -99,7 +99,7 @@ def end(pid: int) -> None:
 
 
 def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path / "x")
     kept = run.save(1)
@@ -109,8 +109,11 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(
     assert said.startswith("step_000002 was NOT saved: rank 0: [Errno 122] Disk quota exceeded")
     assert f"the newest checkpoint remains {kept}" in said
     [note] = run.notes
-    assert said in note
-    assert said in capsys.readouterr().err
+    assert note.startswith("CHECKPOINT FAILED: step_000002 was NOT saved: rank 0: [Errno 122]")
+    assert note.endswith(f"the newest checkpoint remains {kept}")  # whatever the run does now
+    assert note.removeprefix("CHECKPOINT FAILED: ") in said
+    assert said.endswith("resume=auto goes on from what there is")
+    assert f"{note}\n" in capfd.readouterr().err
     assert run.checkpoints.num_failed == 1
     assert names(run.folder.checkpoints) == ["step_000001"]
     assert not half_written(run)
@@ -168,6 +171,74 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert run.source == kept
     run.save(4, part(300 * KIB))
     assert names(run.folder.checkpoints) == ["step_000004"]
+
+
+WITHOUT_A_BYTE = """
+import os, sys
+from pathlib import Path
+from tests.helpers.saving import KIB, OnTheWay, Run, names, part
+from dapo_megatron.types import CheckpointError
+disk, terminal = Path(sys.argv[1]), os.fdopen(os.dup(1), "w")
+run = Run(disk / "x")
+kept = run.save(1)
+log = os.open(disk / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(log, 1)
+os.dup2(log, 2)
+
+def note(text):
+    run.notes.append(text)
+    print(text, flush=True)  # as a console on a full disk
+
+run.checkpoints.note = note
+filler = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
+
+def fill():
+    for size in (64 * KIB, 1):
+        try:
+            while os.write(filler, bytes(size)):
+                pass
+        except OSError:
+            pass
+
+def save(step, part):
+    run.part = part
+    run.checkpoints.save(step, {})()
+
+fill()
+try:
+    os.write(2, bytes(8 * KIB))
+except OSError as error:
+    print("log:", error, file=terminal)
+save(2, None)  # no room
+run.checkpoints._join()  # the run goes on
+os.ftruncate(filler, 0)
+os.lseek(filler, 0, os.SEEK_SET)
+save(3, OnTheWay(fill))  # and then there was none
+run.checkpoints._join()
+try:
+    run.checkpoints.wait()
+except CheckpointError as error:
+    print(error, file=terminal)
+os.ftruncate(filler, 0)
+save(4, None)
+run.checkpoints.wait()
+print(names(run.folder.checkpoints), len(run.notes), file=terminal, flush=True)
+os._exit(0)  # what Python could not print it tries again at its end
+"""
+
+
+def test_a_disk_without_a_byte_left_and_the_logs_on_it(small_disk: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_BYTE, str(small_disk)],
+        capture_output=True, text=True, cwd=REPOSITORY, check=False,
+    )  # fmt: skip
+    said = ran.stdout + ran.stderr + (small_disk / "log").read_text(encoding="utf-8")
+    assert ran.returncode == 0, said
+    log, error, left = ran.stdout.splitlines()
+    assert log == "log: [Errno 28] No space left on device"
+    assert error.startswith("step_000003 was NOT saved: rank 0: ")
+    assert "No space left on device" in error
+    assert left == "['step_000001', 'step_000004'] 2"
 
 
 LIMITED = """

@@ -136,22 +136,32 @@ def test_a_checkpoint_is_due_after_so_many_minutes(tmp_path: Path) -> None:
     assert not run.checkpoints.due(3)
 
 
+PLACES = st.tuples(st.integers(0, 1_000_001) | st.integers(0, 9), st.booleans())
+
+
 @given(
-    steps=st.lists(st.integers(1, 1_000_001), min_size=1, max_size=12, unique=True),
+    places=st.lists(PLACES, min_size=1, max_size=12, unique=True),
     keep=st.integers(1, 5),
     keep_every=st.none() | st.integers(1, 7),
 )
 def test_the_newest_are_kept_and_every_so_many(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int, keep_every: int | None
+    tmp_path_factory: pytest.TempPathFactory,
+    places: list[tuple[int, bool]],
+    keep: int,
+    keep_every: int | None,
 ) -> None:
     path = tmp_path_factory.mktemp("prune")
-    for step in steps:
-        (path / folder.name_of(step)).mkdir()
+    for step, is_open in places:
+        (path / folder.name_of(step, is_open=is_open)).mkdir()
+    found = [folder.place_of(path.name) for _, path in folder.published(path)]
+    assert found == sorted(places, reverse=True)
     graveyard = path / ".partial"
     graveyard.mkdir()
     folder.prune(path, graveyard, keep=keep, keep_every=keep_every)
+    steps = [step for step, is_open in places if not is_open]
     kept = set(sorted(steps)[-keep:]) | {s for s in steps if keep_every and s % keep_every == 0}
-    assert {step for step, _ in folder.published(path)} == kept
+    expected = {(step, False) for step in kept} | {max(places)}
+    assert {folder.place_of(path.name) for _, path in folder.published(path)} == expected
     assert not list(graveyard.iterdir())
 
 
@@ -168,6 +178,38 @@ def test_a_step_done_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     path = run.save(3, attempt=2)
     assert read_state(path)["attempt"] == 2
     assert names(run.folder.checkpoints) == ["step_000003"]
+
+
+def test_one_within_a_step_lasts_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    run = Run(tmp_path / "x", keep=1)
+    kept = run.save(2, of="step 2")
+    for number in range(2):
+        run.checkpoints.save(2, {"number": number}, is_open=True)()
+        run.checkpoints.wait()
+        path = newest(run.folder.checkpoints)
+        assert path == run.folder.checkpoints / "step_000002_open"
+        assert read_state(path)["number"] == number
+        assert names(run.folder.checkpoints) == ["step_000002", "step_000002_open"]
+        assert read_state(kept)["of"] == "step 2"
+    run.unlock()
+    run = Run(tmp_path / "x", keep=1)
+    assert run.source == path
+    run.checkpoints.save(3, {}, is_open=True)()
+    run.checkpoints.wait()
+    assert names(run.folder.checkpoints) == ["step_000002", "step_000003_open"]
+    run.save(4)
+    assert names(run.folder.checkpoints) == ["step_000004"]
+
+
+def test_a_damaged_one_within_a_step_costs_that_step_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path / "x")
+    kept = run.save(2)
+    run.checkpoints.save(2, {}, is_open=True)()
+    run.checkpoints.wait()
+    run.unlock()
+    flip(run.folder.checkpoints / "step_000002_open" / RANK_FILE, 1000)
+    assert Run(tmp_path / "x").source == kept
+    assert names(run.folder.checkpoints) == ["step_000002", "step_000002_open.damaged"]
 
 
 class Killed(BaseException):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -128,6 +130,30 @@ def test_a_checkpoint_of_its_own_continues_the_run_and_sets_later_ones_aside(
     assert newest(folder.checkpoints) == steps[4]
 
 
+@pytest.mark.parametrize(
+    ("source", "left"),
+    [
+        ("step_000002", ["step_000002", "step_000002_open.1", "step_000004.1"]),
+        ("step_000002_open", ["step_000002", "step_000002_open", "step_000004.1"]),
+        ("step_000001_open.1", ["step_000002.1", "step_000002_open.1", "step_000004.1"]),
+    ],
+)
+def test_what_is_set_aside_goes_by_the_place_within_a_step_too(
+    tmp_path: Path, source: str, left: list[str]
+) -> None:
+    path = tmp_path / "x"
+    old_run(path)
+    for name in {source, "step_000002", "step_000002_open", "step_000004"}:
+        add_checkpoint(path, 2).rename(path / "checkpoints" / f"{name}.tmp")
+    for made in (path / "checkpoints").iterdir():
+        made.rename(made.with_suffix(""))
+    folder = RunFolder(path)
+    enter(folder, str(path / "checkpoints" / source))
+    assert [name for name in names(folder.checkpoints) if name != source] == [
+        name for name in left if name != source
+    ]
+
+
 def test_a_checkpoint_that_was_set_aside_can_be_resumed_from(tmp_path: Path) -> None:
     path = tmp_path / "x"
     old_run(path)
@@ -227,6 +253,52 @@ def test_who_was_cut_off_from_its_lock_finds_the_new_owner(
     with pytest.raises(Fenced, match=r"taken by attempt 7\.1; this is attempt 7\.0"):
         folders[0].check_owner()
     folders[1].check_owner()
-    folders[1].owner.unlink()
-    with pytest.raises(Fenced, match="attempt None"):
-        folders[1].check_owner()
+
+
+def unreadable(owner: Path) -> None:
+    owner.unlink()
+    owner.mkdir()
+
+
+NO_PROOFS: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "no folder": lambda owner: owner.parent.rename(owner.parent.with_name("moved")),
+    "empty": lambda owner: owner.write_bytes(b""),
+    "half written": lambda owner: owner.write_bytes(b'{"attem'),
+    "garbage": lambda owner: owner.write_bytes(b"\xff\x00"),
+    "another thing": lambda owner: owner.write_bytes(b"[]"),
+    "nobody": lambda owner: owner.write_bytes(b"{}"),
+    "cannot be read": unreadable,
+}
+
+
+@pytest.mark.parametrize("what", NO_PROOFS)
+def test_only_another_owner_is_proof(tmp_path: Path, what: str) -> None:
+    folder = RunFolder(tmp_path / "x")
+    enter(folder, "auto")
+    NO_PROOFS[what](folder.owner)
+    folder.check_owner()
+
+
+def test_a_file_handle_that_is_stale_is_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "x")
+    enter(folder, "auto")
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stale)
+        patch.setattr(io, "open", stale)
+        folder.check_owner()
+
+
+def test_to_ask_for_the_owner_costs_next_to_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "x")
+    enter(folder, "auto")
+    started = time.perf_counter()
+    for _ in range(100):
+        folder.check_owner()
+    assert time.perf_counter() - started < 1.0
