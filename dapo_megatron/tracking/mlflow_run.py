@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dapo_megatron.tracking import spool
+from dapo_megatron.tracking.mlflow_spool import without_password
 from dapo_megatron.tracking.spool import Cursor, Event
 from dapo_megatron.types import DapoError
 
@@ -40,8 +41,16 @@ CHECKPOINTS = "checkpoints.json"
 Item = TypeVar("Item")
 
 
+class Target(NamedTuple):
+    """Where a spool goes."""
+
+    server: str
+    """Without a password."""
+    run_id: str
+
+
 class MlflowRun:
-    """Made without MLflow being there; found or created by the first `deliver` that reaches it.
+    """Made without MLflow being there; found or created by the first `target` that reaches it.
 
     folder: the spool's, in the run's folder.
     """
@@ -51,20 +60,34 @@ class MlflowRun:
         self._say = say
         self.is_open = threading.Event()
         """Set once the run is known."""
+        self._one_at_a_time = threading.Lock()
+        self._target: Target | None = None
         self._client: MlflowClient = None
         self._run_id = ""
         self._names: set[str] = set()
         self._left_out: set[str] = set()
 
+    def target(self) -> Target:
+        """The run, looked for (or made) at the first call and at the first one after `forget`.
+        Raises whatever MLflow's client raises; DapoError for a spool without any beginning."""
+        with self._one_at_a_time:  # two lanes, one run
+            if self._target is None:
+                begin = spool.beginning(self._folder)
+                if begin is None:
+                    raise DapoError(f"{self._folder.resolve()}: no attempt has a beginning")
+                self._target = self._open(begin)
+            self.is_open.set()
+            return self._target
+
+    def forget(self) -> None:
+        """Something went wrong, perhaps because the run is not there any more."""
+        with self._one_at_a_time:
+            self._target = None
+
     def deliver(self, chunk: Sequence[Event], number: int, cursor: Cursor) -> None:
         """One event, or the metrics of some steps, of attempt `number`; `cursor` is told what
         MLflow now knows. Raises whatever MLflow's client raises, if it has to be tried again."""
         kind = chunk[0]["kind"]
-        if not self.is_open.is_set():
-            begin = chunk[0] if kind == "begin" else spool.beginning(self._folder, number)
-            if begin is None:
-                raise DapoError(f"{self._folder.resolve()}: attempt {number} has no beginning")
-            self._open(begin)
         if kind == "begin":
             self._begin(chunk[0], number, cursor)
         elif kind == "metrics":
@@ -76,7 +99,7 @@ class MlflowRun:
 
     # ------------------------------------------------------------------------ the run
 
-    def _open(self, begin: Event) -> None:
+    def _open(self, begin: Event) -> Target:
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
@@ -84,22 +107,24 @@ class MlflowRun:
         with _first_use_alone(uri, Path(begin["directory"])):
             self._client = MlflowClient(tracking_uri=uri)
             run = self._find(begin) or self._create(uri, begin)
-        self._run_id = run.info.run_id
-        if not self._run_id:
+        target = Target(without_password(uri), run.info.run_id)
+        if not target.run_id:
             raise DapoError("what answers there is no MLflow: it made a run without an id")
         spool.write_json(
             self._run_folder / spool.RUN_FILE,
-            {"run_id": self._run_id, "experiment_id": run.info.experiment_id},
+            {**target._asdict(), "experiment_id": run.info.experiment_id},
         )
-        self._names = set(run.data.metrics)
-        self._say(f"run {self._run_id} at {begin['uri']}")
-        self.is_open.set()
+        if target.run_id != self._run_id:
+            self._say(f"run {target.run_id} at {target.server}")
+        self._run_id, self._names = target.run_id, set(run.data.metrics)
+        return target
 
     def _find(self, begin: Event) -> Run | None:
-        """The run that an earlier attempt, or an earlier sender, made."""
+        """The run that an earlier attempt, or an earlier sender, made; None if this server never
+        had it, or lost it."""
         known = spool.read_json(self._run_folder / spool.RUN_FILE).get("run_id")
-        if known:
-            return self._client.get_run(known)
+        if known and (run := self._get(known)):
+            return run
         experiment = self._client.get_experiment_by_name(begin["experiment"])
         if experiment is not None:
             same = f"tags.`{RUN_TAG}` = '{begin['run']}'"
@@ -111,11 +136,12 @@ class MlflowRun:
         from mlflow.exceptions import MlflowException
 
         try:
-            return self._client.get_run(run_id)
+            run = self._client.get_run(run_id)
         except MlflowException as error:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
             raise
+        return None if run.info.lifecycle_stage == "deleted" else run
 
     def _create(self, uri: str, begin: Event) -> Run:
         from mlflow.exceptions import MlflowException
@@ -136,7 +162,7 @@ class MlflowRun:
             experiment = self._client.get_experiment_by_name(name)
         return self._client.create_run(
             experiment.experiment_id,
-            start_time=begin["time"],
+            start_time=next(spool.events(self._folder))[0]["time"],
             run_name=begin["name"],
             tags={RUN_TAG: begin["run"]},
         )

@@ -31,8 +31,9 @@ from dapo_megatron.tracking.provenance import flatten, run_tags
 from dapo_megatron.types import ConfigError
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
-KILLED_WAIT_SECONDS = 5.0
-"""A run that was told to end has a deadline, and may not wait for MLflow as long as another."""
+SHORT_WAIT_SECONDS = 3.0
+"""Of a run that is KILLED (it was told to end, and has a deadline) or FAILED (the user waits for
+the error, and a launcher may kill this process before it is shown)."""
 FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 """Signals to a whole job step; the sender ignores them."""
 
@@ -84,7 +85,7 @@ class MlflowSpool:
         if self.uri.startswith("http"):
             server = without_password(self.uri).rstrip("/")
             known = spool.read_json(self._run_folder / spool.RUN_FILE)
-            if "experiment_id" not in known:
+            if known.get("server", "").rstrip("/") != server:
                 return server
             return f"{server}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}"
         beside = Path(sys.executable).parent / "mlflow"
@@ -113,10 +114,10 @@ class MlflowSpool:
         self._lines.close()
         if self._sender is None or self._sender.poll() is not None:  # it died, of whatever
             self._sender = start_sender(self._run_folder, self._number, self._warn)
-        if status == "KILLED":  # it may go on for a moment after this process has ended
-            seconds, give_up = min(self._wait_seconds, KILLED_WAIT_SECONDS), False
-        else:
+        if status == "FINISHED":
             seconds, give_up = self._wait_seconds, True
+        else:  # it may go on for a moment after this process has ended
+            seconds, give_up = min(self._wait_seconds, SHORT_WAIT_SECONDS), False
         self._last_word(self._sender is not None and _drained(self._sender, seconds, give_up))
 
     def _put(self, kind: str, **values: Any) -> None:

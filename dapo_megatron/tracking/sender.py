@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from dapo_megatron.tracking import spool
 from dapo_megatron.tracking.mlflow_spool import FORWARDED
-from dapo_megatron.tracking.spool import LANES, Event, Place
+from dapo_megatron.tracking.spool import LANES, Cursor, Event, Place
 
 if TYPE_CHECKING:
     from dapo_megatron.tracking.mlflow_run import MlflowRun
@@ -62,6 +62,7 @@ class Lane:
             try:
                 moved = self._deliver_next()
             except Exception as error:  # noqa: BLE001 - whatever it is, the run must not end by it
+                self._run.forget()
                 self._failed(error)
                 if is_last:
                     time.sleep(min(delay, 2.0))
@@ -77,6 +78,11 @@ class Lane:
 
     def _deliver_next(self) -> bool:
         """Deliver one event, or some steps' metrics; False if there is none."""
+        if next(spool.events(self._folder), None) is None:
+            return False
+        target = self._run.target()
+        if target != (self.cursor.server, self.cursor.run_id):
+            self.cursor = Cursor(*target)
         chunk, place = self._next_chunk()
         if chunk:
             self._run.deliver(chunk, place.number, self.cursor)

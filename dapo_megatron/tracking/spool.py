@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 FOLDER = "mlflow"
 """In a run's folder."""
 RUN_FILE = "mlflow_run.json"
-"""In a run's folder: which MLflow run it is, {"run_id": ..., "experiment_id": ...}."""
+"""In a run's folder: which MLflow run it is, {"server": .., "run_id": .., "experiment_id": ..}."""
 LOG = "logs/mlflow.log"
 LANES = {
     "facts": frozenset({"begin", "metrics", "end"}),
@@ -51,6 +51,9 @@ class Place(NamedTuple):
 class Cursor:
     """How far one lane is. Written after each delivery: a crash repeats at most one."""
 
+    server: str = ""
+    run_id: str = ""
+    """Of the run that has it all up to here. Any other run gets it all from the beginning."""
     number: int = 0
     offset: int = 0
     begun: int = 0
@@ -117,12 +120,14 @@ def write_cursor(folder: Path, lane: str, cursor: Cursor) -> None:
 
 
 def num_waiting(folder: Path) -> int:
-    """Events that MLflow does not have yet."""
-    return sum(
-        event["kind"] in kinds
-        for lane, kinds in LANES.items()
-        for event, _ in events(folder, read_cursor(folder, lane).place)
-    )
+    """Events that MLflow does not have yet: all of them, if the last start goes elsewhere."""
+    begin, num = beginning(folder), 0
+    for lane, kinds in LANES.items():
+        cursor = read_cursor(folder, lane)
+        known = begin is None or cursor.server == begin["uri"]
+        after = cursor.place if known else Place()
+        num += sum(event["kind"] in kinds for event, _ in events(folder, after))
+    return num
 
 
 def read_json(path: Path) -> dict[str, Any]:
