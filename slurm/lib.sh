@@ -15,7 +15,8 @@ refuse() { say "error: $*"; exit $USER_ERROR; }
 open_job() {
     export DAPO_MEGATRON_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
     cd "$DAPO_HOME" || exit $USER_ERROR # where paths in a config are from
-    LOGS=${DAPO_LOGS:-$DAPO_HOME/slurm_logs}
+    LOGS=${DAPO_LOGS:-slurm_logs}
+    [[ $LOGS == /* ]] || LOGS=$DAPO_HOME/$LOGS
     JOB_LOGS=$LOGS/$SLURM_JOB_NAME
     ATTEMPT_LOGS=$JOB_LOGS/$DAPO_MEGATRON_ATTEMPT
     mkdir -p "$ATTEMPT_LOGS" || refuse "DAPO_LOGS: $LOGS cannot be written"
@@ -43,20 +44,22 @@ check_tasks() {
 
 # PROGRAM: how a task runs Python; STEP_OPTIONS: what srun needs for that.
 use_program() {
-    local mounts=${DAPO_MOUNTS:-}
+    local mounts=$DAPO_HOME:$DAPO_HOME
+    [[ $LOGS == "$DAPO_HOME"/* ]] || mounts+=,$LOGS:$LOGS # for the verdict and the nodes' reports
+    mounts+=${DAPO_MOUNTS:+,$DAPO_MOUNTS}
     STEP_OPTIONS=()
     if [[ -n ${DAPO_CONTAINER:-} ]]; then
         # Not in the header: pyxis would put this very script, which needs srun, into the container.
         STEP_OPTIONS=(
             "--container-image=$DAPO_CONTAINER"
-            "--container-mounts=$DAPO_HOME:$DAPO_HOME${mounts:+,$mounts}"
+            "--container-mounts=$mounts"
             "--container-workdir=$DAPO_HOME"
             --no-container-mount-home # packages in ~/.local would shadow the image's
         )
         PROGRAM=("${DAPO_PYTHON:-python3}")
     elif [[ -n ${DAPO_APPTAINER:-} ]]; then
         [[ -e $DAPO_APPTAINER ]] || refuse "DAPO_APPTAINER: no file $DAPO_APPTAINER"
-        PROGRAM=(apptainer exec --no-home --bind "$DAPO_HOME${mounts:+,$mounts}" --pwd "$DAPO_HOME")
+        PROGRAM=(apptainer exec --no-home --bind "$mounts" --pwd "$DAPO_HOME")
         ((GPUS)) && PROGRAM+=(--nv)
         PROGRAM+=("$DAPO_APPTAINER" "${DAPO_PYTHON:-python3}")
     else
@@ -78,9 +81,11 @@ step() {
     [[ -n ${STEP_SECONDS:-} ]] && limit=(timeout -k 30 "$STEP_SECONDS")
     # Or variables that the image sets win.
     [[ -n ${DAPO_CONTAINER:-} ]] && STEP_OPTIONS+=("--container-env=$(env_names)")
-    exec "${limit[@]}" srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$TASKS" \
+    # Bash before 4.4 takes an empty array for an unset one.
+    exec ${limit[@]+"${limit[@]}"} srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$TASKS" \
         --cpus-per-task="$DAPO_CPUS_PER_TASK" --distribution=block --kill-on-bad-exit=0 \
-        --wait="${DAPO_GRACE_SECONDS:-20}" --output="$log" "${STEP_OPTIONS[@]}" "$@"
+        --wait="${DAPO_GRACE_SECONDS:-20}" --output="$log" \
+        ${STEP_OPTIONS[@]+"${STEP_OPTIONS[@]}"} "$@"
 }
 
 # Where the ranks meet. Never localhost: each node would wait for itself.
@@ -119,10 +124,18 @@ end_chain() {
     scancel "${rest[@]}"
 }
 
+# exclude JOB NODES: these as well, beside those that its own --exclude names.
+exclude() {
+    local theirs
+    theirs=$(scontrol show job "$1" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
+    [[ $theirs == '(null)' ]] && theirs=
+    scontrol update JobId="$1" ExcNodeList="${theirs:+$theirs,}$2"
+}
+
 # leave_out NODES: remember bad nodes; with DAPO_EXCLUDE_BAD=1 the run goes on without them.
 leave_out() {
-    local node list rest id
-    for node in "$@"; do echo "$node"; done >>"$LOGS/bad_nodes"
+    local list rest id
+    printf '%s\n' "$@" >>"$LOGS/bad_nodes"
     list=$(sort -u "$LOGS/bad_nodes" | paste -sd, -)
     say "kept in $LOGS/bad_nodes; tell the cluster's administrators, then delete the lines"
     if [[ ${DAPO_EXCLUDE_BAD:-0} != 1 ]]; then
@@ -130,30 +143,19 @@ leave_out() {
         return
     fi
     mapfile -t rest < <(next_of_chain)
-    # A running job cannot change its own list, so another job has to go on.
     if ((${#rest[@]})); then
-        for id in "${rest[@]}"; do scontrol update JobId="$id" ExcNodeList="$list"; done
+        for id in "${rest[@]}"; do exclude "$id" "$list"; done
         say "the next job of the chain, ${rest[0]}, goes on without $list"
-    else
-        id=$(submit_again --exclude="$list") && say "job $id goes on without $list"
+        return
     fi
-}
-
-# This very job anew: Slurm does not keep what its command line said. Options from "$@" come on top.
-submit_again() {
-    local options=(
-        --parsable --chdir="$SLURM_SUBMIT_DIR" --job-name="$SLURM_JOB_NAME"
-        --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$TASKS"
-        --gpus-per-node="${SLURM_GPUS_PER_NODE:-$GPUS}" --partition="$SLURM_JOB_PARTITION"
-        --time="$(squeue -h -j "$SLURM_JOB_ID" -o %l)"
-    )
-    local output name value
-    output=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
-    options+=(--output="${output//$SLURM_JOB_ID/%j}")
-    for name in account:"${SLURM_JOB_ACCOUNT:-}" qos:"${SLURM_JOB_QOS:-}" \
-        reservation:"${SLURM_JOB_RESERVATION:-}" signal:"${DAPO_SIGNAL:-}"; do
-        value=${name#*:}
-        [[ -z $value || $value == '(null)' ]] || options+=("--${name%%:*}=$value")
-    done
-    sbatch "${options[@]}" "$@" "$DAPO_HOME/slurm/train.sbatch" "${ARGUMENTS[@]}"
+    # A running job cannot change its own list; one that is requeued can, while this script still
+    # has KillWait seconds. A new job would not have all the options of this one.
+    trap '' TERM
+    scontrol requeue "$SLURM_JOB_ID" || return
+    if exclude "$SLURM_JOB_ID" "$list"; then
+        say "requeued without $list"
+    else
+        say "Slurm does not exclude $list; cancelled, or it would begin there again"
+        scancel "$SLURM_JOB_ID"
+    fi
 }

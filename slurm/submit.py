@@ -35,6 +35,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "slurm/train.sbatch"
 MARGIN_SECONDS = 60
 """Between run.stop_seconds and the time limit: for MLflow, and for Slurm to end the step."""
+LOGS = Path(os.environ.get("DAPO_LOGS", "slurm_logs"))
+"""As the job script has it: from the checkout."""
 HEADER_LEAD_SECONDS = 300
 """What train.sbatch asks for itself."""
 TIME = re.compile(
@@ -172,7 +174,7 @@ def sbatch_command(config: Config, request: Request) -> list[str]:
         "gpus-per-node": request.gpus_per_node,
         "time": request.time,
         "signal": f"B:USR1@{lead_seconds(config)}",
-        "output": f"slurm_logs/{request.name}/%x-%j.out",
+        "output": f"{LOGS}/{request.name}/%x-%j.out",
         **request.options,
     }
     if request.chain > 1:
@@ -200,7 +202,7 @@ def plan(config: Config, request: Request) -> Iterator[tuple[str, str]]:
         yield "", "checkpoint.every is 0: a crash, or a lost node, loses the run"
     yield "engines", f"{world // engine} of {engine} ranks"
     yield "run", f"{config.folder} (metrics, checkpoints, logs of ranks)"
-    yield "logs", f"slurm_logs/{request.name}/ (of the job, and JOB.START/NODE-RANK.log)"
+    yield "logs", f"{LOGS}/{request.name}/ (of the job, and JOB.START/NODE-RANK.log)"
 
 
 # ------------------------------------------------------------------ the program
@@ -262,7 +264,6 @@ def submit(
     except ConfigError as error:
         raise _refused([str(error)]) from None
     environment = {name: value for name, value in variables.items() if value is not None}
-    environment["DAPO_SIGNAL"] = f"B:USR1@{lead_seconds(loaded)}"
     shown = [_from_checkout(path) for path in layers]
     request = Request(
         nodes=nodes,
@@ -330,17 +331,17 @@ def _submit(command: list[str], request: Request) -> None:
 
     sbatch([command[0], "--test-only", *command[1:]])
     # Slurm makes no folder, and fails without a word.
-    Path("slurm_logs", request.name).mkdir(parents=True, exist_ok=True)
-    Path("slurm_logs/.gitignore").write_text("*\n", encoding="utf-8")
+    (LOGS / request.name).mkdir(parents=True, exist_ok=True)
+    (LOGS / ".gitignore").write_text("*\n", encoding="utf-8")
     for _ in range(request.chain):
         number = sbatch(command).split(";")[0]
-        log = f"slurm_logs/{request.name}/{request.name}-{number}.out"
+        log = LOGS / request.name / f"{request.name}-{number}.out"
         print(f"submitted job {number}; its log: {log}")
 
 
 def _bad_nodes() -> str:
     """What train.sbatch keeps of its node checks."""
-    path = Path("slurm_logs/bad_nodes")
+    path = LOGS / "bad_nodes"
     return ",".join(sorted(set(path.read_text(encoding="utf-8").split()))) if path.exists() else ""
 
 

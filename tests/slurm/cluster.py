@@ -32,6 +32,8 @@ NODE_HARDWARE = (
 )
 REQUEUE_SECONDS = 5
 """Slurm holds a requeued job back for as long as a credential is valid: 120 by default."""
+NEEDS_ROOT = "needs nodes with networks and mounts of their own: sudo make test-slurm"
+"""Why a test is skipped."""
 STUB = Path(__file__).with_name("container_stub.c")
 
 INSIDE_A_NODE = """

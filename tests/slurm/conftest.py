@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import NEEDS_ROOT, Cluster
 from tests.slurm.jobs import Project
 from tests.slurm.runs import FAULTS, Run
 
@@ -64,11 +64,16 @@ def undisturbed(checkout: Project) -> Run:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table of faults, for docs/results.md."""
+    """The table of faults, for docs/results.md, and what was not tried."""
     if FAULTS:
         terminalreporter.write_sep("-", "faults")
         for row in (("fault", "what was lost", "seconds until further than before"), *FAULTS):
             terminalreporter.write_line("| " + " | ".join(row) + " |")
+    skipped = terminalreporter.stats.get("skipped", [])
+    names = [report.nodeid for report in skipped if NEEDS_ROOT in str(report.longrepr)]
+    if names:
+        terminalreporter.write_sep("-", f"NOT TRIED: {NEEDS_ROOT}", red=True)
+        terminalreporter.write_line("\n".join(names))
 
 
 @pytest.fixture

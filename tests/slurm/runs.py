@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from dapo_megatron.checkpoints.folder import newest
 from tests.slurm.cluster import wait_until
 from tests.slurm.jobs import ON_CPU, Job, Project
 
@@ -25,13 +26,14 @@ TRAINING = (
     "rollout.samples_per_prompt=8",
     f"train.rollout_steps={NUM_STEPS}",
     "train.updates_per_step=2",
-    "evaluation.every=0",
-    "evaluation.sets=[]",
+    "evaluation.every=3",
+    "evaluation.sets.0.size=8",
+    "evaluation.samples=2",
     "checkpoint.every=2",
     "checkpoint.keep=3",
     "tracking.mlflow=false",
 )
-"""Short, and with every second step saved, so that a fault can lose one."""
+"""Short; every second step is saved, so that a fault can lose one, and every third is evaluated."""
 START_SECONDS = 300.0
 """For a run to begin with its first step, on a machine that is busy with other things."""
 IS_TRAINING = b"\0-m\0dapo_megatron\0train\0"
@@ -53,7 +55,7 @@ class Run:
         cls, project: Project, name: str, *more: str, num_nodes: int = 2,
         directory: Path | None = None, options: tuple[str, ...] = (), **env: str,
     ) -> Run:  # fmt: skip
-        """Submit it; without the check of the nodes, which has tests of its own."""
+        """Submit it; without the check of the nodes, unless told."""
         run = cls(project, name, directory or project.folder / "runs")
         run.job = project.sbatch(
             f"-N{num_nodes}", *ON_CPU, "--time=30", f"--job-name={name}", *options,
@@ -70,9 +72,9 @@ class Run:
     # ------------------------------------------------------------------ while it runs
 
     def num_steps(self) -> int:
-        """Steps whose metrics are written."""
+        """Steps whose metrics are written; there is a line of step 0 too, its evaluation."""
         path = self.folder / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
+        return max(0, path.read_text().count("\n") - 1) if path.exists() else 0
 
     def wait_for_step(self, step: int, seconds: float = START_SECONDS) -> None:
         """Until its metrics are written."""
@@ -83,6 +85,12 @@ class Run:
         path = self.folder / f"checkpoints/step_{step:06d}"
         wait_until(path.exists, START_SECONDS, self.story)
         return path
+
+    def newest_checkpoint(self) -> Path:
+        """The one that the next start would go on from; it may be of the middle of a step."""
+        found = newest(self.folder / "checkpoints")
+        assert found is not None, self.story()
+        return found
 
     def pid_of_rank(self, rank: int) -> int:
         """The process, by its number out here."""
@@ -131,8 +139,7 @@ class Run:
         return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
     def weights(self, step: int = NUM_STEPS) -> dict[str, str]:
-        """Sums of the tensors of a checkpoint: weights and optimizer. Torch's own random state is
-        left out: it differs between runs that nothing disturbed, and no sample comes from it."""
+        """Sums of the tensors of a checkpoint: weights, optimizer, torch's random state."""
         folder = self.folder / f"checkpoints/step_{step:06d}"
         return dict(self._sums(folder))
 
@@ -141,14 +148,12 @@ class Run:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no dict)
-                    if name.startswith("rng/"):
-                        continue
                     data = file.get_tensor(name).tobytes()
                     yield f"{path.name}/{name}", hashlib.sha256(data).hexdigest()
 
 
 def assert_same(run: Run, undisturbed: Run) -> None:
-    """Both have the same final weights, optimizer and metrics, bit by bit."""
+    """Both have the same final weights, optimizer, random state and metrics, bit by bit."""
     assert run.weights(), "no checkpoint to compare"
     different = [*_different_metrics(run, undisturbed), *_different_weights(run, undisturbed)]
     assert not different, "\n".join([run.story(), "DIFFERENT:", *different[:20]])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.cluster import NEEDS_ROOT, Cluster, wait_until
 from tests.slurm.jobs import Project
 from tests.slurm.runs import START_SECONDS, Run, assert_same, note, recovered
 
@@ -30,19 +30,19 @@ AT_STEP = 3
 WATCHDOG_SECONDS = 20
 WATCHDOG = tuple(
     f"watchdog.{phase}={WATCHDOG_SECONDS}.0"
-    for phase in ("generate", "logprobs", "update", "sync", "checkpoint")
+    for phase in ("generate", "evaluate", "logprobs", "update", "sync", "checkpoint", "other")
 )
 
 
 @pytest.fixture
 def needs_networks(cluster: Cluster) -> None:
     if not cluster.has_networks:
-        pytest.skip("needs nodes with networks and mounts of their own: run it as root")
+        pytest.skip(NEEDS_ROOT)
 
 
 def test_requeue(training: Project, undisturbed: Run) -> None:
-    run = Run.start(training, "requeue")
-    run.wait_for_step(AT_STEP)
+    run = Run.start(training, "requeue", DAPO_PREFLIGHT="1")
+    run.wait_for_step(AT_STEP, 2 * START_SECONDS)
     recovered(
         run,
         "`scontrol requeue` of the job",
@@ -53,7 +53,7 @@ def test_requeue(training: Project, undisturbed: Run) -> None:
 
 
 def test_usr1_before_the_limit(training: Project, undisturbed: Run) -> None:
-    """What Slurm sends before the limit; test_scripts.py has a limit that really comes."""
+    """What Slurm sends before the limit, in the middle of a step."""
     run = Run.start(training, "usr1")
     run.wait_for_step(AT_STEP)
     recovered(
@@ -61,6 +61,34 @@ def test_usr1_before_the_limit(training: Project, undisturbed: Run) -> None:
         "SIGUSR1 to the job script (time limit)",
         lambda: training.cluster.run("scancel", "--batch", "--signal=USR1", str(run.job.number)),
     )
+    assert "exit code 75" in run.job.log
+    assert run.resumed_from()[0] >= AT_STEP, "a stop that was asked for must lose nothing"
+    run.wait_for_end()
+    assert_same(run, undisturbed)
+
+
+def test_the_time_limit_comes(training: Project, undisturbed: Run) -> None:
+    run = Run.start(training, "limit", options=("--signal=B:USR1@120",))
+    run.wait_for_step(AT_STEP)
+    job = str(run.job.number)
+
+    def set_minutes(limit: int) -> None:
+        training.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+
+    def come_to_the_limit() -> None:
+        # Slurm looks at limits every 30 s, in which the run would end: a rank is held until then.
+        rank = run.pid_of_rank(1)
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            hours, minutes, _ = map(int, run.job.facts()["RunTime"].split(":"))
+            set_minutes(60 * hours + minutes + 3)
+            run.job.wait_for_text("SIGUSR1: the time is nearly up", 120)
+        finally:
+            os.kill(rank, signal.SIGCONT)
+        run.job.wait_for("PENDING", seconds=150)
+        set_minutes(30)  # for a start that has nothing to fear
+
+    recovered(run, "the time limit", come_to_the_limit)
     assert "exit code 75" in run.job.log
     assert run.resumed_from()[0] >= AT_STEP, "a stop that was asked for must lose nothing"
     run.wait_for_end()
@@ -119,8 +147,7 @@ def test_the_newest_checkpoint_is_damaged(training: Project, undisturbed: Run) -
     def damage() -> None:
         training.cluster.run("scontrol", "requeue", str(run.job.number))
         run.job.wait_for("PENDING")
-        found = sorted((run.folder / "checkpoints").glob("step_*"))[-1]
-        file = next(found.glob("*.safetensors"))
+        file = next(run.newest_checkpoint().glob("*.safetensors"))
         with file.open("r+b") as weights:  # one bit, in the middle
             weights.seek(file.stat().st_size // 2)
             [byte] = weights.read(1)
@@ -210,7 +237,7 @@ def test_the_mlflow_server_is_killed(
             "nothing: all steps' metrics are there",
             f"{time.monotonic() - killed:.0f}",
         )
-    expected = [(row["step"], row["policy/loss"]) for row in undisturbed.metrics()]
+    expected = [(row["step"], row["policy/loss"]) for row in undisturbed.metrics()[1:]]
     assert sorted((metric.step, metric.value) for metric in loss) == expected
     assert tracked.info.status == "FINISHED"
     assert_same(run, undisturbed)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -141,18 +143,37 @@ def test_other_times_are_not(text: str) -> None:
 # ------------------------------------------------------------------ with Slurm
 
 
+@pytest.fixture
+def waiting(cluster: Cluster) -> Iterator[Cluster]:
+    """In which no job starts."""
+    cluster.run("scontrol", "update", "partitionname=all", "state=down")
+    yield cluster
+    cluster.cancel_all()
+    cluster.run("scontrol", "update", "partitionname=all", "state=up")
+
+
 @pytest.mark.slurm
 @pytest.mark.parametrize("config", CONFIGS)
-def test_slurm_would_take_every_config(cluster: Cluster, config: str) -> None:
-    loaded = submit.load_config(REPOSITORY / "model_configs" / config)
-    for tasks, gpus in ((8, 8), (4, 0)):
-        request = submit.Request(
-            nodes=4, tasks_per_node=tasks, gpus_per_node=gpus, time="1-0", name=loaded.run.name,
-            options={}, chain=2, arguments=(config,),
-        )  # fmt: skip
-        command = submit.sbatch_command(loaded, request)
-        said = cluster.run(command[0], "--test-only", *command[1:], cwd=REPOSITORY)
-        assert "to start at" in said and "on nodes node[1-4]" in said
+@pytest.mark.parametrize("machine", [(), (*ON_CPU, "--tasks-per-node=4")], ids=["gpu", "cpu"])
+def test_slurm_takes_every_config(
+    waiting: Cluster, config: str, machine: tuple[str, ...], tmp_path: Path
+) -> None:
+    """By submit.py itself, `sbatch --test-only` included."""
+    at = f"model_configs/{config}"
+    ran = run(
+        at, "--nodes=4", "--time=1-0", "--chain=2", *machine,
+        SLURM_CONF=waiting.env["SLURM_CONF"], DAPO_LOGS=str(tmp_path),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    jobs = [int(number) for number in re.findall(r"submitted job (\d+)", ran.stdout)]
+    assert len(jobs) == 2
+    for number in jobs:
+        shown = waiting.run("scontrol", "show", "job", str(number))
+        tasks = 16 if machine else 32
+        for fact in ("JobState=PENDING", "NumNodes=4", f"NumTasks={tasks}", "TimeLimit=1-00:00:00"):
+            assert fact in shown, shown
+        assert ("gres:gpu:8" in shown) == (not machine)
+        assert f"{REPOSITORY}/slurm/train.sbatch {at}" in shown
 
 
 @pytest.mark.slurm
