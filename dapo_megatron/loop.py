@@ -117,7 +117,7 @@ def save(
         "open_step": open_step.state(config),
         "coordinator": parts.coordinator.state(),
     }
-    return parts.checkpoints.save(progress.step, state)
+    return parts.checkpoints.save(progress.step, state, is_open=open_step.train is not None)
 
 
 def train_step(

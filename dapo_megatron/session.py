@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +23,7 @@ from dapo_megatron.cluster import verdict
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, begin_attempt, end_attempt
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.cluster.ranks import Ranks, join
+from dapo_megatron.cluster.safe_output import safe_text
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watch import Watch
 from dapo_megatron.config import Config, FileSource
@@ -264,7 +265,8 @@ def _true_status(session: Session, recorder: RunRecorder | SilentRecorder) -> It
             end_attempt(session.folder.attempts, "stopped" if stopped else "crashed")
         raise
     finally:
-        recorder.finish(status)
+        if not isinstance(sys.exc_info()[1], Fenced):  # else the MLflow run is another attempt's
+            recorder.finish(status)
 
 
 def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
@@ -354,12 +356,14 @@ def redirect_output(log: Path) -> TextIO:
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
-    with log.open("ab") as file:
-        file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}\n".encode())
-        file.flush()
+    # A disk that is full must not end a run by a line of a log.
+    terminal = safe_text(os.dup(1), closes=True)
+    with log.open("ab", buffering=0) as file:
+        with suppress(OSError):
+            file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}\n".encode())
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = safe_text(1), safe_text(2)
     return terminal
 
 

@@ -37,8 +37,10 @@ class Journal:
     def samples(self, step: int, groups: Any) -> None:
         self.entries.append(f"samples {step}")
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Callable[[], None]:
-        self.entries.append(f"save {step}")
+    def save(
+        self, step: int, state: Mapping[str, Any], *, is_open: bool = False
+    ) -> Callable[[], None]:
+        self.entries.append(f"save {step}" + (" open" if is_open else ""))
         self.states.append({**state, "progress": dict(state["progress"])})
         return lambda: self.entries.append(f"publish {step}")
 
@@ -119,7 +121,7 @@ def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
     journal = run(monkeypatch, done=2, due=set(), error=error, error_at=4)
     assert journal.entries[-6:] == [
         "sleep", "onload",  # the accelerator is the policy's again
-        "save 3", "publish 3", "wait",
+        "save 3 open", "publish 3", "wait",
         f"{error}. Saved after step 3: resume=auto goes on from there",
     ]  # fmt: skip
     assert journal.states[-1]["open_step"]["metrics"] == {"accuracy/raw": 0.5}
