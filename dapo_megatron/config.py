@@ -307,8 +307,8 @@ class PreflightConfig(Section):
 class TrackingConfig(Section):
     mlflow: bool = True
     wait_seconds: NonNegative = 30.0
-    """At the end of a run, wait so long for MLflow to take what is spooled; the rest is sent at the
-    next start, or by `track`."""
+    """When a run has finished, wait so long for MLflow to take what is spooled (3 s at most when it
+    failed or was stopped); the rest is sent at the next start, or by `track`."""
     experiment: str = "dapo_megatron"
     samples: bool = True
     """Write every rollout to samples/ and keep it as an artifact."""

@@ -289,7 +289,8 @@ class MlflowRun:
         }
         listed = self._folder / CHECKPOINTS
         others = spool.read_json(listed).get("checkpoints", [])
-        others = [other for other in others if other["step"] < event["step"]]
+        # By name: of one step there may be one from the middle of the next (step_000002_open).
+        others = [other for other in others if other["path"] < event["path"]]
         spool.write_json(listed, {"checkpoints": [*others, entry]})
         self._client.log_artifact(self._run_id, str(listed))
         self._client.set_tag(self._run_id, "checkpoint.newest", event["path"])
