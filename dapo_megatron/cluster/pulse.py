@@ -65,7 +65,7 @@ class Pulse:
 
     @property
     def place(self) -> str:
-        where = f"phase {self.phase}" if self.phase else "between phases"
+        where = f"phase {self.phase}" if self.phase else "outside of phases"
         return f"{where}, step {self.step}" + (f", in {self.exchange}" if self.in_exchange else "")
 
     @property

@@ -1,8 +1,9 @@
 """Signs of life of one rank, and what happens when they stop.
 
 Each rank has a `Watch` with two threads. One looks at the clock: when the phase has been silent for
-longer than its limit, the rank hangs. The other writes the rank's pulse (pulse.py) and listens for
-the alarm of another rank; a file system that stalls holds up this thread alone.
+longer than its limit, the rank hangs. It touches no file, and ends the process some seconds later
+whatever hangs. The other writes the rank's pulse (pulse.py) and listens for the alarm of another
+rank; a file system that stalls holds up this thread alone.
 
 A hang ends all ranks: the first one that notices rings the alarm. Every rank that hears it dumps
 its stacks into its own log and says so in its pulse. One of them, rank 0 if it can, then knows who
@@ -11,7 +12,11 @@ terminal. Times are of each rank's own monotonic clock; a job that Slurm suspend
 limit counts as hung when it goes on.
 
 A rank whose interpreter is held by a library (the GIL) runs none of these threads. A timer of
-faulthandler, which needs no interpreter, then dumps its stacks and ends it, with code 1.
+faulthandler, which needs no interpreter, then dumps its stacks and ends it, with code 1. Other
+ranks name it; a process alone leaves no verdict, and only these stacks in its log say that it hung.
+Where its log hangs as well, faulthandler never comes to ending it: whoever started it must (Slurm
+and `launch` do, once another rank has ended). No process ends while the kernel lets one of its
+threads wait uninterruptibly, as for some dead file systems.
 """
 
 from __future__ import annotations
@@ -27,23 +32,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
 
 from dapo_megatron.cluster import flight, pulse, verdict
 from dapo_megatron.cluster.attempt import HUNG, attempt
+from dapo_megatron.cluster.last_words import say, stacks, within
 from dapo_megatron.cluster.pulse import Alarm, Pulse, State
 
 ANSWER_SECONDS = 3.0
 """From the alarm to naming those who did not answer."""
 ASK_SECONDS = 1.0
-"""For the flight recorder, and for what was `tell`ed: they may wait for what hangs."""
+"""For each thing said or asked when a rank hangs: it may wait for what hangs."""
+END_SECONDS = 7.0
+"""From noticing a hang to the end of the process, said or not; less than the backstop's."""
 BACKSTOP_SECONDS = 10.0
 """From a phase's limit to the end of a rank that cannot run a thread."""
 EXCHANGES = frozenset({"all_gather", "broadcast", "barrier"})
 """First words of the beats of cluster/ranks.py: "all_gather 123", then "all_gather 123 done"."""
-
-
-Result = TypeVar("Result")
 
 
 def hang_file(run: Path, start_attempt: str) -> Path:
@@ -69,6 +73,8 @@ class Watch:
     ) -> None:
         self.terminal_fd = 2
         """Where the user looks; a session that sends its output to a log sets it."""
+        self.at_hang: Callable[[], None] = lambda: None
+        """Called when the run hangs, by the one rank that reports it; it gets ASK_SECONDS."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get("start", max(limits.values()))}
         self._attempt = start_attempt or attempt()
@@ -111,7 +117,7 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
         if self._threads and self._state is State.RUNNING:
             self._state = State.ENDED
-            self._write_pulse()
+            within(ASK_SECONDS, self._write_pulse)
 
     @contextmanager
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
@@ -148,12 +154,11 @@ class Watch:
     def _watch(self) -> None:
         while not self._closed.is_set():
             limit, silent = self._silence()
-            if self._heard is None and silent > limit:
-                place = f"phase {self._phase}" if self._phase else "between phases"
-                self._heard = f"rank {self._rank}: no sign of life for {limit:g} s in {place}"
-                self._alarm.ring(self._heard)
             if self._heard is not None:
                 self._hang(self._heard)
+            if silent > limit:
+                why = f"rank {self._rank}: no sign of life for {limit:g} s, {self.pulse().place}"
+                self._hang(why, first=True)
             self._arm(limit - silent)
             self._wake.wait(min(1.0, max(limit - silent, 0.01), limit / 10))
 
@@ -165,26 +170,36 @@ class Watch:
         """End this process that much, and a little, later, whatever holds its interpreter."""
         faulthandler.dump_traceback_later(max(seconds, 0.0) + BACKSTOP_SECONDS, exit=True, file=2)
 
-    def _hang(self, why: str) -> None:
+    def _hang(self, why: str, *, first: bool = False) -> None:
+        """Ends the process; all that may block is done by others."""
+        try:
+            self._arm(0.0)
+            if not within(END_SECONDS, lambda: self._tell_all(why, first)):
+                text = f"hung: {why}\nnot all could be said: the disk or a log hangs as well"
+                within(ASK_SECONDS, lambda: say(self.terminal_fd, text))
+        finally:
+            os._exit(HUNG)
+
+    def _tell_all(self, why: str, first: bool) -> bool:
         began = time.monotonic()
-        self._arm(0.0)
+        if first:
+            within(ASK_SECONDS, lambda: self._alarm.ring(why))
         here = self.pulse()
-        _say(
-            2,
+        self._log(
             f"watchdog: {why}\n"
             f"rank {self._rank} ({here.host}, pid {here.pid}): {here.place}; "
             f"silent for {here.silent_seconds:.1f} s; last sign of life: {here.sign}\n"
-            f"exchanges: {here.num_exchanges}, last: {here.exchange or 'none'}; stacks:",
+            f"exchanges: {here.num_exchanges}, last: {here.exchange or 'none'}; stacks:\n"
+            f"{stacks()}"
         )
-        faulthandler.dump_traceback(file=2, all_threads=True)
-        flown = _within(ASK_SECONDS, flight.last_collectives) or flight.Flight()
+        flown = within(ASK_SECONDS, flight.last_collectives) or flight.Flight()
         self._num_collectives = flown.counts
         self._state = State.HUNG
-        self._write_pulse()
-        _say(2, flown.text)
-        _within(ASK_SECONDS, self._ask)
+        within(ASK_SECONDS, self._write_pulse)
+        self._log(flown.text)
+        within(ASK_SECONDS, self._ask)
         self._report(why, began)
-        os._exit(HUNG)
+        return True
 
     def _report(self, why: str, began: float) -> None:
         """One rank, rank 0 if it is alive, names those that are missing; the others wait for it."""
@@ -202,18 +217,23 @@ class Watch:
             pulses = pulse.read_all(self._folder, self._world_size)
         text = pulse.accusation(pulses, self._attempt)
         # The accused comes first: scripts show the log of the first rank that is named.
-        verdict.record(HUNG, f"hung: {text.splitlines()[0]}; noticed by {why}", text)
-        text = f"hung: {text}\nnoticed by {why}"
-        _say(2, text)
-        report = {"why": why, "text": text, "pulses": [one and asdict(one) for one in pulses]}
+        reason = f"hung: {text.splitlines()[0]}; noticed by {why}"
+        within(ASK_SECONDS, lambda: verdict.record(HUNG, reason, text))
+        full = f"hung: {text}\nnoticed by {why}"
+        self._log(full)
+        if self.terminal_fd != 2:
+            within(ASK_SECONDS, lambda: say(self.terminal_fd, full))
+        report = {"why": why, "text": full, "pulses": [one and asdict(one) for one in pulses]}
         with contextlib.suppress(OSError):
             pulse.write_whole(path, json.dumps(report))
-        if self.terminal_fd != 2:
-            _say(self.terminal_fd, text)
+        within(ASK_SECONDS, self.at_hang)
+
+    def _log(self, text: str) -> None:
+        within(ASK_SECONDS, lambda: say(2, text))
 
     def _ask(self) -> None:
         for what, ask in list(self._asks.items()):
-            _say(2, f"{what}: {ask()}")
+            say(2, f"{what}: {ask()}")
 
     # The thread that talks with the other ranks.
 
@@ -234,7 +254,7 @@ class Watch:
             try:
                 pulse.write(self._folder, self.pulse())
             except OSError as error:
-                _say(2, f"watchdog: {error}")
+                say(2, f"watchdog: {error}")
             finally:
                 self._writing.release()
 
@@ -260,18 +280,3 @@ class Watch:
             exchange=" ".join(words[:2]),
             num_collectives=self._num_collectives,
         )
-
-
-def _say(file: int, text: str) -> None:
-    """Past Python's buffers: the thread that hangs may hold their locks."""
-    with contextlib.suppress(OSError):
-        os.write(file, f"{text}\n".encode(errors="replace"))
-
-
-def _within(seconds: float, work: Callable[[], Result]) -> Result | None:
-    """What `work` gives; None if it takes longer or fails (Python then prints its traceback)."""
-    got: list[Result] = []
-    thread = threading.Thread(target=lambda: got.append(work()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return got[0] if got else None

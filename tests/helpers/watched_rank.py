@@ -3,12 +3,14 @@
 Ranks go through phases and exchange with each other through files, forever. FAULT, done by the last
 rank at the third step: none; sleep (it sits in its own computation); gil (it holds the
 interpreter); end (it leaves); elsewhere (it sits in a phase whose limit is longer); slow (it gives
-signs of life). Or torch: ranks all-reduce, without telling the watch, and the last one stops.
+signs of life); disk (it sits, and whoever opens a file waits for ever). Or torch: ranks all-reduce,
+without telling the watch, and the last one stops.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import sys
 import time
 from pathlib import Path
@@ -20,6 +22,12 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
     watch = Watch(folder, rank, world_size, {"start": 60.0, "generate": 30.0, "update": limit})
     watch.start()
     watch.tell("requests in flight", lambda: f"{rank + 7} of them")
+
+    def at_hang() -> None:
+        (folder / f"noted_{rank}").touch()
+        time.sleep(1000)  # the note may hang as well
+
+    watch.at_hang = at_hang
 
     def exchange(number: int) -> None:
         watch.beat(f"all_gather {number}")
@@ -34,6 +42,9 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
         with watch.phase("update", step):
             if step == 3 and rank == world_size - 1:
                 if fault == "sleep":
+                    time.sleep(1000)
+                if fault == "disk":
+                    io.open = lambda *_, **__: time.sleep(1000)  # type: ignore[assignment]
                     time.sleep(1000)
                 if fault == "gil":
                     # PyDLL, unlike CDLL, keeps the interpreter while it calls.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -54,7 +55,12 @@ Start = Callable[..., Job]
 def start(tmp_path: Path) -> Iterator[Start]:
     jobs = []
 
-    def start(fault: str = "none", world_size: int = 3, limit: float = LIMIT_SECONDS) -> Job:
+    def start(
+        fault: str = "none",
+        world_size: int = 3,
+        limit: float = LIMIT_SECONDS,
+        stderr: int | None = None,
+    ) -> Job:
         ranks = []
         for rank in range(world_size):
             command = [sys.executable, "-m", "tests.helpers.watched_rank", str(tmp_path)]
@@ -69,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                     subprocess.Popen(
                         [*command, str(rank), str(world_size), str(limit), fault],
                         stdout=log,
-                        stderr=log,
+                        stderr=log if stderr is None else stderr,
                         env=environment,
                     )
                 )
@@ -108,6 +114,7 @@ def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> No
         assert "watched_rank.py" in job.log(number)
         assert "in all_gather" in job.log(number)
         assert f"requests in flight: {number + 7} of them" in job.log(number)
+    assert len(list(job.folder.glob("noted_*"))) == 1
     report = json.loads(hang_file(job.folder, "17.0").read_text())
     assert [one["state"] for one in report["pulses"]].count("hung") == 2
 
@@ -174,7 +181,43 @@ def test_pulses_survive_sigkill(start: Start) -> None:
     assert report.verdict is None
 
 
-LIMITS = {"start": 60.0, "update": 50.0, "sync": 40.0}
+def full_pipe() -> tuple[int, int]:
+    """Reading and writing end; whoever writes waits until somebody reads."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    return reading, writing
+
+
+@pytest.mark.parametrize("log", ["writes", "hangs", "full"])
+@pytest.mark.parametrize("fault", ["sleep", "disk"])
+def test_a_rank_ends_whatever_its_log_and_its_disk_do(start: Start, fault: str, log: str) -> None:
+    reading, writing = full_pipe()
+    if log == "full":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    try:
+        job = start(fault, world_size=1, limit=1.0, stderr=None if log == "writes" else writing)
+        job.wait_for_step(2)
+        began = time.monotonic()
+        assert job.ranks[0].wait(20.0) == HUNG, "by itself, not by faulthandler's timer"
+        assert time.monotonic() - began < 1.0 + BACKSTOP_SECONDS
+    finally:
+        os.close(reading)
+        os.close(writing)
+    if fault == "sleep":
+        assert job.verdict is not None
+        assert "all 1 are in phase update, step 3" in job.verdict.reason
+        assert (job.folder / "noted_0").exists()
+    if log == "writes":
+        assert "no sign of life for 1 s, phase update, step 3" in job.log(0)
+        assert "watched_rank.py" in job.log(0)
+        assert ("the disk or a log hangs as well" in job.log(0)) == (fault == "disk")
+
+
+LIMITS = {"start": 60.0, "update": 50.0, "sync": 40.0, "other": 30.0}
 
 
 def test_phases_nest(tmp_path: Path) -> None:
@@ -186,18 +229,23 @@ def test_phases_nest(tmp_path: Path) -> None:
         seen.append((pulse.phase, pulse.step, pulse.limit_seconds))
 
     look()
-    with watch.phase("update", 3):
+    with watch.phase("other"):
         look()
-        with pytest.raises(RuntimeError), watch.phase("sync"):
+        with watch.phase("update", 3):
             look()
-            raise RuntimeError
+            with pytest.raises(RuntimeError), watch.phase("sync"):
+                look()
+                raise RuntimeError
+            look()
         look()
     look()
     assert seen == [
         ("", 0, 60.0),
+        ("other", 0, 30.0),
         ("update", 3, 50.0),
         ("sync", 3, 40.0),
         ("update", 3, 50.0),
+        ("other", 3, 30.0),
         ("", 3, 60.0),
     ]
     with pytest.raises(ValueError, match="'lunch'"), watch.phase("lunch"):
@@ -210,7 +258,7 @@ def test_a_pulse_tells_exchanges_from_other_signs(tmp_path: Path) -> None:
     watch.beat("micro-batch 2")
     pulse = watch.pulse()
     assert (pulse.num_exchanges, pulse.in_exchange, pulse.sign) == (7, True, "micro-batch 2")
-    assert pulse.place == "between phases, step 0, in all_gather 7"
+    assert pulse.place == "outside of phases, step 0, in all_gather 7"
     watch.beat("all_gather 7 done")
     assert (watch.pulse().num_exchanges, watch.pulse().in_exchange) == (7, False)
 
@@ -244,3 +292,14 @@ def test_a_stalled_disk_does_not_end_a_rank(
             time.sleep(0.1)
     monkeypatch.undo()
     watch.close()
+
+
+def test_a_stalled_disk_does_not_keep_a_rank_from_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(tmp_path, 0, 1, LIMITS)
+    watch.start()
+    monkeypatch.setattr("dapo_megatron.cluster.pulse.write", lambda *_: time.sleep(10.0))
+    began = time.monotonic()
+    watch.close()
+    assert time.monotonic() - began < 6.0
