@@ -7,30 +7,52 @@ anything, half an optimizer step as well.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from dapo_megatron.cluster.attempt import HUNG
+from dapo_megatron.cluster.attempt import HUNG, STOPPED
+from dapo_megatron.cluster.last_words import say, stacks, within
 from dapo_megatron.cluster.verdict import record
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import Stopped
+from dapo_megatron.types import Fenced, Stopped
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 SAME_SECONDS = 1.0
 """Signals closer than this are one: a launcher passes on what its ranks get anyway."""
+LAST_SECONDS = 2.0
+"""For the log, and then for the verdict, once the deadline has passed."""
+
+
+def leave_when_asked() -> None:
+    """Until a run listens for itself: a signal ends the rank, as a stop with nothing to save."""
+
+    def leave(number: int, _: Any) -> None:
+        record(STOPPED, f"stopped by {signal.Signals(number).name} before it began")
+        os._exit(STOPPED)
+
+    for number in SIGNALS:
+        signal.signal(number, leave)
+
+
+OWNER_SECONDS = 10.0
+"""Between two looks at who owns the folder."""
 
 
 class Stop:
-    """What signals have asked this process. A second signal ends it at once."""
+    """What signals have asked this process. A second signal ends it at once.
 
-    def __init__(self, seconds: float) -> None:
+    `check_owner` raises Fenced where another attempt has taken the run's folder (rank 0 looks).
+    """
+
+    def __init__(self, seconds: float, check_owner: Callable[[], None] = lambda: None) -> None:
         self.signal: str | None = None
         """Name of the signal that asked for a stop."""
+        self._check_owner = check_owner
+        self._owner_checked = time.monotonic()
         self._seconds = seconds
         self._at = 0.0
         self._has_state = False
@@ -47,9 +69,22 @@ class Stop:
             raise Stopped(f"stopped by {self.signal} before the first step")
 
     def check(self, exchange: Exchange) -> None:
-        """Raises Stopped on all ranks if any of them was asked to. Collective."""
-        if told := next((name for name in exchange.all_gather(self.signal) if name), None):
-            raise Stopped(f"stopped by {told}")
+        """Raises Stopped on all ranks if any of them was asked to, Fenced if the run is another
+        attempt's. Collective."""
+        told = exchange.all_gather((self.signal, self._fenced() if exchange.rank == 0 else None))
+        if error := told[0][1]:
+            raise error
+        if name := next((name for name, _ in told if name), None):
+            raise Stopped(f"stopped by {name}")
+
+    def _fenced(self) -> Fenced | None:
+        if time.monotonic() - self._owner_checked > OWNER_SECONDS:
+            self._owner_checked = time.monotonic()
+            try:
+                self._check_owner()
+            except Fenced as error:
+                return error
+        return None
 
     def _take(self, number: int, _: Any) -> None:
         name = signal.Signals(number).name
@@ -65,7 +100,8 @@ class Stop:
         """Whatever this rank waits for then: Slurm would kill it in the middle of a write."""
         time.sleep(self._seconds)
         reason = f"{self.signal} came {self._seconds:g} s ago, not saved since: run.stop_seconds"
-        print(f"error: {reason}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        record(HUNG, reason)
-        os._exit(HUNG)
+        try:
+            within(LAST_SECONDS, lambda: say(2, f"error: {reason}\n{stacks()}"))
+            within(LAST_SECONDS, lambda: record(HUNG, reason))
+        finally:
+            os._exit(HUNG)

@@ -21,6 +21,7 @@ from dapo_megatron.types import ConfigError, Fenced, Stopped
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.unit.test_batch import completion, group
+from tests.unit.test_watch import full_pipe
 
 PROGRAM = """
 import sys, time
@@ -40,10 +41,10 @@ except Stopped as error:
 """
 
 
-def start(seconds: float, hold: str) -> subprocess.Popen[str]:
+def start(seconds: float, hold: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(seconds), hold],
-        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -115,6 +116,21 @@ def test_it_is_gone_by_the_deadline_and_says_where_it_was() -> None:
     assert time.monotonic() - begun < 3
     assert "run.stop_seconds" in err
     assert "time.sleep" in err or "<string>" in err  # the stack
+
+
+@pytest.mark.parametrize("log", ["full", "hangs"])
+def test_it_is_gone_by_the_deadline_whatever_its_log_does(log: str) -> None:
+    reading, writing = full_pipe()
+    if log == "full":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    try:
+        process = start(0.5, "hold", stderr=writing)
+        process.send_signal(signal.SIGUSR1)
+        process.communicate(timeout=10)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert process.returncode == HUNG
 
 
 def test_a_step_under_way_survives_a_checkpoint_to_the_last_bit() -> None:
