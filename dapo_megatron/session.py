@@ -88,6 +88,7 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
             source = _enter(folder, config.resume, ranks)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
             watch.terminal_fd = terminal.fileno()
+            watch.at_hang = lambda: end_attempt(folder.attempts, "hung")
             for note in folder.notes:
                 print(note, file=sys.stderr, flush=True)
         yield Session(config, ranks, folder, terminal, source, watch, stop)
@@ -261,7 +262,10 @@ def _true_status(session: Session, recorder: RunRecorder | SilentRecorder) -> It
         stopped = isinstance(error, KeyboardInterrupt | Stopped)
         status = "KILLED" if stopped else "FAILED"
         _tell(error, session.ranks.rank, session.terminal, session.folder.logs)
-        if session.ranks.rank == 0 or not isinstance(error, DapoError):
+        # A node that was lost is nobody's fault; a DapoError is everybody's, and rank 0 notes it.
+        if not verdict.is_secondary(str(error)) and (
+            session.ranks.rank == 0 or not isinstance(error, DapoError)
+        ):
             end_attempt(session.folder.attempts, "stopped" if stopped else "crashed")
         raise
     finally:

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import io
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from typing import Any, TextIO
 
 
 def safe_text(descriptor: int, *, closes: bool = False) -> TextIO:
@@ -23,7 +20,7 @@ def safe_text(descriptor: int, *, closes: bool = False) -> TextIO:
 class _Forgiving(io.FileIO):
     """Below the buffers, so that none keeps what was not written, to fail with it again."""
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         with memoryview(data) as view:
             try:
                 return super().write(view)

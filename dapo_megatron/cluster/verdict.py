@@ -40,6 +40,11 @@ class Verdict:
     """More of it, as a traceback."""
 
 
+def is_secondary(reason: str) -> bool:
+    """Whether it only says that another rank went away."""
+    return bool(_LOST.search(reason))
+
+
 def record(
     code: int, reason: str, text: str = "", *, environ: Mapping[str, str] = os.environ
 ) -> bool:
@@ -49,7 +54,7 @@ def record(
         return False
     path = Path(environ[VARIABLE])
     line = " ".join(reason.split())
-    if _LOST.search(line):
+    if is_secondary(line):
         if _appears(path, SECONDARY_SECONDS):
             return False
         line = f"lost its connection to another rank, which said nothing: killed? ({line[:300]})"
