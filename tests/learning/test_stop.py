@@ -31,15 +31,16 @@ OVERRIDES = (
     "rollout.on_policy=false",
     "loss.tis_cap=2.0",
     *("train.updates_per_step=2", "optimizer.warmup_rollout_steps=0"),
-    *("evaluation.sets=[]", "checkpoint.every=0", "tracking.wait_seconds=60"),
+    *("evaluation.sets=[]", "checkpoint.every=0"),
 )
 CHECKS = 6
 """Times that ranks agree in a step: at its begin, before old log-probs, and for each of two
 updates before it and in its one micro-batch."""
 
 
-def command(directory: Path, name: str, stop_at: int = 0) -> list[str]:
-    where = (f"run.directory={directory}", f"run.name={name}", "resume=auto")
+def command(directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = False) -> list[str]:
+    tracking = (f"tracking.mlflow={str(mlflow).lower()}", "tracking.wait_seconds=60")
+    where = (f"run.directory={directory}", f"run.name={name}", "resume=auto", *tracking)
     program = (sys.executable, "-m", "tests.helpers.stopper", str(stop_at))
     return [*program, "train", str(TINY), *OVERRIDES, *where]
 
@@ -54,9 +55,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, **ranks, **where}
 
 
-def start(directory: Path, name: str, stop_at: int = 0) -> subprocess.CompletedProcess[str]:
+def start(
+    directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = False
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(directory, name, stop_at),
+        command(directory, name, stop_at, mlflow=mlflow),
         cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -122,6 +125,7 @@ def newest_state(folder: Path) -> dict[str, Any]:
     return json.loads(max(files, key=lambda path: path.stat().st_mtime).read_text())
 
 
+@pytest.mark.long
 def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
     """A real one, whenever it comes; MLflow says KILLED, then FINISHED, of one run."""
     from mlflow import MlflowClient
@@ -129,7 +133,7 @@ def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
     directory = undisturbed.parent
     folder = directory / "signalled"
     process = subprocess.Popen(
-        command(directory, "signalled"),
+        command(directory, "signalled", mlflow=True),
         cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for_step(folder, 1, process)
@@ -145,7 +149,7 @@ def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
         time.sleep(0.2)
     assert client.get_run(run_id).info.status == "KILLED"
 
-    done = start(directory, "signalled")
+    done = start(directory, "signalled", mlflow=True)
     assert done.returncode == 0, done.stdout + done.stderr
     check_same(folder, undisturbed)
     assert json.loads((folder / "mlflow_run.json").read_text())["run_id"] == run_id

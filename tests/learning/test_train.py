@@ -170,6 +170,7 @@ def test_evaluate_finds_what_training_said(directory: Path, straight: Path) -> N
     assert "avg@4" in done.stdout
 
 
+@pytest.mark.long
 def test_pipeline_parallel_policy_with_two_engines_learns(directory: Path) -> None:
     layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "tracking.mlflow=false")
     done = subprocess.run(

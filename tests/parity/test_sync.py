@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
 ODD = {"tp1": {}, "pp2_4_and_3": {"pipeline_parallel": 2, "first_stage_layers": 4}}
-EVERY_DAY = {("qwen3_tied", "tp2x2"), ("qwen3_moe", "tp4")}
+EVERY_DAY = {("qwen3_moe", "tp4")}
 """The others are marked `sync` (make test-sync)."""
 
 

@@ -193,7 +193,7 @@ def full_pipe() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("log", ["writes", "hangs", "full"])
-@pytest.mark.parametrize("fault", ["sleep", "disk"])
+@pytest.mark.parametrize("fault", ["sleep", pytest.param("disk", marks=pytest.mark.long)])
 def test_a_rank_ends_whatever_its_log_and_its_disk_do(start: Start, fault: str, log: str) -> None:
     reading, writing = full_pipe()
     if log == "full":
