@@ -140,10 +140,9 @@ def train_step(
         parts.stop()
         with clock("logprobs"):
             open_step.old_logprobs = parts.policy.logprobs(batch).logprobs
-        batch = dataclasses.replace(batch, old_logprobs=open_step.old_logprobs)
-        gap = check_gap(config, batch, groups, version=step - 1)
-        open_step.metrics |= figures.mismatch_metrics(gap)
     batch = dataclasses.replace(batch, old_logprobs=open_step.old_logprobs)
+    gap = check_gap(config, batch, groups, version=step - 1)
+    open_step.metrics |= figures.mismatch_metrics(gap)
     with clock("update"):
         update(config, parts, batch, step, open_step)
     with clock("sync"):

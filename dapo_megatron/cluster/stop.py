@@ -25,6 +25,8 @@ SAME_SECONDS = 1.0
 """Signals closer than this are one: a launcher passes on what its ranks get anyway."""
 LAST_SECONDS = 2.0
 """For the log, and then for the verdict, once the deadline has passed."""
+OWNER_SECONDS = 10.0
+"""Between two looks at who owns the folder."""
 
 
 def leave_when_asked() -> None:
@@ -36,10 +38,6 @@ def leave_when_asked() -> None:
 
     for number in SIGNALS:
         signal.signal(number, leave)
-
-
-OWNER_SECONDS = 10.0
-"""Between two looks at who owns the folder."""
 
 
 class Stop:
