@@ -18,7 +18,7 @@ from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.stop import leave_when_asked
 from dapo_megatron.config import Config, num_processes, read_model_config
-from dapo_megatron.config_file import dump_config, load_config
+from dapo_megatron.config.file import dump_config, load_config
 from dapo_megatron.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
 from dapo_megatron.rewards.registry import names as grader_names

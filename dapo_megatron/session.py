@@ -27,7 +27,7 @@ from dapo_megatron.cluster.safe_output import safe_text
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watch import Watch
 from dapo_megatron.config import Config, FileSource
-from dapo_megatron.config_file import dump_config
+from dapo_megatron.config.file import dump_config
 from dapo_megatron.layout import describe
 from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.types import (

@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 
 from dapo_megatron.config import Config, FileSource
-from dapo_megatron.config_file import load_config
+from dapo_megatron.config.file import load_config
 from dapo_megatron.layout import check_layout, describe
 from dapo_megatron.types import ConfigError
 

@@ -32,7 +32,7 @@ from rich.table import Table
 from dapo_megatron.checkpoints import Checkpoints, fault_of
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.config_file import load_config
+from dapo_megatron.config.file import load_config
 from dapo_megatron.doctor.facts import facts
 from dapo_megatron.policy.snapshot import Snapshot
 

@@ -31,7 +31,7 @@ from dapo_megatron import build
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config
-from dapo_megatron.config_file import load_config
+from dapo_megatron.config.file import load_config
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.doctor.facts import facts
 from dapo_megatron.engine import engine as engine_module

@@ -26,7 +26,7 @@ import typer
 from ladder_plot import Panel, Point, svg
 
 from dapo_megatron.config import Config
-from dapo_megatron.config_file import load_config
+from dapo_megatron.config.file import load_config
 from dapo_megatron.doctor.facts import facts
 from dapo_megatron.types import ConfigError
 

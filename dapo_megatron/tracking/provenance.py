@@ -17,7 +17,7 @@ from typing import Any
 
 import dapo_megatron
 from dapo_megatron.config import Config
-from dapo_megatron.config_file import dump_config
+from dapo_megatron.config.file import dump_config
 
 PACKAGES = {
     "torch": ("torch",),

@@ -31,17 +31,18 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 
 EVERYTHING = (
-    "types codec config config_file layout memory protocols algo data rewards bridge policy engine "
-    "rollout parts loop tracking cluster "
-    "checkpoints run_folder session build doctor"
+    "types codec config compatibility layout flops plan memory protocols algo data rewards bridge "
+    "policy engine rollout parts loop tracking cluster checkpoints run_folder session build doctor"
 )
 ROOMS = {
     "__init__": room(),
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
     "codec": room("types"),
-    "config": room("types", "pydantic"),
-    "config_rules": room("types config"),
-    "config_file": room("types config config_rules", "pydantic yaml"),
+    "config": room("types", "pydantic yaml"),
+    # bridge for the names of the families alone.
+    "compatibility": room("types config bridge"),
+    "flops": room("types bridge"),
+    "plan": room("types config layout bridge flops", "torch rich"),
     "layout": room("types config layout_search"),
     "layout_search": room("types config"),
     "memory": room("types config layout bridge", "torch rich"),
@@ -59,7 +60,7 @@ ROOMS = {
     "rollout": room("types codec config protocols algo data rewards", "torch"),
     "parts": room("types protocols rollout"),
     "loop": room("types config protocols parts algo data rewards rollout", "torch"),
-    "tracking": room("types codec config config_file protocols", "mlflow rich"),
+    "tracking": room("types codec config protocols", "mlflow rich"),
     "cluster": room("types config protocols", "torch rich"),
     "doctor": room(
         "types config layout protocols algo data bridge policy cluster tracking session build",
@@ -181,7 +182,7 @@ def test_the_giants_have_one_room_each() -> None:
 
 HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
 LIGHT = (
-    "types codec config config_file layout protocols run_folder cluster.launch cluster.ranks "
+    "types codec config config.file layout protocols run_folder cluster.launch cluster.ranks "
     "rewards session __main__"
 )
 

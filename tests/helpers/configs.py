@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.config import Config
-from dapo_megatron.config_file import load_config
+from dapo_megatron.config.file import load_config
 
 TINY = Path(__file__).resolve().parents[2] / "model_configs" / "tiny_cpu.yaml"
 REPOSITORY = TINY.parents[1]

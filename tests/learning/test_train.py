@@ -128,7 +128,7 @@ def test_the_folder_is_complete(straight: Path) -> None:
 
 
 def test_the_resolved_config_loads(straight: Path) -> None:
-    from dapo_megatron.config_file import load_config
+    from dapo_megatron.config.file import load_config
 
     assert load_config(straight / "config.yaml").train.rollout_steps == STEPS
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.config_file import load_config
+from dapo_megatron.config.file import load_config
 from dapo_megatron.doctor.matrix import matrix
 from dapo_megatron.doctor.shrink import shrink
 from tests.helpers.models import RANDOM_MODELS, make_random_model

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from dapo_megatron.config import Config, num_processes, read_model_config
-from dapo_megatron.config_file import dump_config, load_config, parse_config
+from dapo_megatron.config.file import dump_config, load_config, parse_config
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import tiny_config
 
@@ -343,6 +343,9 @@ OBJECTIVE_DEFAULTS = {
     "rollout.max_prompts_per_step": "a bound that a healthy run never meets",
     "rollout.at_bound": "what to do at that bound",
     "rollout.deterministic": "whether a run repeats bit by bit, not what it aims at",
+    "optimizer.kernels": "whose AdamW; all compute the same",
+    "optimizer.moments": "rounding of state, off unless asked for",
+    "optimizer.cpu_offload": "where state lives",
 }
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ladder_plot import HEIGHT, LEFT, TOP, WIDTH, Panel, svg
 
 from dapo_megatron.config import Config
-from dapo_megatron.config_file import dump_config, load_config
+from dapo_megatron.config.file import dump_config, load_config
 
 CONFIGS = sorted(ladder.CONFIG.parent.glob("*.yaml"))
 RUNGS = sorted(ladder.RUNGS.glob("*.yaml"))

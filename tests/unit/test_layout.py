@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dapo_megatron.bridge.families import FAMILIES
 from dapo_megatron.bridge.families.fields import head_dim
 from dapo_megatron.config import Config, PolicyConfig
-from dapo_megatron.config_file import load_config
+from dapo_megatron.config.file import load_config
 from dapo_megatron.layout import (
     _head_dim,
     check_layout,

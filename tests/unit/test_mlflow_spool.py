@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import Config
-from dapo_megatron.config_file import dump_config
+from dapo_megatron.config.file import dump_config
 from dapo_megatron.tracking import (
     MlflowSpool,
     commit,
@@ -154,7 +154,7 @@ def all_runs(made: Config) -> list[Any]:
 
 FAKE_RANK_0 = """
 import os, sys, time
-from dapo_megatron.config_file import load_config
+from dapo_megatron.config.file import load_config
 from dapo_megatron.tracking import MlflowSpool
 tracker = MlflowSpool(load_config(sys.argv[1]), "4711.0", None, print)
 for step in (1, 2, 3):

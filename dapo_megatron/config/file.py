@@ -22,7 +22,7 @@ from dapo_megatron.config import (
     Section,
     refuse,
 )
-from dapo_megatron.config_rules import check_values
+from dapo_megatron.config.rules import check_values
 from dapo_megatron.types import ConfigError
 
 

@@ -1,0 +1,150 @@
+"""The whole configuration: one frozen, typed tree. file.py reads it from YAML, rules.py refuses
+what contradicts itself.
+
+Numbers of the objective have no default: the YAML of a run shows the algorithm it ran
+(docs/decisions.md, 3). Settings that change speed or bookkeeping alone do have one. Nothing heavy
+is imported here, so that a mistake is refused in a second, before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.config.algorithm import (
+    DataConfig,
+    EvaluationConfig,
+    FileSource,
+    LossConfig,
+    OverlongConfig,
+    ReasoningGymSource,
+    RewardsConfig,
+    RolloutConfig,
+    Source,
+    TrainConfig,
+)
+from dapo_megatron.config.computing import (
+    EngineConfig,
+    Fp8Config,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+)
+from dapo_megatron.config.running import (
+    CheckpointConfig,
+    PreflightConfig,
+    RunConfig,
+    SyncConfig,
+    TrackingConfig,
+    WatchdogConfig,
+)
+from dapo_megatron.config.section import (
+    Section,
+)
+from dapo_megatron.types import ConfigError
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "FileSource",
+    "Fp8Config",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OverlongConfig",
+    "PolicyConfig",
+    "PreflightConfig",
+    "ReasoningGymSource",
+    "RewardsConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "Source",
+    "SyncConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "WatchdogConfig",
+    "num_processes",
+    "read_model_config",
+    "refuse",
+]
+
+
+class Config(Section):
+    """A complete run."""
+
+    seed: int
+    resume: str = "never"
+    """never: start afresh (an older run of this name is kept beside it as NAME.1, NAME.2, ...);
+    auto: from the run folder's newest checkpoint, or its start; PATH: from that checkpoint."""
+    run: RunConfig
+    model: ModelConfig
+    policy: PolicyConfig
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig
+    overlong: OverlongConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    data: DataConfig
+    rewards: RewardsConfig = RewardsConfig()
+    sync: SyncConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    preflight: PreflightConfig = PreflightConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.directory) / self.run.name
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Prompt and response, in rollouts and evaluations."""
+        longest = max(self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0)
+        return self.rollout.max_prompt_tokens + longest
+
+    @property
+    def engine_tensor_parallel(self) -> int:
+        """Ranks per engine."""
+        return self.engine.tensor_parallel or self.policy.tensor_parallel
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ConfigError if there is any problem, with a line for each."""
+    found = list(problems)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def num_processes(config: Config) -> int:
+    """Ranks of the run: the launcher's if there is one, else run.processes."""
+    return int(os.environ.get("WORLD_SIZE", config.run.processes))
+
+
+def read_model_config(config: Config) -> dict[str, Any]:
+    """The model's HF config.json. Raises ConfigError naming `model.path`."""
+    path = Path(config.model.path) / "config.json"
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"model.path: {path} cannot be read ({error.strerror}); "
+            "name a folder with an HF checkpoint"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"model.path: {path} is not JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"model.path: {path} does not hold a mapping")
+    return loaded
