@@ -11,18 +11,18 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from dapo_megatron.checkpoints import fault_of, write_json
+from dapo_megatron.checkpoints import fault_of
 from dapo_megatron.checkpoints.folder import (
     DAMAGED,
     STATE,
     free_name,
     place_of,
     published,
-    read_json,
     settle,
 )
 from dapo_megatron.checkpoints.manifest import has_manifest
 from dapo_megatron.cluster.attempt import attempt
+from dapo_megatron.files import read_json, write_json
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 

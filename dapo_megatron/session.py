@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from dapo_megatron.checkpoints import read_state, write_json
+from dapo_megatron.checkpoints import read_state
 from dapo_megatron.cluster import verdict
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, begin_attempt, end_attempt
 from dapo_megatron.cluster.launch import started_at
@@ -28,6 +28,7 @@ from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watch import Watch
 from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config.file import dump_config
+from dapo_megatron.files import write_json
 from dapo_megatron.layout import describe
 from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.types import (

@@ -12,14 +12,12 @@ again) and `step_000012.damaged`.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.files import read_json, sync_to_disk
 
 STATE = "state.json"
 PARTIAL = ".partial"
@@ -110,38 +108,3 @@ def free_name(path: Path) -> Path:
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The state saved with a checkpoint. Raises CheckpointError naming the file."""
     return read_json(checkpoint / STATE, "not a checkpoint's state")
-
-
-def read_json(path: Path, otherwise: str) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError naming the file; `otherwise` is what other JSON is."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: {otherwise}")
-    return value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all."""
-    write_text(path, json.dumps(value))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Make a file, or what was created or renamed in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

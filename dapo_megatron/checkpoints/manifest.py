@@ -12,13 +12,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from dapo_megatron.checkpoints.folder import (
-    STATE,
-    read_json,
-    read_state,
-    sync_to_disk,
-    write_json,
-)
+from dapo_megatron.checkpoints.folder import STATE, read_state
+from dapo_megatron.files import read_json, sync_to_disk, write_json
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.manifest import Entry, entry_of, write_manifest
 from dapo_megatron.config import Config
+from dapo_megatron.files import write_text
 from dapo_megatron.protocols import Exchange, Snapshot
 from dapo_megatron.types import CheckpointError, DapoError
 
@@ -213,7 +214,7 @@ class Checkpoints:
     def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
         if self.export is None:
             self.describe(partial)
-        folders.write_text(partial / folders.STATE, job.state)
+        write_text(partial / folders.STATE, job.state)
         write_manifest(partial, known)
 
     def _check_owner(self) -> None:

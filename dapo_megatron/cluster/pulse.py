@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+
+from dapo_megatron.files import write_json
 
 PULSE_SECONDS = 5.0
 """A rank with nothing new to say writes its pulse this often."""
@@ -88,15 +89,8 @@ def pulse_file(run: Path, rank: int) -> Path:
 
 def write(run: Path, pulse: Pulse) -> None:
     """Replace the rank's pulse. Raises OSError."""
-    write_whole(pulse_file(run, pulse.rank), json.dumps(asdict(pulse)))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A reader sees the old text or the new one; not made to survive a loss of power."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    pulse_folder(run).mkdir(parents=True, exist_ok=True)
+    write_json(pulse_file(run, pulse.rank), asdict(pulse), durable=False)
 
 
 def read(path: Path) -> Pulse | None:

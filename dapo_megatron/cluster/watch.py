@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import socket
 import threading
@@ -37,6 +36,7 @@ from dapo_megatron.cluster import flight, pulse, verdict
 from dapo_megatron.cluster.attempt import HUNG, attempt
 from dapo_megatron.cluster.last_words import say, stacks, within
 from dapo_megatron.cluster.pulse import Alarm, Pulse, State
+from dapo_megatron.files import write_json
 
 ANSWER_SECONDS = 3.0
 """From the alarm to naming those who did not answer."""
@@ -225,7 +225,7 @@ class Watch:
             within(ASK_SECONDS, lambda: say(self.terminal_fd, full))
         report = {"why": why, "text": full, "pulses": [one and asdict(one) for one in pulses]}
         with contextlib.suppress(OSError):
-            pulse.write_whole(path, json.dumps(report))
+            write_json(path, report, durable=False)
         within(ASK_SECONDS, self.at_hang)
 
     def _log(self, text: str) -> None:

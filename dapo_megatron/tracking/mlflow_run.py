@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from dapo_megatron.files import write_json
 from dapo_megatron.tracking import spool
 from dapo_megatron.tracking.mlflow_spool import without_password
 from dapo_megatron.tracking.spool import Cursor, Event
@@ -110,9 +111,10 @@ class MlflowRun:
         target = Target(without_password(uri), run.info.run_id)
         if not target.run_id:
             raise DapoError("what answers there is no MLflow: it made a run without an id")
-        spool.write_json(
+        write_json(
             self._run_folder / spool.RUN_FILE,
             {**target._asdict(), "experiment_id": run.info.experiment_id},
+            durable=False,
         )
         if target.run_id != self._run_id:
             self._say(f"run {target.run_id} at {target.server}")
@@ -122,7 +124,7 @@ class MlflowRun:
     def _find(self, begin: Event) -> Run | None:
         """The run that an earlier attempt, or an earlier sender, made; None if this server never
         had it, or lost it."""
-        known = spool.read_json(self._run_folder / spool.RUN_FILE).get("run_id")
+        known = spool.known(self._run_folder / spool.RUN_FILE).get("run_id")
         if known and (run := self._get(known)):
             return run
         experiment = self._client.get_experiment_by_name(begin["experiment"])
@@ -288,10 +290,10 @@ class MlflowRun:
             "hf_export": f"{event['path']}/hf" if export.exists() else None,
         }
         listed = self._folder / CHECKPOINTS
-        others = spool.read_json(listed).get("checkpoints", [])
+        others = spool.known(listed).get("checkpoints", [])
         # By name: of one step there may be one from the middle of the next (step_000002_open).
         others = [other for other in others if other["path"] < event["path"]]
-        spool.write_json(listed, {"checkpoints": [*others, entry]})
+        write_json(listed, {"checkpoints": [*others, entry]}, durable=False)
         self._client.log_artifact(self._run_id, str(listed))
         self._client.set_tag(self._run_id, "checkpoint.newest", event["path"])
 

@@ -84,7 +84,7 @@ class MlflowSpool:
         """Where to look at the run: a command if it is on this machine, else an address."""
         if self.uri.startswith("http"):
             server = without_password(self.uri).rstrip("/")
-            known = spool.read_json(self._run_folder / spool.RUN_FILE)
+            known = spool.known(self._run_folder / spool.RUN_FILE)
             if known.get("server", "").rstrip("/") != server:
                 return server
             return f"{server}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}"

@@ -26,6 +26,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dapo_megatron.files import read_json, write_json
+from dapo_megatron.types import CheckpointError
+
 FOLDER = "mlflow"
 """In a run's folder."""
 RUN_FILE = "mlflow_run.json"
@@ -109,14 +112,14 @@ def beginning(folder: Path, number: int | None = None) -> Event | None:
 def read_cursor(folder: Path, lane: str) -> Cursor:
     """A lane's cursor; one that was never written, or spoilt, is at the start: to deliver twice
     does no harm."""
-    found = read_json(folder / f"{lane}.json")
-    known = {field.name for field in fields(Cursor)}
-    return Cursor(**{key: value for key, value in found.items() if key in known})
+    found = known(folder / f"{lane}.json")
+    names = {field.name for field in fields(Cursor)}
+    return Cursor(**{key: value for key, value in found.items() if key in names})
 
 
 def write_cursor(folder: Path, lane: str, cursor: Cursor) -> None:
     """Raises OSError."""
-    write_json(folder / f"{lane}.json", asdict(cursor))
+    write_json(folder / f"{lane}.json", asdict(cursor), durable=False)
 
 
 def num_waiting(folder: Path) -> int:
@@ -130,20 +133,12 @@ def num_waiting(folder: Path) -> int:
     return num
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def known(path: Path) -> dict[str, Any]:
     """The object in a file; {} if there is none."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return read_json(path)
+    except CheckpointError:
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all. Raises OSError."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value), encoding="utf-8")
-    partial.replace(path)
 
 
 def _parse(line: bytes) -> Event | None:

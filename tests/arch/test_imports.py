@@ -31,13 +31,15 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 
 EVERYTHING = (
-    "types codec config compatibility layout flops plan memory protocols algo data rewards bridge "
-    "policy engine rollout parts loop tracking cluster checkpoints run_folder session build doctor"
+    "types codec files config compatibility layout flops plan memory protocols algo data rewards "
+    "bridge policy engine rollout parts loop tracking cluster checkpoints run_folder session build "
+    "doctor"
 )
 ROOMS = {
     "__init__": room(),
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
     "codec": room("types"),
+    "files": room("types"),
     "config": room("types", "pydantic yaml"),
     # bridge for the names of the families alone.
     "compatibility": room("types config bridge"),
@@ -52,7 +54,7 @@ ROOMS = {
     "data": room("types config algo", "torch transformers jinja2 pyarrow reasoning_gym"),
     "rewards": room("types config algo", "math_verify reasoning_gym"),
     # protocols for Exchange: how ranks tell each other what they hold.
-    "bridge": room("types config protocols", "torch safetensors"),
+    "bridge": room("types files config protocols", "torch safetensors"),
     "policy": room(
         "types config layout protocols bridge", "torch megatron transformer_engine safetensors"
     ),
@@ -60,15 +62,15 @@ ROOMS = {
     "rollout": room("types codec config protocols algo data rewards", "torch"),
     "parts": room("types protocols rollout"),
     "loop": room("types config protocols parts algo data rewards rollout", "torch"),
-    "tracking": room("types codec config protocols", "mlflow rich"),
-    "cluster": room("types config protocols", "torch rich"),
+    "tracking": room("types codec files config protocols", "mlflow rich"),
+    "cluster": room("types files config protocols", "torch rich"),
     "doctor": room(
         "types config layout protocols algo data bridge policy cluster tracking session build",
         "torch transformers rich",
     ),
-    "checkpoints": room("types config protocols"),
+    "checkpoints": room("types files config protocols"),
     # cluster for the name of the attempt alone.
-    "run_folder": room("types config protocols checkpoints cluster"),
+    "run_folder": room("types files config protocols checkpoints cluster"),
     "session": room(EVERYTHING, "torch rich"),
     "build": room(EVERYTHING, "torch transformers rich"),
     "__main__": room(EVERYTHING, "typer rich"),

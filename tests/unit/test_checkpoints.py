@@ -19,8 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.checkpoints import folder, newest, read_state, write_json
+from dapo_megatron.checkpoints import folder, newest, read_state
 from dapo_megatron.checkpoints.manifest import MANIFEST
+from dapo_megatron.files import write_json
 from dapo_megatron.types import CheckpointError
 from tests.helpers.saving import (
     ALONE,

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.checkpoints import newest, read_state, write_json
+from dapo_megatron.checkpoints import newest, read_state
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.files import write_json
 from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dapo_megatron.bridge.stores.file import dtype_name
+from dapo_megatron.files import read_json, sync_to_disk
 from dapo_megatron.types import CheckpointError
 
 MEGATRON_JSON = "megatron.json"
@@ -23,17 +22,6 @@ HF_INDEX = "model.safetensors.index.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
 _FOLDERS = ("additional_chat_templates",)  # transformers keeps templates beside the first there
 _DTYPE_FIELDS = ("dtype", "torch_dtype")  # transformers 5, and before
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
@@ -91,7 +79,8 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             partial.mkdir()
             try:
                 yield partial
-                _sync([*(path for path in partial.iterdir() if path.is_file()), partial])
+                for path in [*(path for path in partial.iterdir() if path.is_file()), partial]:
+                    sync_to_disk(path)
                 _put(partial, target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -116,7 +105,7 @@ def _put(partial: Path, target: Path) -> None:
         if target.exists():
             target.rename(replaced_by(target))
         partial.rename(target)
-        _sync([target.parent])
+        sync_to_disk(target.parent)
     finally:
         _settle(target)
 
@@ -147,13 +136,3 @@ def _locked(path: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-
-
-def _sync(paths: Iterable[Path]) -> None:
-    """Make files, and what was created or renamed in folders, survive a power cut."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

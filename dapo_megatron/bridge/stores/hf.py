@@ -12,9 +12,10 @@ import torch
 from dapo_megatron.bridge.families import architecture
 from dapo_megatron.bridge.shards import whole
 from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo
-from dapo_megatron.bridge.stores.folder import HF_INDEX, read_json
+from dapo_megatron.bridge.stores.folder import HF_INDEX
 from dapo_megatron.bridge.stores.store import Extent, Store, checked_tensors
 from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter, blocks
+from dapo_megatron.files import read_json
 from dapo_megatron.types import CheckpointError
 
 SINGLE = "model.safetensors"

@@ -20,9 +20,10 @@ import torch
 
 from dapo_megatron.bridge.families import Architecture, Part, Place, Slot, architecture, layout_of
 from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo, dtype_name
-from dapo_megatron.bridge.stores.folder import MEGATRON_JSON, read_json
+from dapo_megatron.bridge.stores.folder import MEGATRON_JSON
 from dapo_megatron.bridge.stores.store import Extent, Store, TensorSource, checked_tensors, disjoint
 from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter
+from dapo_megatron.files import read_json
 from dapo_megatron.types import CheckpointError, ConfigError
 
 VERSION = 1
