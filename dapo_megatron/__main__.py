@@ -17,6 +17,7 @@ import typer
 from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.stop import leave_when_asked
+from dapo_megatron.compatibility import check as check_compatibility
 from dapo_megatron.config import Config, num_processes, read_model_config
 from dapo_megatron.config.file import dump_config, load_config
 from dapo_megatron.layout import check_layout
@@ -155,6 +156,7 @@ def layouts(
     from dapo_megatron.doctor.matrix import smallest_world
 
     check_layout(checked, smallest_world(checked.policy, hf), has_engine=False)
+    check_compatibility(checked, hf, has_engine=False)
     compared_in = command.check_options(precision, json_file)
     if not is_launched():
         raise typer.Exit(launch(_this_command(), ranks or command.default_ranks()))
@@ -233,6 +235,7 @@ def _load(
 ) -> Config:
     config = load_config(path, overrides or [], overlays or [])
     check_layout(config, num_processes(config), has_engine=has_engine)
+    check_compatibility(config, read_model_config(config), has_engine=has_engine)
     for key, sources in (
         ("data.train", config.data.train),
         ("evaluation.sets", config.evaluation.sets),

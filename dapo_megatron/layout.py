@@ -92,8 +92,8 @@ def describe(policy: PolicyConfig, world_size: int) -> str:
 def check_layout(config: Config, world_size: int, *, has_engine: bool = True) -> None:
     """Refuse a layout that does not fit the number of processes or the model.
 
-    Reads `model.path/config.json` alone. Without an engine (`doctor layouts`), float64 is allowed
-    and engine.tensor_parallel not looked at. Raises ConfigError with every problem, its numbers,
+    Reads `model.path/config.json` alone. Without an engine (`doctor layouts`),
+    engine.tensor_parallel is not looked at. Raises ConfigError with every problem, its numbers,
     and, where the policy's layout is at fault, up to three near it that fit.
     """
     hf = read_model_config(config)
@@ -101,11 +101,6 @@ def check_layout(config: Config, world_size: int, *, has_engine: bool = True) ->
     problems = [*of_policy, *_row_problems(config, hf), *_model_problems(config, hf)]
     if has_engine:
         problems += _engine_problems(config, world_size, hf)
-        if config.policy.precision == "float64":
-            problems.append(
-                "policy.precision: float64 is for `doctor layouts` alone, no engine has it; use "
-                "float32 or bfloat16"
-            )
     if of_policy:
         problems.append(_way_out(config, world_size, hf))
     refuse(problems)

@@ -26,7 +26,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dapo_megatron.config import Config, FileSource
+from dapo_megatron.compatibility import check as check_compatibility
+from dapo_megatron.config import Config, FileSource, read_model_config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.layout import check_layout, describe
 from dapo_megatron.types import ConfigError
@@ -94,6 +95,7 @@ def problems(config: Config, request: Request) -> Iterator[str]:
     """Everything that would make the job fail, or lose work."""
     try:
         check_layout(config, request.world_size)
+        check_compatibility(config, read_model_config(config))
     except ConfigError as error:
         yield str(error)
     yield from _time_problems(config, request)

@@ -1,4 +1,5 @@
-"""Values of a config that are fine alone and not together."""
+"""Values of a config that are fine alone and not together. Features of how things are computed have
+a table of their own, compatibility/."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def check_values(config: Config) -> None:
 
 
 def _contradictions(config: Config) -> Iterable[str]:
-    rollout, overlong, policy = config.rollout, config.overlong, config.policy
+    rollout, overlong = config.rollout, config.overlong
     if overlong.buffer_tokens >= overlong.max_tokens:
         yield (
             f"overlong.buffer_tokens: {overlong.buffer_tokens} must be less than "
@@ -54,5 +55,3 @@ def _contradictions(config: Config) -> Iterable[str]:
     names = [source.name for source in (*config.data.train, *config.evaluation.sets)]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.train / evaluation.sets: the name {name!r} is used twice"
-    if policy.kernels == "transformer_engine" and policy.precision != "bfloat16":
-        yield "policy.kernels: transformer_engine needs policy.precision bfloat16"

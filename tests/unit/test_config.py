@@ -382,12 +382,6 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
             ["evaluation.sets.0.name=chain_sum"],
             "data.train / evaluation.sets: the name 'chain_sum' is used twice",
         ),
-        (["policy.kernels=transformer_engine"], "policy.kernels: transformer_engine needs"),
-        (
-            ["policy.kernels=transformer_engine", "policy.precision=float64"],
-            "policy.kernels: transformer_engine needs policy.precision bfloat16",
-        ),
-        (["policy.kernels=transformer_engine", "policy.precision=bfloat16"], None),
     ],
 )
 def test_contradictions(overrides: list[str], said: str | None) -> None:

@@ -170,7 +170,6 @@ def test_a_model_with_experts(
         ("prompt=97", "rollout.max_prompt_tokens + max_response_tokens = 113 exceeds the model's "),
         ("cp=8", None),
         ("aux=0.01", "policy.moe_aux_loss: 0.01, but the model has no experts to balance; use 0"),
-        ("policy.precision=float64", "policy.precision: float64 is for `doctor layouts` alone"),
         ("engine=12", "engine.tensor_parallel: 12 does not divide the 8 processes; of 8 processes "
                       "an engine can have 1 or 2 or 4"),
         ("engine=8", "engine.tensor_parallel: 8 does not divide the model's 12 attention heads,"),
@@ -193,9 +192,9 @@ def test_positions_that_only_the_padding_passes(tmp_path: Path) -> None:
     assert layout_problems(tmp_path, 8, "cp=8 prompt=96", model) == []
 
 
-def test_without_an_engine_neither_its_size_nor_float64_matters(tmp_path: Path) -> None:
-    text = "engine=12 policy.precision=float64"
-    assert len(layout_problems(tmp_path, 8, text)) == 2
+def test_without_an_engine_its_size_does_not_matter(tmp_path: Path) -> None:
+    text = "engine=12"
+    assert len(layout_problems(tmp_path, 8, text)) == 1
     assert layout_problems(tmp_path, 8, text, has_engine=False) == []
     assert layout_problems(tmp_path, 8, f"{text} tp=8", has_engine=False)[0].startswith(BEYOND_FOUR)
 

@@ -1,0 +1,125 @@
+"""What a rule is, and what it looks at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import Any
+
+from dapo_megatron.config import Config
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+"""As in bridge/families (heavy to import)."""
+LATENT = ("deepseek_v3",)
+"""Families with multi-head latent attention."""
+EXPERTS = ("qwen3_moe", "deepseek_v3")
+"""Families with a mixture of experts."""
+PACKAGES = ("transformer_engine", "apex", "triton")
+
+
+class Verdict(StrEnum):
+    """What is done about a combination."""
+
+    REFUSED = "refused"
+    """The run does not start."""
+    WARNED = "warned"
+    """It starts, and says so once."""
+    NOT_RUN = "not run on a GPU yet"
+    """Likewise: written and checked without a GPU, as far as that goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a rank computes with. `capability` is its GPU's compute capability, None for no GPU."""
+
+    capability: tuple[int, int] | None = None
+    cuda: tuple[int, ...] = ()
+    """Version of CUDA that torch was built with."""
+    packages: frozenset[str] = frozenset()
+    """Of PACKAGES, those that are installed."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls, capability: tuple[int, int] | None, cuda: str | None) -> Machine:
+        """This process's; the two arguments are torch's answers, which is not imported here."""
+        installed = frozenset(name for name in PACKAGES if find_spec(name) is not None)
+        version = tuple(int(part) for part in (cuda or "").split(".") if part.isdigit())
+        return cls(capability, version, installed, dict(os.environ))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What rules look at. `machine` is None where none is at hand (plan, submitting a job): rules
+    about it are then silent. `has_engine` is false for `doctor layouts` and replays."""
+
+    config: Config
+    hf: Mapping[str, Any]
+    machine: Machine | None = None
+    has_engine: bool = True
+
+    @property
+    def family(self) -> str:
+        """The model_type of its config.json."""
+        return str(self.hf.get("model_type"))
+
+    @property
+    def fused(self) -> bool:
+        """Whether Transformer Engine computes the layers, as far as is known: `auto` takes it on a
+        GPU in bfloat16 if installed, and never for latent attention."""
+        policy, machine = self.config.policy, self.machine
+        if policy.kernels != "auto":
+            return policy.kernels == "transformer_engine"
+        if policy.precision != "bfloat16" or self.family in LATENT:
+            return False
+        # Without a machine: what would be on the one that the config is for.
+        return machine is None or (
+            machine.capability is not None and "transformer_engine" in machine.packages
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is known to run on a GPU."""
+        return self.machine is not None and self.machine.capability is not None
+
+    def lacks(self, package: str) -> bool:
+        """Whether it is known that there is no GPU, or not this package."""
+        if self.machine is None:
+            return False
+        return self.machine.capability is None or package not in self.machine.packages
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A combination, and what is done about it. It applies to `families`, when `when` says so:
+    a text it gives is what exactly was found."""
+
+    name: str
+    keys: tuple[str, ...]
+    """The features, as keys of the config; `machine` and `model` stand for those."""
+    verdict: Verdict
+    when: Callable[[Run], bool | str]
+    why: str
+    way_out: str
+    example: tuple[str, ...]
+    """Overrides of a small config that the rule fires on; the tests run them."""
+    families: tuple[str, ...] = FAMILIES
+    example_hf: Mapping[str, Any] = field(default_factory=dict)
+    example_machine: Machine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that applies."""
+
+    rule: Rule
+    detail: str
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        verdict = "" if self.rule.verdict is Verdict.REFUSED else f"{self.rule.verdict}: "
+        way_out = f"; {self.rule.way_out}" if self.rule.way_out else ""
+        keys = ", ".join(key for key in self.rule.keys if "." in key)
+        return f"{keys}: {verdict}{self.rule.why}{detail}{way_out}"

@@ -1,0 +1,185 @@
+"""The table of what goes together: every rule fires on its own example, and no plain run is hit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dapo_megatron.bridge.families import FAMILIES as KNOWN_FAMILIES
+from dapo_megatron.compatibility import FAMILIES, RULES, Machine, Rule, Run, Verdict, check, find
+from dapo_megatron.compatibility.check import page
+from dapo_megatron.config import Config
+from dapo_megatron.config.file import load_config
+from dapo_megatron.types import ConfigError
+from tests.helpers.configs import REPOSITORY, TINY
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 28,
+}
+EXPERTS = {"num_experts": 128, "moe_intermediate_size": 768}
+H100 = Machine((9, 0), (13, 0), frozenset({"transformer_engine", "apex", "triton"}))
+NO_GPU = Machine()
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(TINY, ["policy.tensor_parallel=1", *overrides])
+
+
+def model_of(rule: Rule) -> dict[str, Any]:
+    family = "qwen3" if "qwen3" in rule.families else rule.families[0]
+    return {**QWEN3, "model_type": family, **EXPERTS, **rule.example_hf}
+
+
+def names(run: Run) -> set[str]:
+    return {found.rule.name for found in find(run)}
+
+
+def by_name(name: str) -> Rule:
+    return next(rule for rule in RULES if rule.name == name)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_rule_fires_on_its_example(rule: Rule) -> None:
+    config = config_of(*rule.example)
+    run = Run(config, model_of(rule), rule.example_machine)
+    assert rule.name in names(run)
+    (text,) = [str(found) for found in find(run) if found.rule is rule]
+    keys = [key for key in rule.keys if "." in key]
+    assert keys and text.startswith(f"{', '.join(keys)}: ")
+    if rule.verdict is Verdict.REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            check(config, model_of(rule), rule.example_machine)
+        assert text in str(caught.value).splitlines()
+    elif not any(found.rule.verdict is Verdict.REFUSED for found in find(run)):
+        assert text in check(config, model_of(rule), rule.example_machine)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_is_silent_without_its_features(rule: Rule) -> None:
+    """Each feature of an example that is not the default is needed, or shown by another one."""
+    assert rule.example
+    plain = Run(config_of(), QWEN3 | {"model_type": model_of(rule)["model_type"]})
+    assert rule.name not in names(plain)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_keys_are_keys_of_the_config(rule: Rule) -> None:
+    for key in (key for key in rule.keys if "." in key):
+        section, *path = key.split(".")
+        model: Any = Config.model_fields[section].annotation
+        for name in path:
+            if name in getattr(model, "model_fields", {}):
+                model = model.model_fields[name].annotation
+            else:  # an optional section
+                (model,) = [one for one in model.__args__ if one is not type(None)]
+                model = model.model_fields[name].annotation
+
+
+def test_names_and_families_are_what_they_say() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert set(FAMILIES) == set(KNOWN_FAMILIES)
+    assert all(set(rule.families) <= set(FAMILIES) for rule in RULES)
+    for rule in RULES:
+        assert (rule.way_out == "") == (rule.verdict is Verdict.NOT_RUN), rule.name
+
+
+@pytest.mark.parametrize("name", ["tiny_cpu", "tiny_moe", "tiny_ladder"])
+def test_the_configs_for_cpu_pass_without_a_word(name: str) -> None:
+    config = load_config(TINY.parent / f"{name}.yaml", [])
+    model = json.loads((REPOSITORY / config.model.path / "config.json").read_text(encoding="utf-8"))
+    assert check(config, model, NO_GPU) == []
+
+
+def test_a_sound_fp8_run_on_a_h100_is_allowed_and_told_what_has_not_run() -> None:
+    config = config_of(
+        "policy.precision=bfloat16",
+        "policy.fp8={recipe: current, bf16_first_layers: 1, bf16_last_layers: 1}",
+        "engine.quantization=fp8",
+        "policy.logprob_head=triton",
+    )
+    lines = check(config, QWEN3, H100)
+    assert lines and all("not run on a GPU yet" in line for line in lines)
+
+
+def test_without_a_machine_rules_about_it_are_silent() -> None:
+    config = config_of("policy.kernels=transformer_engine", "policy.precision=bfloat16")
+    assert check(config, QWEN3)
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU and the package"):
+        check(config, QWEN3, NO_GPU)
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU and the package"):
+        check(config, QWEN3, Machine((9, 0), (13, 0)))
+
+
+def test_all_refusals_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config_of("policy.fp8={recipe: current}", "policy.kernels=local"), QWEN3)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tensor_parallel", "changed", "said"),
+    [
+        ("current", 1, {}, ""),
+        ("blockwise", 1, {}, ""),
+        ("blockwise", 8, {}, ""),  # 384 columns of the MLP and two heads
+        ("blockwise", 16, {}, "intermediate_size 192"),
+        ("current", 16, {}, ""),
+        ("current", 1, {"hidden_size": 1000}, "hidden_size 1000"),
+        ("current", 8, {"head_dim": 8, "num_key_value_heads": 1}, ""),
+        ("current", 16, {"head_dim": 8}, "query columns 8"),
+        ("current", 1, {**EXPERTS, "model_type": "qwen3_moe", "intermediate_size": 7}, ""),
+        (
+            "current",
+            1,
+            {**EXPERTS, "model_type": "qwen3_moe", "moe_intermediate_size": 776},
+            "moe_intermediate_size 776",
+        ),
+    ],
+)
+def test_dimensions_for_fp8(
+    recipe: str, tensor_parallel: int, changed: dict[str, Any], said: str
+) -> None:
+    config = config_of(
+        f"policy.fp8={{recipe: {recipe}}}",
+        "policy.precision=bfloat16",
+        f"policy.tensor_parallel={tensor_parallel}",
+    )
+    found = [str(one) for one in find(Run(config, QWEN3 | changed)) if one.detail]
+    assert bool(found) == bool(said)
+    assert all(said in text for text in found)
+
+
+def test_auto_takes_what_the_machine_has() -> None:
+    rope = config_of("policy.fused_rope=true", "policy.precision=bfloat16")
+    assert "rope-kernels" not in names(Run(rope, QWEN3, H100))
+    assert "rope-kernels" in names(Run(rope, QWEN3, Machine((9, 0), (13, 0))))
+    assert "rope-kernels" in names(Run(rope, QWEN3, NO_GPU))
+
+
+def test_doctor_layouts_has_no_engine_to_ask() -> None:
+    config = config_of("policy.precision=float64")
+    assert check(config, QWEN3, has_engine=False) == []
+    with pytest.raises(ConfigError, match="float64 is for `doctor layouts` alone"):
+        check(config, QWEN3)
+
+
+def test_the_page_is_not_stale() -> None:
+    written = (REPOSITORY / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert written == page(), "run: python -m dapo_megatron.compatibility > docs/compatibility.md"
+    assert all(rule.why in written for rule in RULES)
+
+
+def test_the_machine_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    here = Machine.here((9, 0), "13.0")
+    assert here.capability == (9, 0) and here.cuda == (13, 0)
+    assert here.environment["TRITON_INTERPRET"] == "1"
+    assert "head-machine" not in names(Run(config_of("policy.logprob_head=triton"), QWEN3, here))
