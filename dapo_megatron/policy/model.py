@@ -1,39 +1,28 @@
-"""A Megatron-core GPT model from an HF config: families, layer spec, and this rank's part of it."""
+"""A Megatron-core GPT model from an HF config: its sizes, and this rank's part of it."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import RotaryEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from dapo_megatron.bridge.families import Architecture, Place
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.policy.attention import CausalAttention
+from dapo_megatron.policy import fp8
 from dapo_megatron.policy.device import device, has_cuda
-from dapo_megatron.policy.latent import LatentAttention
-from dapo_megatron.policy.moe import BiasedRouter, ExpertLayer, Router
-from dapo_megatron.policy.norm import RMSNorm
+from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.rope import rope_frequencies
-from dapo_megatron.types import ConfigError
+from dapo_megatron.policy.specs import block_spec
 
 
 def initialize_parallel(config: PolicyConfig, seed: int) -> None:
@@ -51,22 +40,11 @@ def initialize_parallel(config: PolicyConfig, seed: int) -> None:
         model_parallel_cuda_manual_seed(seed)
 
 
-def kernels(config: PolicyConfig) -> str:
-    """`transformer_engine` or `local`: what `auto` means here. Raises ConfigError."""
-    installed = find_spec("transformer_engine") is not None
-    if config.kernels == "auto":
-        fused = installed and has_cuda() and config.precision == "bfloat16"
-        return "transformer_engine" if fused else "local"
-    if config.kernels == "transformer_engine" and not (installed and has_cuda()):
-        raise ConfigError(
-            "policy.kernels: transformer_engine needs an NVIDIA GPU and the package "
-            "(requirements.txt); use auto or local"
-        )
-    return config.kernels
-
-
 def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerConfig:
-    """Megatron's description of the model. Fusions that need CUDA extensions stay off locally."""
+    """Megatron's description of the model.
+
+    Fused activations stay off, and fused rope by default: with them, spikes of log-probs are on
+    record (NVIDIA-NeMo/RL issue 1801)."""
     dtype = getattr(torch, config.precision)
     fused = kernels(config) == "transformer_engine"
     make = MLATransformerConfig if arch.latent else TransformerConfig
@@ -113,12 +91,14 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=fused and config.fused_rope,
+        # Where Transformer Engine has it, `_accumulate_in_place` turns it on.
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **_recompute(config),
         **_experts(arch, config, fused),
         **_latent(arch),
+        **fp8.model_settings(config),
     )
 
 
@@ -176,43 +156,6 @@ def _leave_unset(weight: Tensor) -> Tensor:
     return weight
 
 
-def layer_spec(arch: Architecture, config: PolicyConfig, number: int) -> ModuleSpec:
-    """The modules of a layer, counted over the model: Transformer Engine's, or Megatron's own with
-    our attention and norm; experts with our router in both."""
-    num_experts = arch.num_experts if arch.has_experts(number) else None
-    if kernels(config) == "transformer_engine":
-        if arch.latent:
-            raise ConfigError(
-                f"policy.kernels: {arch.family} runs in Megatron's own layers alone; set local"
-            )
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm
-        )
-    else:
-        spec = get_gpt_layer_local_spec(
-            num_experts=num_experts,
-            qk_layernorm=arch.qk_norm,
-            multi_latent_attention=arch.latent is not None,
-        )
-        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        attention.core_attention = CausalAttention
-        if arch.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if arch.latent:
-            layer.self_attention.module = LatentAttention
-            attention.q_layernorm = attention.kv_layernorm = RMSNorm
-    if num_experts:
-        experts = spec.submodules.mlp
-        experts.module = ExpertLayer
-        experts.submodules.router = partial(Router, normalize_topk=arch.normalize_topk)
-        if arch.scoring:
-            experts.submodules.router = partial(
-                BiasedRouter, normalize_topk=arch.normalize_topk, scoring=arch.scoring
-            )
-    return spec
-
-
 class Decoder(GPTModel):
     """A GPT model that ends in its last hidden states, [length, rows, hidden].
 
@@ -230,31 +173,36 @@ class Decoder(GPTModel):
         return self.output_layer.weight
 
 
-def build_model(arch: Architecture, config: PolicyConfig) -> list[Decoder]:
-    """This rank's chunks of the model (one, but for interleaved pipelines), weights unset."""
+def build_model(
+    arch: Architecture, config: PolicyConfig, *, where: torch.device | None = None
+) -> list[Decoder]:
+    """This rank's chunks of the model (one, but for interleaved pipelines), weights unset.
+
+    `where`: the meta device, to look at names and shapes alone; None for the policy's own."""
     with warnings.catch_warnings():
         # About the default of a setting that nobody here has set.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         megatron_config = transformer_config(arch, config)
+    megatron_config.init_model_with_meta_device = where is not None
     virtual = config.virtual_pipeline_parallel
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
-    return [_build_chunk(arch, config, megatron_config, stage) for stage in stages]
+    with where or contextlib.nullcontext():
+        chunks = [_build_chunk(arch, config, megatron_config, stage) for stage in stages]
+    if where is None:
+        for chunk in chunks:
+            _settle(chunk, megatron_config.params_dtype)
+    return chunks
 
 
 def _build_chunk(
     arch: Architecture, config: PolicyConfig, megatron: TransformerConfig, vp_stage: int | None
 ) -> Decoder:
-    spec: Any = layer_spec(arch, config, 0)
-    if kernels(config) == "local":
-        # Told layer by layer, also for the sake of the norm after the last.
-        first = get_transformer_layer_offset(megatron, vp_stage)
-        layers = range(first, first + get_num_layers_to_build(megatron, vp_stage))
-        specs = [layer_spec(arch, config, layer) for layer in layers]
-        spec = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    first = get_transformer_layer_offset(megatron, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(megatron, vp_stage))
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = Decoder(
         config=megatron,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=block_spec(arch, config, layers),
         vocab_size=-(-arch.vocab // config.tensor_parallel) * config.tensor_parallel,
         max_sequence_length=arch.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -268,9 +216,35 @@ def _build_chunk(
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
             module.inv_freq = rope_frequencies(arch).to(device())
-    # One precision for all: torch's norms start in float32, and the distributed optimizer mixes up
-    # its shards when a parameter group holds two.
-    return model.to(device(), getattr(torch, config.precision))
+    _accumulate_in_place(model)
+    return model
+
+
+def _accumulate_in_place(model: Decoder) -> None:
+    """Let Transformer Engine's linear layers add each micro-batch's gradient to the float32 buffer
+    as they compute it, not round it to bfloat16 first.
+
+    That is Megatron's gradient_accumulation_fusion, which would have the output layer ask for
+    Apex's kernel, too: here that layer is a weight alone, whose gradient the head makes and the
+    data-parallel wrapper adds up as it does those of norms."""
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
+def _settle(model: Decoder, dtype: torch.dtype) -> None:
+    """Onto the device, in one precision for all: torch's norms start in float32, and the
+    distributed optimizer mixes up its shards when a parameter group holds two.
+
+    FP8 weights are there already, and are parameters of a kind that nobody else's `to` may touch.
+    """
+
+    def moved(value: Tensor) -> Tensor:
+        return value.to(device(), dtype if value.is_floating_point() else None)
+
+    for module in model.modules():
+        if not any(map(fp8.is_quantized, module.parameters(recurse=False))):
+            module._apply(moved, recurse=False)
 
 
 def place(chunk: Decoder) -> Place:

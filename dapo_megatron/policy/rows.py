@@ -112,6 +112,11 @@ def _packed(bounds: Tensor, device: torch.device) -> PackedSeqParams:
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
+        # Transformer Engine asks for these under context parallelism. To it our segments have no
+        # padding in between, which it sees from the tensor being the same: their own padding comes
+        # last, where no real token sees it.
+        cu_seqlens_q_padded=cumulative,
+        cu_seqlens_kv_padded=cumulative,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

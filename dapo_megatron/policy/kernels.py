@@ -1,0 +1,55 @@
+"""Whose layers the policy is built of: the choice, and the facts about it that are logged."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from dapo_megatron.config import PolicyConfig
+from dapo_megatron.policy.device import has_cuda
+from dapo_megatron.types import ConfigError
+
+
+def kernels(config: PolicyConfig) -> str:
+    """`transformer_engine` or `local`: what `auto` means here. Raises ConfigError."""
+    installed = find_spec("transformer_engine") is not None
+    usable = installed and has_cuda()
+    if config.kernels == "transformer_engine" and not usable:
+        raise ConfigError(
+            "policy.kernels: transformer_engine needs an NVIDIA GPU and the package "
+            "(requirements.txt); use auto or local"
+        )
+    if config.kernels == "auto":
+        chosen = "transformer_engine" if usable and config.precision == "bfloat16" else "local"
+    else:
+        chosen = config.kernels
+    if config.fp8 and chosen == "local":
+        raise ConfigError(
+            "policy.fp8: needs Transformer Engine's layers, and policy.kernels = "
+            f"{config.kernels} means Megatron's own here; install the package on a machine with an "
+            "NVIDIA GPU, or use null"
+        )
+    return chosen
+
+
+def kernels_chosen(config: PolicyConfig) -> dict[str, str]:
+    """What the policy computes with, for the header of a run and its parameters in MLflow: the keys
+    are policy's, the values what was made of them. Raises ConfigError as `kernels`."""
+    if kernels(config) == "local":
+        facts = {"kernels": f"local (Megatron-core {_version('megatron-core')})"}
+        return facts | {"rope": "plain", "fp8": "none"}
+    facts = {"kernels": f"transformer_engine {_version('transformer-engine')}"}
+    facts["rope"] = "fused" if config.fused_rope else "plain"
+    facts["fp8"] = "none"
+    if fp8 := config.fp8:
+        ends = f"{fp8.bf16_first_layers} first and {fp8.bf16_last_layers} last layers in bfloat16"
+        weights = "weights in FP8 alone" if fp8.parameters else "weights in bfloat16"
+        facts["fp8"] = f"{fp8.recipe}, {ends}, {weights}"
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # built without its metadata
+        return "of unknown version"
