@@ -38,9 +38,20 @@ def sequence_multiple(policy: PolicyConfig) -> int:
 
 def row_multiple(policy: PolicyConfig) -> int:
     """Tokens to whose multiple a whole row is padded, over its context-parallel ranks: each of
-    them splits its part by tokens over the tensor-parallel ranks if `sequence_parallel`."""
+    them splits its part by tokens over the tensor-parallel ranks if `sequence_parallel`, and what
+    is then one rank's must suit FP8."""
     by_tokens = policy.tensor_parallel if policy.sequence_parallel else 1
-    return lcm(sequence_multiple(policy), policy.context_parallel * by_tokens)
+    ranks = policy.context_parallel * by_tokens
+    return lcm(sequence_multiple(policy), ranks * _fp8_multiple(policy, by_tokens))
+
+
+def _fp8_multiple(policy: PolicyConfig, by_tokens: int) -> int:
+    """Tokens on a rank, without FP8 any number. Its matrix products want 16 (Transformer Engine,
+    get_align_size_for_quantization); scales of 128 tokens survive gathering over tensor-parallel
+    ranks where each has whole blocks of them, else they are made twice (Float8BlockQuantizer)."""
+    if policy.fp8 is None:
+        return 1
+    return 128 if policy.fp8.recipe == "blockwise" and by_tokens > 1 else 16
 
 
 def stage_layers(policy: PolicyConfig, num_layers: int) -> list[list[range]]:

@@ -468,6 +468,11 @@ def test_one_stage_holds_every_layer() -> None:
         ({"context_parallel": 2}, 4, 4),
         ({"context_parallel": 3, "tensor_parallel": 4, "sequence_parallel": True}, 6, 12),
         ({"context_parallel": 2, "tensor_parallel": 8, "sequence_parallel": True}, 4, 16),
+        ({"fp8": {"recipe": "current"}}, 1, 16),
+        ({"fp8": {"recipe": "blockwise"}, "tensor_parallel": 4}, 1, 16),
+        ({"fp8": {"recipe": "delayed"}, "context_parallel": 3}, 6, 48),
+        ({"fp8": {"recipe": "current"}, "tensor_parallel": 4, "sequence_parallel": True}, 1, 64),
+        ({"fp8": {"recipe": "blockwise"}, "tensor_parallel": 4, "sequence_parallel": True}, 1, 512),
         ({"context_parallel": 2, "tensor_parallel": 3, "sequence_parallel": True}, 4, 12),
     ],
 )
