@@ -85,3 +85,32 @@ class Shard:
     def write(self, value: Tensor) -> None:
         """Replace the region by `value`, shaped as in the HF tensor."""
         self.view.copy_(value.reshape(self.view.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedShard(Shard):
+    """A piece of a parameter that keeps its values in another form, FP8 say, as a tensor class of
+    its own: `dequantize` gives them, as they are computed with. `view` is the whole parameter, of
+    which the piece is some `rows`."""
+
+    rows: slice
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The region, shaped as in the HF tensor: a copy, of the parameter as it is now."""
+        return self.view.dequantize()[self.rows].reshape(self.piece.region.shape)
+
+    def write(self, value: Tensor) -> None:
+        """Refused: a parameter is quantised as one, and piece by piece would round what is there
+        again and again. Its owner has another place to read into (policy/fp8.py)."""
+        raise TypeError(
+            f"{self.piece.name}: a quantised parameter cannot be written piece by piece"
+        )
+
+
+def shard_of(piece: Piece, parameter: Tensor, rows: slice) -> Shard:
+    """The shard of a parameter's `rows`, whatever form it keeps its values in."""
+    if type(parameter) in (Tensor, torch.nn.Parameter):
+        return Shard(piece, parameter.detach()[rows])
+    # Not detached: that could be a copy of what it is at the moment.
+    return QuantizedShard(piece, parameter, rows)

@@ -14,7 +14,7 @@ from dapo_megatron.bridge.families.cuts import Cut, Shape, Slot
 from dapo_megatron.bridge.families.decoder import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD
 from dapo_megatron.bridge.families.family import Parameter
 from dapo_megatron.bridge.families.registry import FAMILIES
-from dapo_megatron.bridge.shards import Piece, Shard
+from dapo_megatron.bridge.shards import Piece, Shard, shard_of
 from dapo_megatron.types import ConfigError
 
 _MEGATRON_LAYER = "decoder.layers.{}."
@@ -80,7 +80,7 @@ def shards_of(params: Mapping[str, Tensor], arch: Architecture, place: Place) ->
             )
         for part in slot.parts:
             piece = Piece(part.name, part.global_shape, param.dtype, part.region)
-            shards.append(Shard(piece, param[part.rows]))
+            shards.append(shard_of(piece, param, part.rows))
     return shards
 
 

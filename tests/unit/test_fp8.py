@@ -1,0 +1,113 @@
+"""FP8 in Megatron's words, and the bridge over parameters that are kept in it. (With Transformer
+Engine itself: tests/gpu_stack/test_te_meta.py.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron.bridge.families import Place, architecture, layout_of, shards_of
+from dapo_megatron.config import PolicyConfig
+from tests.helpers.published import PUBLISHED
+
+PLACE = Place(0, 2, first_layer=0, num_layers=2, has_embedding=True, has_head=True)
+
+
+def policy(**fp8: Any) -> PolicyConfig:
+    return PolicyConfig(precision="bfloat16", fp8=fp8 or None)
+
+
+class Rounded(Tensor):
+    """bfloat16 to look at; 255 steps of one scale inside. Nothing but `dequantize` reads it."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> Rounded:
+        made: Rounded = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=torch.bfloat16)
+        made.become(value)
+        return made
+
+    def become(self, value: Tensor) -> None:
+        self.scale = value.abs().max() / 127
+        self.codes = (value / self.scale).round()
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        return (self.codes * self.scale).bfloat16()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{func} reads a quantised tensor as if it were none")
+
+
+def test_a_quantised_parameter_gives_what_is_computed_with() -> None:
+    published = next(hf for _, hf in PUBLISHED.values() if hf["model_type"] == "qwen3")
+    sizes = {"hidden_size": 32, "head_dim": 4, "vocab_size": 10, "intermediate_size": 12}
+    arch = architecture(published | sizes)
+    generator = torch.Generator().manual_seed(0)
+    params: dict[str, Tensor] = {
+        name: torch.randn(slot.shape, generator=generator).bfloat16()
+        for name, slot in layout_of(arch, PLACE).items()
+    }
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    exact = params[name].float()
+    quantised = Rounded(exact)
+    plain = {shard.piece: shard for shard in shards_of(params, arch, PLACE)}
+    mixed = shards_of(params | {name: quantised}, arch, PLACE)
+    rounded = [shard for shard in mixed if shard.view is quantised]
+    assert len(rounded) == 3 * arch.num_groups // PLACE.tp_size
+
+    def worst() -> float:
+        # Read anew each time: the parameter moves on.
+        assert all(shard.read().shape == shard.piece.region.shape for shard in rounded)
+        assert {shard.read().dtype for shard in rounded} == {torch.bfloat16}
+        gaps = [(shard.read() - plain[shard.piece].read()).abs().max() for shard in rounded]
+        return float(max(gaps))
+
+    assert 0.0 < worst() < 0.02
+    params[name].neg_()
+    assert worst() > 1.0
+    quantised.become(-exact)
+    assert worst() < 0.02
+    with pytest.raises(TypeError, match=r"k_proj.*piece by piece"):
+        next(shard for shard in rounded if "k_proj" in shard.piece.name).write(exact)
+
+
+RECIPES = [
+    {"recipe": "delayed"},
+    {"recipe": "current", "bf16_first_layers": 1, "bf16_last_layers": 2},
+    {"recipe": "blockwise", "parameters": True},
+]
+
+
+@pytest.mark.parametrize("fp8", RECIPES, ids=lambda fp8: fp8["recipe"])
+def test_megatron_takes_the_settings(fp8: dict[str, Any]) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from dapo_megatron.policy.fp8 import ddp_settings, model_settings, optimizer_settings
+
+    config = policy(**fp8)
+    model = TransformerConfig(
+        num_layers=6, hidden_size=32, num_attention_heads=2, **model_settings(config)
+    )
+    in_bfloat16 = [layer for layer in range(6) if is_first_last_bf16_layer(model, layer)]
+    assert in_bfloat16 == ([0, 4, 5] if "bf16_first_layers" in fp8 else [])
+    assert model.fp8 == ("e4m3" if fp8["recipe"] == "blockwise" else "hybrid")
+    has_parameters = fp8.get("parameters", False)
+    assert DistributedDataParallelConfig(**ddp_settings(config)).fp8_param_gather == has_parameters
+    optimizer = OptimizerConfig(optimizer="adam", **optimizer_settings(config))
+    assert optimizer.fp8_recipe == (model.fp8_recipe if has_parameters else None)
+
+
+def test_no_fp8_says_nothing() -> None:
+    from dapo_megatron.policy.fp8 import ddp_settings, model_settings, optimizer_settings
+
+    for settings in (ddp_settings, model_settings, optimizer_settings):
+        assert settings(policy()) == {}
