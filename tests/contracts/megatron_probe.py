@@ -1,0 +1,236 @@
+"""What Megatron-core does, seen in one rank of two that are data-parallel, for test_megatron.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.data.packing import plan_microbatches
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+
+LENGTHS = (8, 12)
+NUM_MICRO = 3
+CLIP = 1.0
+DECAY = 0.1
+
+
+def observe(rank: int, world_size: int, folder: str, look: str) -> dict[str, Any]:
+    """The observations of `dense`, `experts` or `latent`, by name."""
+    from dapo_megatron.policy.device import megatron_device
+
+    looks: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "dense": dense,
+        "experts": experts,
+        "latent": latent,
+    }
+    make_policy(rank, world_size, folder).close()
+    policy = make_policy(rank, world_size, folder)  # a second one may be made
+    with megatron_device():
+        return looks[look](policy)
+
+
+def make_policy(rank: int, world_size: int, folder: str) -> Any:
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    config = tiny_config(
+        model__path=folder,
+        policy__tensor_parallel=1,
+        optimizer__clip_grad=CLIP,
+        optimizer__weight_decay=DECAY,
+    )
+    plan = partial(plan_microbatches, max_tokens=64)
+    return MegatronPolicy(config, Ranks(rank, world_size, rank), plan)
+
+
+def dense(policy: Any) -> dict[str, Any]:
+    chunk, optimizer = policy._chunks[0], policy._optimizer
+    return {
+        **shapes(chunk),
+        **marks(chunk),
+        **gradients(chunk, optimizer),
+        **ownership(chunk, optimizer),
+        **steps(chunk, optimizer),
+    }
+
+
+def rows_of_two() -> Any:
+    """Both sequences in one packed row."""
+    from dapo_megatron.policy.rows import RowShape, make_rows
+
+    shape = RowShape(packed=True, sequence_multiple=1, row_multiple=1, cp_rank=0, cp_size=1)
+    return make_rows(random_batch(LENGTHS, vocab=90), [0, 1], shape, torch.device("cpu"))
+
+
+def run(chunk: Any, rows: Any) -> Tensor:
+    """The chunk's output."""
+    given = {"attention_mask": None, "packed_seq_params": rows.packed}
+    if chunk.config.num_moe_experts:
+        given["padding_mask"] = rows.sequences
+    return chunk(rows.tokens, rows.positions, **given)
+
+
+@torch.no_grad()
+def shapes(chunk: Any) -> dict[str, Any]:
+    from megatron.core.models.common.embeddings import RotaryEmbedding
+
+    from dapo_megatron.policy.attention import CausalAttention
+
+    seen: dict[str, Any] = {}
+
+    def look(_: Any, args: Sequence[Any], given: dict[str, Any]) -> None:
+        seen["query_shape"] = tuple(args[0].shape)
+        seen["bounds"] = given["packed_seq_params"].cu_seqlens_q.tolist()
+
+    attention = next(one for one in chunk.modules() if isinstance(one, CausalAttention))
+    handle = attention.register_forward_pre_hook(look, with_kwargs=True)
+    rows = rows_of_two()
+    before = run(chunk, rows)
+    handle.remove()
+    rotary = next(one for one in chunk.modules() if isinstance(one, RotaryEmbedding))
+    plain = rotary.inv_freq
+    rotary.inv_freq = plain / 2
+    RotaryEmbedding.forward.cache_clear()
+    seen["turned_otherwise"] = float((run(chunk, rows) - before).abs().max())
+    rotary.inv_freq = plain
+    RotaryEmbedding.forward.cache_clear()
+    return seen | {"hidden_shape": tuple(before.shape)}
+
+
+def marks(chunk: Any) -> dict[str, Any]:
+    names = (name for name, p in parameters(chunk) if getattr(p, "tensor_model_parallel", False))
+    return {"marked": {name.split(".")[-2] for name in names}}
+
+
+def gradients(chunk: Any, optimizer: Any) -> dict[str, Any]:
+    """One step of the schedule whose loss has the gradient 1 for every element of every weight."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    seen: dict[str, Any] = {"finalizer_calls": 0}
+    finalize = chunk.config.finalize_model_grads_func
+
+    def counted(*args: Any, **given: Any) -> None:
+        seen["finalizer_calls"] += 1
+        finalize(*args, **given)
+
+    def forward(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Any]:
+        return run(chunk, rows_of_two()), partial(loss, next(numbers), chunk)
+
+    def loss(number: int, chunk: Any, hidden: Tensor) -> tuple[Tensor, Tensor, int]:
+        ones = sum(weight.sum() for _, weight in parameters(chunk))
+        return hidden.sum() * 0 + ones, torch.zeros((), dtype=torch.int), number
+
+    chunk.config.finalize_model_grads_func = counted
+    chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    seen["collected"] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(range(NUM_MICRO)),
+        model=[chunk],
+        num_microbatches=NUM_MICRO,
+        seq_length=sum(LENGTHS),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    chunk.config.finalize_model_grads_func = finalize
+    weights = dict(parameters(chunk))
+    values: set[float] = set()
+    for name, (start, end) in ranges(chunk, optimizer).items():
+        values |= set(weights[name].main_grad.flatten()[start:end].tolist())
+    (seen["gradient_of_one_each"],) = values
+    optimizer.prepare_grads()
+    seen["norm"] = float(optimizer.get_grad_norm())
+    count = sum(weight.numel() for weight in weights.values())
+    seen["norm_by_hand"] = seen["gradient_of_one_each"] * count**0.5
+    return seen
+
+
+def ownership(chunk: Any, optimizer: Any) -> dict[str, Any]:
+    buckets = [
+        bucket.grad_data
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        for bucket in buffer.buckets
+    ]
+    _, weight = next(parameters(chunk))
+    return {
+        "ranges": ranges(chunk, optimizer),
+        "sizes": {name: weight.numel() for name, weight in parameters(chunk)},
+        "bucket_elements": sum(bucket.numel() for bucket in buckets),
+        "main_grad_is_in_a_bucket": weight.main_grad.untyped_storage().data_ptr()
+        in {bucket.untyped_storage().data_ptr() for bucket in buckets},
+    }
+
+
+def ranges(chunk: Any, optimizer: Any) -> dict[str, tuple[int, int]]:
+    """Flat range of each parameter that this rank's optimizer has, if any."""
+    names = {id(weight): name for name, weight in parameters(chunk)}
+    found = {}
+    for one in optimizer.chained_optimizers:
+        for weight, (group, order) in one.model_param_group_index_map.items():
+            where = one._get_model_param_range_map(weight)["param"]
+            assert one.optimizer.param_groups[group]["params"][order].numel() == where.size
+            if where.size:
+                found[names[id(weight)]] = (where.start, where.end)
+    return found
+
+
+def steps(chunk: Any, optimizer: Any) -> dict[str, Any]:
+    """Two optimizer steps on the gradients that are there."""
+    mains = [main for one in optimizer.chained_optimizers for main in one.get_parameters()]
+    seen: dict[str, Any] = {
+        "decays": sorted({group["weight_decay"] for group in optimizer.param_groups}),
+        "main_norm_before": norm(mains),
+    }
+    for name, rate in (("moved_at_zero_rate", 0.0), ("moved_at_some_rate", 1e-3)):
+        before = [weight.detach().clone() for _, weight in parameters(chunk)]
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step_with_ready_grads()
+        after = [weight.detach() for _, weight in parameters(chunk)]
+        seen[name] = max(float((a - b).abs().max()) for a, b in zip(after, before))
+    return seen | {"main_norm_after": norm(mains)}
+
+
+def norm(mains: Sequence[Any]) -> float:
+    return float(torch.stack([main.grad.norm() for main in mains if main.numel()]).norm())
+
+
+@torch.no_grad()
+def experts(policy: Any) -> dict[str, Any]:
+    chunk = policy._chunks[0]
+    from dapo_megatron.policy.moe import ExpertLayer
+
+    layer = next(one for one in chunk.modules() if isinstance(one, ExpertLayer))
+    answers = []
+    layer.router.register_forward_hook(lambda *given: answers.append(given[-1]))
+    run(chunk, rows_of_two())
+    weights, taken = answers[0]
+    assert weights.shape == taken.shape
+    buffered = {id(one) for buffer in chunk.expert_parallel_buffers for one in buffer.params}
+    return {
+        "sequences": layer.router.sequences.tolist(),
+        "router": (type(layer.router).__name__, tuple(weights.shape)),
+        "num_expert_buffers": len(chunk.expert_parallel_buffers),
+        "only_experts_in_them": buffered
+        == {id(weight) for name, weight in parameters(chunk) if ".experts." in name},
+    }
+
+
+@torch.no_grad()
+def latent(policy: Any) -> dict[str, Any]:
+    attention = policy._chunks[0].module.decoder.layers[0].self_attention
+    down = (attention.linear_q_down_proj, attention.linear_kv_down_proj)
+    run(policy._chunks[0], rows_of_two())
+    return {"down_projections": [type(one).__name__ for one in down]}
+
+
+def parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
+    """Those that are trained, of the model inside Megatron's wrapper."""
+    for name, weight in chunk.module.named_parameters():
+        if weight.requires_grad:
+            yield name, weight

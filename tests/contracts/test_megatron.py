@@ -1,0 +1,305 @@
+"""What this project leans on in Megatron-core beyond its documentation, one row each.
+
+`make test` holds the installed version to it, `make test-contracts` the next one, too: an upgrade
+fails here first, by name. The first two tables are names, the rest is behaviour, observed in two
+ranks on tiny models (megatron_probe.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.contracts.megatron_probe import CLIP, DECAY, LENGTHS, NUM_MICRO, observe
+from tests.contracts.names import check_arguments, check_name
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+
+C = "megatron.core."
+RANDOM, DISPATCH = f"{C}tensor_parallel.random:", f"{C}transformer.moe.token_dispatcher:"
+LATENT = f"{C}transformer.multi_latent_attention:"
+SPECS, GPT = f"{C}models.gpt.gpt_layer_specs:", f"{C}models.gpt.gpt_model:GPTModel"
+STATE, DDP = f"{C}parallel_state:", f"{C}distributed:DistributedDataParallel"
+OPTIMIZER, CHAINED = f"{C}optimizer:", f"{C}optimizer.optimizer:ChainedOptimizer."
+SHARDED = f"{C}optimizer.distrib_optimizer:DistributedOptimizer."
+PIPELINE, MAPPINGS = f"{C}pipeline_parallel.schedules:", f"{C}tensor_parallel.mappings:"
+
+NAMES = {
+    # Replaced while Megatron runs without CUDA.
+    RANDOM + "_CUDA_RNG_STATE_TRACKER": "policy/device.py",
+    RANDOM + "_CUDA_RNG_STATE_TRACKER_INITIALIZED": "policy/device.py",
+    RANDOM + "_get_cuda_rng_state": "policy/device.py",
+    RANDOM + "_set_cuda_rng_state": "policy/device.py",
+    DISPATCH + "maybe_move_tensor_to_cpu": "policy/device.py",
+    # Replaced for good.
+    LATENT + "Linear": "policy/latent.py",
+    LATENT + "HAVE_TE": "policy/latent.py",
+    LATENT + "TELinear": "policy/latent.py",
+    LATENT + "MLASelfAttention": "policy/latent.py",
+    # Overridden, or called though nobody says it may be.
+    GPT + "._postprocess": "policy/model.py (Decoder)",
+    GPT + ".shared_embedding_or_output_weight": "policy/model.py (Decoder)",
+    SHARDED + "_get_model_param_range_map": "policy/checkpoint.py",
+    CHAINED + "prepare_grads": "policy/policy.py",
+    CHAINED + "get_grad_norm": "policy/policy.py",
+    CHAINED + "step_with_ready_grads": "policy/policy.py",
+    CHAINED + "param_groups": "policy/policy.py",
+    SHARDED + "get_parameters": "policy/policy.py",
+    DDP + ".zero_grad_buffer": "policy/policy.py",
+    STATE + "destroy_model_parallel": "policy/policy.py",
+    f"{C}tensor_parallel:get_cuda_rng_tracker": "policy/snapshot.py",
+    f"{C}transformer.spec_utils:ModuleSpec": "policy/model.py",
+}
+
+ARGUMENTS = {
+    STATE + "initialize_model_parallel": (
+        "tensor_model_parallel_size pipeline_model_parallel_size "
+        "virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+        "expert_tensor_parallel_size",
+        "policy/model.py",
+    ),
+    STATE + "is_pipeline_first_stage": ("ignore_virtual vp_stage", "policy/model.py"),
+    STATE + "is_pipeline_last_stage": ("ignore_virtual vp_stage", "policy/model.py"),
+    SPECS + "get_gpt_layer_local_spec": (
+        "num_experts qk_layernorm multi_latent_attention",
+        "policy/model.py",
+    ),
+    SPECS + "get_gpt_layer_with_transformer_engine_spec": (
+        "num_experts moe_grouped_gemm qk_layernorm",
+        "policy/model.py",
+    ),
+    GPT: (
+        "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
+        "parallel_output share_embeddings_and_output_weights position_embedding_type vp_stage",
+        "policy/model.py",
+    ),
+    GPT + ".forward": (
+        "input_ids position_ids attention_mask packed_seq_params padding_mask",
+        "policy/step.py",
+    ),
+    GPT + "._postprocess": ("hidden_states", "policy/model.py"),
+    f"{C}transformer.transformer_block:TransformerBlockSubmodules": (
+        "layer_specs layer_norm",
+        "policy/model.py",
+    ),
+    f"{C}transformer.transformer_block:get_num_layers_to_build": (
+        "config vp_stage",
+        "policy/model.py",
+    ),
+    f"{C}transformer.transformer_layer:get_transformer_layer_offset": (
+        "config vp_stage",
+        "policy/model.py",
+    ),
+    f"{C}transformer.moe.moe_layer:MoELayer.forward": (
+        "hidden_states intermediate_tensors padding_mask",
+        "policy/moe.py",
+    ),
+    f"{C}transformer.transformer_config:TransformerConfig": (
+        "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size "
+        "gated_linear_unit activation_func normalization layernorm_epsilon qk_layernorm "
+        "add_bias_linear add_qkv_bias attention_dropout hidden_dropout tensor_model_parallel_size "
+        "sequence_parallel pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
+        "context_parallel_size params_dtype pipeline_dtype bf16 batch_p2p_comm overlap_p2p_comm "
+        "variable_seq_lengths calculate_per_token_loss init_method output_layer_init_method "
+        "embedding_init_method use_cpu_initialization masked_softmax_fusion bias_activation_fusion "
+        "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion persist_layer_norm "
+        "recompute_granularity recompute_method recompute_num_layers recompute_modules "
+        "moe_token_dispatcher_type num_moe_experts moe_router_topk moe_ffn_hidden_size "
+        "moe_grouped_gemm expert_model_parallel_size expert_tensor_parallel_size "
+        "moe_router_load_balancing_type moe_router_pre_softmax moe_layer_freq "
+        "moe_shared_expert_intermediate_size finalize_model_grads_func",
+        "policy/model.py",
+    ),
+    f"{C}transformer.transformer_config:MLATransformerConfig": (
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
+        "rotary_scaling_factor mscale_all_dim",
+        "policy/model.py",
+    ),
+    DDP: ("config ddp_config module disable_bucketing", "policy/policy.py"),
+    f"{C}distributed:DistributedDataParallelConfig": (
+        "use_distributed_optimizer grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather "
+        "average_in_collective",
+        "policy/policy.py",
+    ),
+    f"{C}distributed:finalize_model_grads": ("model num_tokens", "policy/step.py"),
+    OPTIMIZER + "OptimizerConfig": (
+        "optimizer lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad bf16 params_dtype "
+        "use_distributed_optimizer",
+        "policy/policy.py",
+    ),
+    OPTIMIZER + "get_megatron_optimizer": (
+        "config model_chunks config_overrides",
+        "policy/policy.py",
+    ),
+    f"{C}optimizer.clip_grads:clip_grad_by_total_norm_fp32": (
+        "parameters max_norm total_norm",
+        "policy/policy.py",
+    ),
+    **{
+        PIPELINE + f"forward_backward_{kind}": (
+            "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
+            "forward_only",
+            "policy/step.py",
+        )
+        for kind in (
+            "no_pipelining",
+            "pipelining_without_interleaving",
+            "pipelining_with_interleaving",
+        )
+    },
+    MAPPINGS + "gather_from_sequence_parallel_region": ("group", "policy/attention.py"),
+    f"{C}packed_seq_params:PackedSeqParams": (
+        "qkv_format cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv",
+        "policy/rows.py",
+    ),
+    DISPATCH + "maybe_move_tensor_to_cpu": ("tensor as_numpy record_stream", "policy/device.py"),
+}
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_name(path: str) -> None:
+    check_name(path, NAMES[path])
+
+
+@pytest.mark.parametrize("path", ARGUMENTS)
+def test_arguments(path: str) -> None:
+    check_arguments(path, *ARGUMENTS[path])
+
+
+# ---------------------------------------------------------------------------- behaviour, two ranks
+
+
+Ranks = list[dict[str, Any]]
+"""What each rank has seen, by name."""
+
+
+def seen_in(family: str, look: str, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    folder = make_random_model(family, tmp_path_factory.mktemp("contracts") / family)
+    return run_ranks(observe, 2, 2, str(folder), look)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return seen_in("qwen2", "dense", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return seen_in("qwen3_moe", "experts", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return seen_in("deepseek_v3", "latent", tmp_path_factory)
+
+
+def test_schedule_adds_losses_and_data_parallel_ranks_add_gradients(dense: Ranks) -> None:
+    """policy/step.py: with calculate_per_token_loss nothing but its own division divides."""
+    for rank in dense:
+        assert rank["gradient_of_one_each"] == 2 * NUM_MICRO
+
+
+def test_schedule_collects_the_third_thing_a_loss_returns(dense: Ranks) -> None:
+    """policy/step.py: (loss, tokens, results) comes back as results, in the order given."""
+    assert dense[0]["collected"] == list(range(NUM_MICRO))
+
+
+def test_schedule_hands_its_token_count_to_our_finalizer(dense: Ranks) -> None:
+    """policy/step.py: finalize_model_grads_func of the first chunk's config is what runs."""
+    assert dense[0]["finalizer_calls"] == 1
+
+
+def test_gradient_norm_is_that_of_all_ranks_before_any_clipping(dense: Ranks) -> None:
+    """policy/policy.py: prepare_grads, then get_grad_norm."""
+    for rank in dense:
+        assert rank["norm"] > 100 * CLIP
+        assert math.isclose(rank["norm"], rank["norm_by_hand"], rel_tol=1e-5)
+
+
+def test_step_with_ready_grads_does_not_clip(dense: Ranks) -> None:
+    """policy/policy.py clips by itself, with a norm that it has looked at."""
+    for rank in dense:
+        assert rank["main_norm_before"] == rank["main_norm_after"] > 100 * CLIP / 2
+
+
+def test_empty_overrides_decay_every_parameter(dense: Ranks) -> None:
+    """policy/policy.py: biases and norms too."""
+    assert dense[0]["decays"] == [DECAY]
+
+
+def test_learning_rate_is_read_from_the_groups_at_each_step(dense: Ranks) -> None:
+    """policy/policy.py sets group["lr"] before each step."""
+    assert dense[0]["moved_at_zero_rate"] == 0.0
+    assert dense[0]["moved_at_some_rate"] > 0.0
+
+
+def test_range_maps_cut_each_parameter_over_the_ranks(dense: Ranks) -> None:
+    """policy/checkpoint.py: chained_optimizers, model_param_group_index_map, and "param" ranges."""
+    owned: dict[str, list[tuple[int, int]]] = {}
+    for rank in dense:
+        for name, where in rank["ranges"].items():
+            owned.setdefault(name, []).append(where)
+    for name, size in dense[0]["sizes"].items():
+        ranges = sorted(owned[name])
+        assert [ranges[0][0], ranges[-1][1]] == [0, size], name
+        assert sum(end - start for start, end in ranges) == size, name
+
+
+def test_buckets_hold_every_gradient(dense: Ranks) -> None:
+    """policy/policy.py: buffers, expert_parallel_buffers, their buckets' grad_data, main_grad."""
+    for rank in dense:
+        assert rank["bucket_elements"] >= sum(rank["sizes"].values())
+        assert rank["main_grad_is_in_a_bucket"]
+
+
+def test_model_ends_in_postprocess_with_hidden_states(dense: Ranks) -> None:
+    """policy/model.py: Decoder returns what _postprocess gets, [length, rows, hidden]."""
+    assert dense[0]["hidden_shape"] == (sum(LENGTHS), 1, 128)
+
+
+def test_packed_attention_gets_three_dimensions_and_the_bounds(dense: Ranks) -> None:
+    """policy/attention.py: query [T, heads, D] and cu_seqlens_q reach core attention."""
+    assert dense[0]["query_shape"] == (sum(LENGTHS), 4, 32)
+    assert dense[0]["bounds"] == [0, LENGTHS[0], sum(LENGTHS)]
+
+
+def test_rotary_frequencies_are_read_at_each_forward(dense: Ranks) -> None:
+    """policy/model.py replaces RotaryEmbedding.inv_freq once the model is made."""
+    assert dense[0]["turned_otherwise"] > 1e-3
+
+
+def test_initializers_that_do_nothing_still_mark_what_is_sharded(dense: Ranks) -> None:
+    """policy/model.py: without the mark, gradient norms count shared parameters twice."""
+    assert dense[0]["marked"] == {"word_embeddings", "linear_qkv", "linear_proj", "linear_fc1"} | {
+        "linear_fc2",
+        "output_layer",
+    }
+
+
+def test_padding_mask_reaches_the_experts_as_it_is(experts: Ranks) -> None:
+    """policy/moe.py: sequence numbers travel in it."""
+    assert experts[0]["sequences"] == [0] * LENGTHS[0] + [1] * LENGTHS[1]
+
+
+def test_router_of_ours_is_built_and_asked(experts: Ranks) -> None:
+    """policy/moe.py: called with config and pg_collection; gives (weights, taken)."""
+    assert experts[0]["router"] == ("Router", (sum(LENGTHS), 8))
+
+
+def test_experts_without_allreduce_have_buffers_of_their_own(experts: Ranks) -> None:
+    """policy/moe.py, policy/policy.py: weight.allreduce = False moves it to expert buffers."""
+    assert experts[0]["num_expert_buffers"] == 1
+    assert experts[0]["only_experts_in_them"]
+
+
+def test_latent_attention_takes_our_down_projections(latent: Ranks) -> None:
+    """policy/latent.py: what is called `Linear` there is built with (inputs, outputs, config=)."""
+    assert latent[0]["down_projections"] == ["DownProjection", "DownProjection"]
+
+
+def test_another_model_may_be_made_after_destroy_model_parallel(dense: Ranks) -> None:
+    """policy/policy.py (close): each look at a model is at the second one of its process."""
+    assert dense
