@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
@@ -16,10 +18,19 @@ def find(path: str) -> Any:
     except ModuleNotFoundError as error:
         raise AssertionError(f"{path}: {error}") from error
     for name in filter(None, attributes.split(".")):
+        if not hasattr(found, name) and not attributes.count("."):
+            return _submodule(path, module, name)
         if not hasattr(found, name):
             raise AssertionError(f"{path}: nothing called {name} is there")
         found = getattr(found, name)
     return found
+
+
+def _submodule(path: str, module: str, name: str) -> Any:
+    try:
+        return import_module(f"{module}.{name}")
+    except ModuleNotFoundError:
+        raise AssertionError(f"{path}: nothing called {name} is there") from None
 
 
 def check_name(path: str, who: str) -> None:
@@ -41,3 +52,18 @@ def _arguments(found: Any) -> set[str]:
     if dataclasses.is_dataclass(found):
         return {field.name for field in dataclasses.fields(found)}
     return set(inspect.signature(found).parameters)
+
+
+PACKAGE = Path(__file__).resolve().parents[2] / "dapo_megatron"
+
+
+def imports_of(giant: str) -> dict[str, str]:
+    """Everything that dapo_megatron imports from a giant: path of a name -> the file."""
+    found: dict[str, str] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == giant:
+                for name in node.names:
+                    path = f"{node.module}:{name.name}"
+                    found.setdefault(path, file.relative_to(PACKAGE).as_posix())
+    return found

@@ -1,8 +1,8 @@
 """What this project leans on in Megatron-core beyond its documentation, one row each.
 
 `make test` holds the installed version to it, `make test-contracts` the next one, too: an upgrade
-fails here first, by name. The first two tables are names, the rest is behaviour, observed in two
-ranks on tiny models (megatron_probe.py).
+fails here first, by name. Names come first (imports are read from our source), then behaviour,
+observed in two ranks on tiny models (megatron_probe.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.contracts.megatron_probe import CLIP, DECAY, LENGTHS, NUM_MICRO, observe
-from tests.contracts.names import check_arguments, check_name
+from tests.contracts.names import check_arguments, check_name, imports_of
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 
@@ -157,6 +157,14 @@ ARGUMENTS = {
     ),
     DISPATCH + "maybe_move_tensor_to_cpu": ("tensor as_numpy record_stream", "policy/device.py"),
 }
+
+
+IMPORTS = imports_of("megatron")
+
+
+@pytest.mark.parametrize("path", IMPORTS)
+def test_import(path: str) -> None:
+    check_name(path, IMPORTS[path])
 
 
 @pytest.mark.parametrize("path", NAMES)

@@ -1,0 +1,225 @@
+"""What this project leans on in vLLM beyond its documentation, one row each: names, then behaviour.
+
+Names that only a GPU uses are looked up as well; behaviour is that of the engine on this machine,
+observed in one rank (vllm_probe.py). Weight loading by slices, sampling and log-probs have tests of
+their own: tests/parity/test_engine*.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from typing import Any
+
+import pytest
+
+from tests.contracts.names import check_arguments, check_name, find, imports_of
+from tests.contracts.vllm_probe import observe
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+LAYERS, LOADER = "vllm.model_executor.layers.", "vllm.model_executor.model_loader."
+CPU_EXPERTS = f"{LAYERS}fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
+EXPERT_METHOD = f"{LAYERS}fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
+SHARED_MEMORY = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed"
+TRANSFER, LLM = "vllm.distributed.weight_transfer", "vllm:LLM."
+ENGINE = "vllm.v1.engine.llm_engine:LLMEngine."
+
+NAMES = {
+    # Replaced.
+    "vllm.v1.engine.core:cleanup_dist_env_and_memory": "engine/device.py",
+    "vllm.distributed.parallel_state:_TP": "engine/device.py",
+    "vllm.platforms:current_platform.simple_compile_backend": "engine/device.py",
+    SHARED_MEMORY + ".make_group_name": "engine/device.py",
+    f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_cpu": "engine/device.py",
+    f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_native": "engine/device.py",
+    CPU_EXPERTS + ".apply": "engine/device.py",
+    # Private, or inside.
+    TRANSFER + ":WeightTransferEngineFactory._registry": "engine/engine.py",
+    LOADER + "reload.layerwise:_get_original_loader": "engine/loads.py",
+    LOADER + "reload.layerwise:get_layerwise_info": "engine/loads.py",
+    LOADER + "reload.meta:restore_layer_on_meta": "engine/loads.py",
+    "vllm._custom_ops:cpu_prepack_moe_weight": "engine/readback.py",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes": (
+        "engine/device.py"
+    ),
+    f"{LAYERS}fused_moe.oracle.unquantized:UnquantizedMoeBackend.TRITON": "engine/readback.py",
+    f"{LAYERS}fused_moe.oracle.unquantized:UnquantizedMoeBackend.BATCHED_TRITON": (
+        "engine/readback.py"
+    ),
+    f"{LAYERS}vocab_parallel_embedding:ParallelLMHead": "engine/device.py",
+    f"{LAYERS}vocab_parallel_embedding:UnquantizedEmbeddingMethod": "engine/readback.py",
+    # Methods.
+    **{
+        LLM + name: "engine/engine.py, engine/receiver.py"
+        for name in (
+            "apply_model",
+            "start_weight_update",
+            "update_weights",
+            "finish_weight_update",
+            "reset_prefix_cache",
+            "get_tokenizer",
+            "sleep",
+            "wake_up",
+        )
+    },
+    **{
+        ENGINE + name: "engine/engine.py"
+        for name in ("add_request", "step", "abort_request", "has_unfinished_requests")
+    },
+    "vllm.device_allocator:AllocationData": "engine/memory.py (CUDA)",
+}
+
+ARGUMENTS = {
+    "vllm.engine.arg_utils:EngineArgs": (
+        "model load_format distributed_executor_backend tensor_parallel_size dtype max_model_len "
+        "max_num_seqs max_num_batched_tokens enforce_eager enable_expert_parallel quantization "
+        "weight_transfer_config enable_prefix_caching logprobs_mode seed disable_log_stats "
+        "use_tqdm_on_load gpu_memory_utilization enable_sleep_mode kv_cache_memory_bytes "
+        "enable_chunked_prefill compilation_config",
+        "engine/engine.py (vllm.LLM)",
+    ),
+    "vllm:SamplingParams": (
+        "temperature top_p seed max_tokens stop_token_ids logprobs prompt_logprobs flat_logprobs "
+        "detokenize output_kind skip_clone",
+        "engine/engine.py",
+    ),
+    TRANSFER + ":WeightTransferEngineFactory.register_engine": (
+        "name module_path_or_cls class_name",
+        "engine/engine.py",
+    ),
+    LLM + "sleep": ("level", "engine/engine.py"),
+    LLM + "wake_up": ("tags", "engine/engine.py"),
+    "vllm.device_allocator:AllocationData": ("handle tag is_asleep", "engine/memory.py (CUDA)"),
+    CPU_EXPERTS + ".apply": ("topk_weights topk_ids expert_map", "engine/device.py"),
+    f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_cpu": (
+        "positions query key",
+        "engine/device.py",
+    ),
+    "vllm._custom_ops:cpu_prepack_moe_weight": ("weight isa", "engine/readback.py"),
+}
+
+VARIABLES = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_CACHE_ROOT",
+)
+
+IMPORTS = imports_of("vllm")
+
+
+@pytest.mark.parametrize("path", IMPORTS)
+def test_import(path: str) -> None:
+    check_name(path, IMPORTS[path])
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_name(path: str) -> None:
+    check_name(path, NAMES[path])
+
+
+@pytest.mark.parametrize("path", ARGUMENTS)
+def test_arguments(path: str) -> None:
+    check_arguments(path, *ARGUMENTS[path])
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_variable(name: str) -> None:
+    known = find("vllm.envs:environment_variables")
+    assert name in known, f"vLLM reads no {name}; engine/device.py or slurm/env.sh sets it"
+
+
+def test_log_probs_may_be_processed_ones() -> None:
+    """engine/engine.py: at the request's temperature, which raw ones are not."""
+    assert "processed_logprobs" in str(find("vllm.config.model:LogprobsMode"))
+
+
+def test_a_back_end_of_weight_transfer_must_have_just_these_methods() -> None:
+    """engine/receiver.py (StreamTransferEngine)."""
+    base = find(TRANSFER + ".base:WeightTransferEngine")
+    assert base.__abstractmethods__ == {
+        "init_transfer_engine",
+        "start_weight_update",
+        "receive_weights",
+        "finish_weight_update",
+        "shutdown",
+    }
+
+
+def test_experts_have_no_kernel_until_they_are_packed() -> None:
+    """engine/device.py (forget_expert_kernels) sets moe_kernel back to None."""
+    assert "moe_kernel is not None" in inspect.getsource(find(EXPERT_METHOD))
+
+
+# ------------------------------------------------------------------- behaviour, one real engine
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is None and find("torch:cuda.is_available")():
+        pytest.skip("looks at an engine on CPU; tools/gpu_check.py has one on a GPU")
+    folder = make_random_model("qwen3", tmp_path_factory.mktemp("contracts") / "qwen3")
+    (result,) = run_ranks(observe, 1, str(folder))
+    return dict(result)
+
+
+def test_running_requests_are_known_by_the_name_we_gave(seen: dict[str, Any]) -> None:
+    """engine/partial.py: output_processor.request_states, external_req_id."""
+    assert seen["names"] == {"7/0", "7/1"}
+
+
+def test_sampled_so_far_has_flat_log_probs(seen: dict[str, Any]) -> None:
+    """engine/partial.py: detokenizer.output_token_ids, logprobs_processor.logprobs.logprobs."""
+    for tokens, logprobs in seen["so_far"].values():
+        assert len(tokens) == len(logprobs) == seen["steps"]
+        assert all(isinstance(token, int) for token in tokens)
+        assert all(isinstance(one, float) and one <= 0 for one in logprobs)
+
+
+def test_aborted_requests_are_gone_at_once(seen: dict[str, Any]) -> None:
+    """engine/engine.py (interrupt)."""
+    assert seen["left_after_abort"] == 0
+
+
+def test_prefix_cache_says_whether_it_was_dropped(seen: dict[str, Any]) -> None:
+    """engine/receiver.py: False would mean that requests are in flight."""
+    assert seen["reset"] is True
+
+
+def test_linear_layers_are_packed_and_emptied(seen: dict[str, Any]) -> None:
+    """engine/readback.py: with cpu_linear, a weight is read through the kernel."""
+    assert seen["packed"]
+
+
+def test_layers_remember_how_they_were_created(seen: dict[str, Any]) -> None:
+    """engine/loads.py: restored on meta, parameters have loaders and the shapes of a checkpoint."""
+    shape, device, has_loader = seen["restored"]
+    assert (shape, device, has_loader) == ((96 * 2, 64), "meta", True)
+
+
+def test_embedding_says_how_many_rows_are_real(seen: dict[str, Any]) -> None:
+    """engine/loads.py: shard_indices.num_org_elements; the rest is padding."""
+    real, padded = seen["rows"]
+    assert real == seen["vocab"] <= padded
+
+
+def test_group_of_tensor_parallel_ranks_has_a_cpu_group(seen: dict[str, Any]) -> None:
+    """engine/receiver.py: get_tp_group().cpu_group."""
+    assert seen["cpu_group_size"] == 1
+
+
+def test_the_end_of_an_engine_leaves_process_groups_alone(seen: dict[str, Any]) -> None:
+    """engine/device.py: vLLM calls what it finds as core.cleanup_dist_env_and_memory."""
+    assert seen["initialized_after_shutdown"]
+
+
+def test_state_of_the_process_is_as_before(seen: dict[str, Any]) -> None:
+    """engine/device.py (construction): threads and seeds."""
+    assert seen["threads_are_ours"]
+    assert seen["seed_is_ours"]
