@@ -190,7 +190,7 @@ def build_model(
         chunks = [_build_chunk(arch, config, megatron_config, stage) for stage in stages]
     if where is None:
         for chunk in chunks:
-            _settle(chunk, megatron_config.params_dtype)
+            _settle(chunk, arch)
     return chunks
 
 
@@ -212,10 +212,6 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    # Megatron's own scaling knows Llama 3.1's lengths alone. Latent attention turns by itself.
-    for module in model.modules():
-        if isinstance(module, RotaryEmbedding):
-            module.inv_freq = rope_frequencies(arch).to(device())
     _accumulate_in_place(model)
     return model
 
@@ -232,12 +228,15 @@ def _accumulate_in_place(model: Decoder) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def _settle(model: Decoder, dtype: torch.dtype) -> None:
+def _settle(model: Decoder, arch: Architecture) -> None:
     """Onto the device, in one precision for all: torch's norms start in float32, and the
-    distributed optimizer mixes up its shards when a parameter group holds two.
+    distributed optimizer mixes up its shards when a parameter group holds two; with the
+    frequencies of rope, of which Megatron's own scaling knows Llama 3.1's lengths alone (latent
+    attention turns by itself).
 
     FP8 weights are there already, and are parameters of a kind that nobody else's `to` may touch.
     """
+    dtype = model.config.params_dtype
 
     def moved(value: Tensor) -> Tensor:
         return value.to(device(), dtype if value.is_floating_point() else None)
@@ -245,6 +244,8 @@ def _settle(model: Decoder, dtype: torch.dtype) -> None:
     for module in model.modules():
         if not any(map(fp8.is_quantized, module.parameters(recurse=False))):
             module._apply(moved, recurse=False)
+        if isinstance(module, RotaryEmbedding):
+            module.inv_freq = rope_frequencies(arch).to(device())
 
 
 def place(chunk: Decoder) -> Place:

@@ -1,0 +1,48 @@
+"""The bridge's table against Megatron-core's own modules at the sizes of published checkpoints, in
+the layouts that runs of them would have. (Transformer Engine's: tests/gpu_stack/test_te_meta.py.)
+"""
+
+from __future__ import annotations
+
+from dapo_megatron.config import PolicyConfig
+from tests.helpers.meta import differences
+from tests.helpers.published import PUBLISHED
+from tests.helpers.ranks import run_ranks
+
+LAYOUTS: dict[str, dict[str, int | bool]] = {
+    "Qwen2.5-0.5B": {},
+    "Qwen2.5-32B": {
+        "tensor_parallel": 8,
+        "sequence_parallel": True,
+        "pipeline_parallel": 4,
+        "context_parallel": 2,
+    },
+    "Qwen3-8B": {"tensor_parallel": 4, "sequence_parallel": True},
+    "Qwen3-30B-A3B": {
+        "tensor_parallel": 4,
+        "sequence_parallel": True,
+        "pipeline_parallel": 2,
+        "expert_parallel": 8,
+    },
+    "Llama-3.1-8B-Instruct": {"pipeline_parallel": 4, "virtual_pipeline_parallel": 2},
+    "DeepSeek-V3": {
+        "tensor_parallel": 8,
+        "sequence_parallel": True,
+        "pipeline_parallel": 16,
+        "first_stage_layers": 4,
+        "last_stage_layers": 1,
+        "expert_parallel": 64,
+    },
+}
+
+
+def test_published_sizes() -> None:
+    cases = [
+        (PUBLISHED[model][1], PolicyConfig(**layout, precision="bfloat16", kernels="local"))
+        for model, layout in LAYOUTS.items()
+    ]
+    [results] = run_ranks(differences, 1, cases, False)
+    for model, found in zip(LAYOUTS, results, strict=True):
+        for rank, (wrong, num_parameters) in found.items():
+            assert not wrong, (model, rank, wrong)
+            assert num_parameters > 10
