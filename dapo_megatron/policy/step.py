@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from dapo_megatron.policy.rows import Rows
-from dapo_megatron.policy.vocab_parallel import linear_logprobs
+from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs, reductions
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.types import MicroTokens, TokenBatch
 
@@ -59,10 +59,14 @@ class Runner:
     """Runs micro-batches of a rank's model chunks, each a Decoder inside Megatron's data-parallel
     wrapper, through the schedule that fits the layout."""
 
-    def __init__(self, chunks: Sequence[Any], *, temperature: float, vocab: int) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], *, temperature: float, vocab: int, head: Head = "torch"
+    ) -> None:
         self._chunks = list(chunks)
         self._temperature = temperature
         self._vocab = vocab
+        reductions(head)  # refuses one that cannot run before anything has run
+        self._head_name = head
         self._has_experts = self._chunks[0].config.num_moe_experts is not None
         self._chunks[0].config.finalize_model_grads_func = _finalize_without_division
 
@@ -121,6 +125,7 @@ class Runner:
             first_entry=first,
             num_entries=min(weight.shape[0], self._vocab - first),
             group=parallel_state.get_tensor_model_parallel_group(),
+            head=self._head_name,
         )
 
     def _run(self, micro: Sequence[Rows], output: Output, *, forward_only: bool) -> list[Any]:

@@ -56,7 +56,8 @@ ROOMS = {
     # protocols for Exchange: how ranks tell each other what they hold.
     "bridge": room("types files config protocols", "torch safetensors"),
     "policy": room(
-        "types config layout protocols bridge", "torch megatron transformer_engine safetensors"
+        "types config layout protocols bridge",
+        "torch megatron transformer_engine safetensors triton",
     ),
     "engine": room("types config protocols bridge", "torch vllm numpy"),
     "rollout": room("types codec config protocols algo data rewards", "torch"),

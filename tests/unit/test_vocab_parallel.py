@@ -5,9 +5,7 @@ Shape letters: T tokens, H hidden size, V vocabulary entries (of one rank, where
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,101 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo_megatron.policy import vocab_parallel
 from dapo_megatron.policy.vocab_parallel import linear_logprobs
+from tests.helpers.heads import (
+    Head,
+    Outcome,
+    assert_equal,
+    make_head,
+    ours,
+    padded,
+    plain,
+    tiles_of,
+)
 from tests.helpers.ranks import run_ranks
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Head:
-    """Inputs of one head, and what comes out: values and gradients."""
-
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    weight_of_logprob: Tensor
-    temperature: float = 1.0
-
-    def to(self, dtype: torch.dtype) -> Head:
-        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    logp: Tensor
-    entropy: Tensor
-    grad_hidden: Tensor
-    grad_weight: Tensor
-
-
-def make_head(
-    num_tokens: int, num_entries: int, *, hidden: int = 4, std: float = 1.0, seed: int = 0
-) -> Head:
-    generator = torch.Generator().manual_seed(seed)
-    doubles: dict[str, Any] = {"dtype": torch.float64, "generator": generator}
-    return Head(
-        hidden=torch.randn(num_tokens, hidden, **doubles),
-        weight=torch.randn(num_entries, hidden, **doubles) * std,
-        targets=torch.randint(num_entries, (num_tokens,), generator=generator),
-        weight_of_logprob=torch.randn(num_tokens, **doubles),
-    )
-
-
-def plain(head: Head, whole: torch.dtype = torch.float64) -> Outcome:
-    """torch's own log_softmax of whole logits; `whole` is the dtype it is computed in."""
-    hidden = head.hidden.detach().clone().requires_grad_()
-    weight = head.weight.detach().clone().requires_grad_()
-    all_logp = ((hidden @ weight.t()).to(whole) / head.temperature).log_softmax(-1)
-    logp = all_logp.gather(1, head.targets[:, None]).squeeze(1)
-    logp.backward(head.weight_of_logprob.to(whole))
-    entropy = -(all_logp.exp() * all_logp).sum(-1)
-    return outcome(logp, entropy, hidden, weight)
-
-
-def ours(
-    head: Head, *, first: int = 0, num: int | None = None, group: dist.ProcessGroup | None = None
-) -> Outcome:
-    hidden = head.hidden.detach().clone().requires_grad_()
-    weight = head.weight.detach().clone().requires_grad_()
-    logp, entropy = linear_logprobs(
-        hidden,
-        weight,
-        head.targets,
-        temperature=head.temperature,
-        first_entry=first,
-        num_entries=len(weight) if num is None else num,
-        group=group,
-    )
-    assert not entropy.requires_grad
-    logp.backward(head.weight_of_logprob.to(logp.dtype))
-    return outcome(logp, entropy, hidden, weight)
-
-
-def outcome(logp: Tensor, entropy: Tensor, hidden: Tensor, weight: Tensor) -> Outcome:
-    assert hidden.grad is not None and weight.grad is not None
-    return Outcome(logp.detach(), entropy.detach(), hidden.grad, weight.grad)
-
-
-def padded(head: Head, rows: int, value: float = 7.0) -> Head:
-    """`head` with rows that must not count, though their logits are not small."""
-    return replace(head, weight=torch.nn.functional.pad(head.weight, (0, 0, 0, rows), value=value))
-
-
-def assert_equal(found: Outcome, wanted: Outcome, tolerance: float) -> None:
-    """Of gradients too the absolute error counts, against their largest element."""
-    for name in Outcome.__dataclass_fields__:
-        left, right = getattr(found, name).double(), getattr(wanted, name).double()
-        scale = max(1.0, float(right.abs().max())) if right.numel() else 1.0
-        torch.testing.assert_close(
-            left, right, rtol=0.0, atol=tolerance * scale, msg=lambda text, name=name: name + text
-        )
-
-
-@contextmanager
-def tiles_of(num_entries: int) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocab_parallel, "_tile_entries", lambda _: num_entries)
-        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -124,26 +40,28 @@ def tiles_of(num_entries: int) -> Iterator[None]:
     num_entries=st.integers(1, 30),
     padding=st.integers(0, 4),
     tile=st.integers(1, 31),
+    block=st.integers(1, 7),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
     std=st.sampled_from([0.0, 1.0, 3.0]),
     seed=st.integers(0, 5),
 )
-@example(0, 30, 4, 8, 0.6, 1.0, 0)  # no token
-@example(6, 1, 4, 8, 0.6, 1.0, 0)  # one entry: its log-prob is 0
-@example(6, 30, 2, 10, 0.6, 1.0, 0)  # padding begins where a tile would
+@example(0, 30, 4, 8, 7, 0.6, 1.0, 0)  # no token
+@example(6, 1, 4, 8, 7, 0.6, 1.0, 0)  # one entry: its log-prob is 0
+@example(6, 30, 2, 10, 3, 0.6, 1.0, 0)  # padding begins where a tile would
 def test_values_and_gradients(
     dtype: torch.dtype,
     num_tokens: int,
     num_entries: int,
     padding: int,
     tile: int,
+    block: int,
     temperature: float,
     std: float,
     seed: int,
 ) -> None:
     head = make_head(num_tokens, num_entries, std=std, seed=seed).to(dtype)
     head = replace(head, temperature=temperature)
-    with tiles_of(tile):
+    with tiles_of(tile, block):
         found = ours(padded(head, padding), num=num_entries)
     assert {found.logp.dtype, found.entropy.dtype, found.grad_weight.dtype} == {dtype}
     assert not found.grad_weight[num_entries:].any()
@@ -217,7 +135,7 @@ def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[Outcome,
         calls.append(args)
         return reduce(*args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, tiles_of(3):
+    with pytest.MonkeyPatch.context() as patch, tiles_of(3, 4):
         patch.setattr(dist, "all_reduce", counted)
         first = rank * rows
         found = ours(mine, first=first, num=min(rows, num_entries - first), group=dist.group.WORLD)

@@ -1,0 +1,117 @@
+"""Inputs of the log-prob head, the plain computation, and what both give.
+
+Shape letters: T tokens, H hidden size, V vocabulary entries (of one rank, where there are several).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_megatron.policy import vocab_parallel
+from dapo_megatron.policy.vocab_parallel import linear_logprobs
+
+
+@dataclass(frozen=True)
+class Head:
+    """Inputs of one head, and what comes out: values and gradients."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    weight_of_logprob: Tensor
+    temperature: float = 1.0
+
+    def to(self, dtype: torch.dtype) -> Head:
+        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    logp: Tensor
+    entropy: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor
+
+
+def make_head(
+    num_tokens: int, num_entries: int, *, hidden: int = 4, std: float = 1.0, seed: int = 0
+) -> Head:
+    generator = torch.Generator().manual_seed(seed)
+    doubles: dict[str, Any] = {"dtype": torch.float64, "generator": generator}
+    return Head(
+        hidden=torch.randn(num_tokens, hidden, **doubles),
+        weight=torch.randn(num_entries, hidden, **doubles) * std,
+        targets=torch.randint(num_entries, (num_tokens,), generator=generator),
+        weight_of_logprob=torch.randn(num_tokens, **doubles),
+    )
+
+
+def plain(head: Head, whole: torch.dtype = torch.float64) -> Outcome:
+    """torch's own log_softmax of whole logits; `whole` is the dtype it is computed in."""
+    hidden = head.hidden.detach().clone().requires_grad_()
+    weight = head.weight.detach().clone().requires_grad_()
+    all_logp = ((hidden @ weight.t()).to(whole) / head.temperature).log_softmax(-1)
+    logp = all_logp.gather(1, head.targets[:, None]).squeeze(1)
+    logp.backward(head.weight_of_logprob.to(whole))
+    entropy = -(all_logp.exp() * all_logp).sum(-1)
+    return outcome(logp, entropy, hidden, weight)
+
+
+def ours(
+    head: Head,
+    *,
+    first: int = 0,
+    num: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    by: vocab_parallel.Head = "torch",
+) -> Outcome:
+    hidden = head.hidden.detach().clone().requires_grad_()
+    weight = head.weight.detach().clone().requires_grad_()
+    logp, entropy = linear_logprobs(
+        hidden,
+        weight,
+        head.targets,
+        temperature=head.temperature,
+        first_entry=first,
+        num_entries=len(weight) if num is None else num,
+        group=group,
+        head=by,
+    )
+    assert not entropy.requires_grad
+    logp.backward(head.weight_of_logprob.to(logp.dtype))
+    return outcome(logp, entropy, hidden, weight)
+
+
+def outcome(logp: Tensor, entropy: Tensor, hidden: Tensor, weight: Tensor) -> Outcome:
+    assert hidden.grad is not None and weight.grad is not None
+    return Outcome(logp.detach(), entropy.detach(), hidden.grad, weight.grad)
+
+
+def padded(head: Head, rows: int, value: float = 7.0) -> Head:
+    """`head` with rows that must not count, though their logits are not small."""
+    return replace(head, weight=torch.nn.functional.pad(head.weight, (0, 0, 0, rows), value=value))
+
+
+def assert_equal(found: Outcome, wanted: Outcome, tolerance: float) -> None:
+    """Of gradients too the absolute error counts, against their largest element."""
+    for name in Outcome.__dataclass_fields__:
+        left, right = getattr(found, name).double(), getattr(wanted, name).double()
+        scale = max(1.0, float(right.abs().max())) if right.numel() else 1.0
+        torch.testing.assert_close(
+            left, right, rtol=0.0, atol=tolerance * scale, msg=lambda text, name=name: name + text
+        )
+
+
+@contextmanager
+def tiles_of(num_entries: int, num_tokens: int = 10**6) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab_parallel, "_tile_shape", lambda _: (num_tokens, num_entries))
+        yield
