@@ -31,7 +31,9 @@ class Fp8Config(Section):
 
     recipe: Literal["delayed", "current", "blockwise"]
     """How scales are found: from a history of maxima per tensor, from the tensor itself, or from
-    blocks of 128 x 128 weights and of 128 activations (needs CUDA 12.9)."""
+    blocks of 128 x 128 weights and of 128 activations (needs CUDA 12.9). `delayed` is the fastest,
+    but its scales move from micro-batch to micro-batch: the ratios of a step's first update are
+    then not exactly 1, and it goes with neither of the following keys."""
     bf16_first_layers: WholeNumber = 0
     bf16_last_layers: WholeNumber = 0
     """Layers at either end of the model that stay in bfloat16."""

@@ -9,7 +9,9 @@ every pass of log-probs and in every update, and nothing of ours has to say so.
 Scales of `current` and `blockwise` follow from the tensor itself: a pass without gradients and an
 update give the same log-probs. Those of `delayed` follow from what was seen before: they change
 with each micro-batch that has gradients, stay in those that have none, and are 1 before the first
-of them (Transformer Engine 2.20, FP8GlobalStateManager.autocast_exit).
+of them (Transformer Engine 2.20, FP8GlobalStateManager.autocast_exit). So the old log-probs and
+an update's first micro-batch see the same scales, its later ones do not; and the first pass of
+log-probs, after a resume too, is preceded by one with gradients (policy/step.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
+from dapo_megatron.types import ConfigError
 
 # Megatron's name of a recipe, and the format that goes with it: e5m2 has the range that gradients
 # need under one scale per tensor; a scale per block leaves them e4m3 and its precision.
@@ -37,10 +40,16 @@ what the pass of log-probs happened to see last."""
 
 def model_settings(config: PolicyConfig) -> dict[str, Any]:
     """For TransformerConfig. Attention stays in bfloat16; experts' tokens are padded to what FP8
-    needs by Megatron's grouped layer itself (TEGroupedMLP), so routing stays as it is."""
+    needs by Megatron's grouped layer itself (TEGroupedMLP), so routing stays as it is. Raises
+    ConfigError."""
     fp8 = config.fp8
     if fp8 is None:
         return {}
+    if fp8.parameters and fp8.recipe == "delayed":
+        raise ConfigError(
+            "policy.fp8.parameters: with recipe delayed, weights would be read from the checkpoint "
+            "before there is a scale to round them by; use recipe current or blockwise, or false"
+        )
     recipe, number_format = _RECIPES[fp8.recipe]
     return {
         "fp8": number_format,

@@ -67,8 +67,10 @@ class Runner:
         self._vocab = vocab
         reductions(head)  # refuses one that cannot run before anything has run
         self._head_name = head
-        self._has_experts = self._chunks[0].config.num_moe_experts is not None
-        self._chunks[0].config.finalize_model_grads_func = _finalize_without_division
+        config = self._chunks[0].config
+        self._has_experts = config.num_moe_experts is not None
+        self._needs_scales = bool(config.fp8) and config.fp8_recipe == "delayed"
+        config.finalize_model_grads_func = _finalize_without_division
 
     def logprobs(
         self, micro: Sequence[Rows], temperature: float | None = None
@@ -82,6 +84,11 @@ class Runner:
             logp, entropy = self._head(hidden, rows, scored, model, temperature)
             return torch.zeros((), device=hidden.device), (rows.predicts[scored], logp, entropy)
 
+        if self._needs_scales:
+            # Delayed scaling begins with 1 for all, and moves in passes with gradients alone.
+            with torch.enable_grad():
+                self._run(micro, output, forward_only=True)
+            self._needs_scales = False
         with torch.no_grad():
             return self._run(micro, output, forward_only=True)
 
