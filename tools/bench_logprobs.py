@@ -8,6 +8,11 @@ go through the variants in alternating order, so that ratios hold on a machine t
 Memory is what comes on top of hidden states, weights and targets: gradients count. Both variants
 give log-probs, entropies (without gradient) and both gradients; the third leaves entropies out.
 Processor seconds are given beside the clock's: other processes hardly touch them.
+
+On a GPU there are three more: the head with Triton kernels, its tiles' matmuls without anything
+else, and the four matmuls that any such head has (logits, logits again, two gradients) on whole
+logits in bfloat16, which is the least time that this computation can take. The first calls are not
+counted there: they load libraries and compile kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -37,11 +43,13 @@ from dapo_megatron.doctor.facts import facts
 from dapo_megatron.policy.vocab_parallel import linear_logprobs
 
 FUSED, PLAIN, NO_ENTROPY = "fused", "plain", "plain, no entropy"
+TRITON, TILES, MATMULS = "fused, triton", "its tiles' matmuls", "matmuls alone"
 EXACT = "plain, float64"  # for comparison alone, and of a few tokens
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 GIB = 2**30
 Result = TypeVar("Result")
 WARM_UP_TOKENS = 64
+GPU_WARM_UPS = 3  # of the whole size: a kernel is compiled and chosen for its sizes
 NUM_EXACT_TOKENS = 64
 NUM_COMPARED_ROWS = 4096  # of the weight gradient, which is too large to send around
 
@@ -60,7 +68,7 @@ class Case:
     def peak_bytes(self) -> int:
         """What it may take beside the libraries; plain holds log-probs and two gradients."""
         weights = (6 if self.variant == EXACT else 3) * self.num_entries * self.hidden_size * 4
-        num_whole = 3 if self.variant in (PLAIN, NO_ENTROPY) else 0
+        num_whole = 3 if self.variant in (PLAIN, NO_ENTROPY, MATMULS) else 0
         whole = num_whole * self.num_tokens * self.num_entries * 4
         return weights + whole + GIB // 2
 
@@ -96,11 +104,41 @@ def plain_logprobs(
     return logprobs_TV.gather(1, targets_T[:, None]).squeeze(1), entropy_T
 
 
+class _Nothing:
+    """Reductions of a head that only multiplies."""
+
+    def fold(self, *_: Any) -> None:
+        """Nothing."""
+
+    def error(self, *_: Any) -> None:
+        """Nothing: what was in the tile's memory before is multiplied."""
+
+
+class _Matmuls(torch.autograd.Function):
+    """The four of a head that computes its logits twice, on whole logits."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_TH, weight_VH)
+        return torch.mm(hidden_TH, weight_VH.t())[:, 0].float()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_TH, weight_VH = ctx.saved_tensors
+        logits_TV = torch.mm(hidden_TH, weight_VH.t())
+        return torch.mm(logits_TV, weight_VH), torch.mm(logits_TV.t(), hidden_TH)
+
+
+HEADS: dict[str, Any] = {FUSED: "torch", TRITON: "triton", TILES: _Nothing()}
+
+
 def run_head(case: Case, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-    if case.variant != FUSED:
+    if case.variant == MATMULS:
+        return _Matmuls.apply(*inputs[:2]), None  # type: ignore[no-untyped-call]
+    if case.variant not in HEADS:
         return plain_logprobs(*inputs, entropy=case.variant == PLAIN)
     whole = {"first_entry": 0, "num_entries": case.num_entries, "group": None}
-    return linear_logprobs(*inputs, temperature=1.0, **whole)  # type: ignore[arg-type]
+    return linear_logprobs(*inputs, temperature=1.0, head=HEADS[case.variant], **whole)  # type: ignore[arg-type]
 
 
 def make_inputs(case: Case, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,9 +158,11 @@ def make_inputs(case: Case, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def measure(case: Case, compare: bool) -> Measured:
     """Runs in a process of its own."""
-    warm_up = make_inputs(case, WARM_UP_TOKENS)
-    run_head(case, warm_up)[0].sum().backward()
-    del warm_up
+    on_gpu = torch.cuda.is_available()
+    for _ in range(GPU_WARM_UPS if on_gpu else 1):
+        warm_up = make_inputs(case, case.num_tokens if on_gpu else WARM_UP_TOKENS)
+        run_head(case, warm_up)[0].sum().backward()
+        del warm_up
     inputs = make_inputs(case, case.num_tokens)
     grad_T = torch.linspace(-1.0, 1.0, case.num_tokens, device=inputs[0].device)
 
@@ -241,14 +281,14 @@ def summarize(case: Case, runs: list[Measured]) -> dict[str, Any]:
 
 
 def compare(case_of: dict[str, Case], rounds: int, wait_seconds: float) -> dict[str, Any]:
-    """All variants of one size: figures of each, ratios of the fused one to each plain one."""
+    """All variants of one size: figures of each, ratios of the fused one to the others."""
     runs: dict[str, list[Measured]] = {variant: [] for variant in case_of}
     for turn in range(rounds):
         order = list(case_of) if turn % 2 == 0 else list(reversed(case_of))
         for variant in order:
             runs[variant].append(apart(case_of[variant], wait_seconds, measure, turn == 0))
     ratios = {}
-    for variant in (PLAIN, NO_ENTROPY):
+    for variant in (name for name in runs if name != FUSED):
         pairs = list(zip(runs[FUSED], runs[variant], strict=True))
         ratios[variant] = {
             "time": statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs),
@@ -289,7 +329,7 @@ def table(results: list[dict[str, Any]]) -> Table:
                 row["dtype"],
                 f"{row['tokens']:,}",
                 row["variant"],
-                *(f"{row[name]:.2f}" for name in names),
+                *(f"{row[name]:.3g}" for name in names),
                 f"{row['extra_bytes'] / GIB:.2f}",
                 *(ratio_texts(ratio) if ratio else ()),
             )
@@ -300,6 +340,15 @@ def table(results: list[dict[str, Any]]) -> Table:
 def ratio_texts(ratio: dict[str, float]) -> list[str]:
     times = [f"{ratio[name]:.2f} x" for name in ("time", "processor_time")]
     return [*times, f"1/{1 / ratio['memory']:.1f}"]
+
+
+def variants() -> list[str]:
+    """What is compared on this machine."""
+    more = []
+    if torch.cuda.is_available():
+        has_triton = find_spec("triton") is not None
+        more = [*([TRITON] if has_triton else []), TILES, MATMULS]
+    return [FUSED, PLAIN, NO_ENTROPY, *more]
 
 
 def main(
@@ -323,10 +372,7 @@ def main(
     plan = [(name, size) for name in dtype for size in sizes(tokens, growth)]
     results = []
     for name, size in track(plan, "measuring", console=console):
-        case_of = {
-            variant: Case(variant, name, size, vocabulary, hidden)
-            for variant in (FUSED, PLAIN, NO_ENTROPY)
-        }
+        case_of = {variant: Case(variant, name, size, vocabulary, hidden) for variant in variants()}
         results.append(compare(case_of, rounds if size == tokens else 1, wait_seconds))
         console.print(table(results))  # as far as it is: the largest sizes take minutes
     for result in results:

@@ -79,7 +79,7 @@ def linear_logprobs(
     first_entry: int,
     num_entries: int,
     group: dist.ProcessGroup | None,
-    head: Head = "torch",
+    head: Head | Reductions = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Natural log-prob of each target, and the entropy of each distribution, of the logits
     `hidden @ weight.T / temperature`; both [T], float32 (float64 for float64 hidden states).
@@ -99,7 +99,7 @@ def linear_logprobs(
         temperature,
         max(num_entries, 0),
         group,
-        reductions(head),
+        reductions(head) if isinstance(head, str) else head,
     )
     return logp_T, entropy_T
 
