@@ -17,6 +17,7 @@ from dapo_megatron.bridge.stores import HfWriter, Store, TensorInfo, copy_compan
 from dapo_megatron.bridge.stores.writer import blocks
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.checkpoints import Checkpoints, newest, read_state
+from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
@@ -113,10 +114,13 @@ def planner(policy: PolicyConfig, train: TrainConfig) -> Planner:
 
 
 def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
-    """The engine first: it sizes its cache by what memory is free. Collective."""
+    """The engine first: it sizes its cache by what memory is free. It then sleeps, and the policy
+    is there; the first sync gives the engine its turn. Collective."""
+    from dapo_megatron.engine import device
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.policy.policy import MegatronPolicy
 
+    device.check_environment(config.engine, os.environ)
     engine = VllmEngine(
         config,
         rank=ranks.rank,
@@ -124,6 +128,7 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
         local_rank=ranks.local_rank,
         is_empty=True,
     )
+    engine.sleep()
     policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
     sync = WeightSync(
         policy,
@@ -190,6 +195,7 @@ def build_parts(
         recorder=recorder,
         checkpoints=_checkpoints(config, ranks, core.policy, session.folder, recorder),
         watch=session.watch,
+        memory=MemoryMeter(ranks),
         stop=partial(session.stop.check, ranks),
     )
 
@@ -212,6 +218,7 @@ def build_replay(
         recorder=recorder,
         checkpoints=_checkpoints(config, ranks, policy, session.folder, recorder),
         watch=session.watch,
+        memory=MemoryMeter(ranks),
         stop=partial(session.stop.check, ranks),
     )
 

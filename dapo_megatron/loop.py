@@ -16,7 +16,7 @@ from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import assemble, fresh_mask, split
 from dapo_megatron.parts import Parts
-from dapo_megatron.protocols import LossFn, Watch
+from dapo_megatron.protocols import LossFn
 from dapo_megatron.rollout import metrics as figures
 from dapo_megatron.rollout.open_step import OpenStep
 from dapo_megatron.types import (
@@ -55,9 +55,8 @@ def train(
             train_steps(config, parts, progress, open_step, started)
     except (StarvedError, Stopped) as error:
         with parts.watch.phase("checkpoint", progress.step):
-            # Policy and engine take turns; either may have been on.
-            parts.engine.sleep()
-            parts.policy.onload()
+            policys_turn(parts)  # whosever it was
+            parts.checkpoints.copy()
             save(config, parts, progress, open_step, started)()
             parts.checkpoints.wait()
         raise type(error)(
@@ -87,9 +86,15 @@ def train_steps(
         parts.recorder.log(0, progress.first_evaluation)
     while progress.step < last:
         step = progress.step + 1
-        clock = Clock(parts.watch, step)
+        clock = Clock(parts, step)
         parts.stop()
         metrics = train_step(config, parts, step, open_step, clock)
+        is_due = parts.checkpoints.due(step)
+        if is_due:
+            with clock("checkpoint"):
+                parts.checkpoints.copy()
+        with clock("sync"):
+            metrics |= figures.sync_metrics(parts.sync(step))
         if parts.evaluator.due(step, last):
             with clock("evaluate"):
                 progress.last_evaluation = parts.evaluator.run()
@@ -98,7 +103,7 @@ def train_steps(
         progress.max_gap = max(progress.max_gap, metrics.get("mismatch/gap_max", 0.0))
         open_step.close()
         publish = None
-        if parts.checkpoints.due(step):
+        if is_due:
             with clock("checkpoint"):
                 publish = save(config, parts, progress, open_step, started)
         parts.recorder.log(step, metrics | clock.metrics())
@@ -110,7 +115,8 @@ def train_steps(
 def save(
     config: Config, parts: Parts, progress: Progress, open_step: OpenStep, started: float
 ) -> Callable[[], None]:
-    """A checkpoint of what is done so far; calling what is returned has it published."""
+    """A checkpoint of what is done so far, with the copy of the policy that was made; calling what
+    is returned has it published."""
     progress.seconds = time.time() - started
     state = {
         "progress": dict(vars(progress)),
@@ -120,11 +126,17 @@ def save(
     return parts.checkpoints.save(progress.step, state, is_open=open_step.train is not None)
 
 
+def policys_turn(parts: Parts) -> None:
+    """Policy and engine take turns in the accelerator's memory; parts.sync() is the other turn."""
+    parts.engine.sleep()
+    parts.policy.onload()
+
+
 def train_step(
     config: Config, parts: Parts, step: int, open_step: OpenStep, clock: Clock
 ) -> dict[str, float]:
-    """One rollout step: sample with the weights of step - 1, update them, sync. What `open_step`
-    has of it already is not done again."""
+    """One rollout step without its sync: sample with the weights of step - 1, update them. What
+    `open_step` has of it already is not done again. The policy has the accelerator then."""
     if open_step.train is None:
         with clock("generate"), parts.recorder.progress(config.rollout.prompts_per_step) as watch:
             collected = parts.coordinator.collect(version=step - 1, on_progress=watch)
@@ -132,9 +144,7 @@ def train_step(
         metrics = figures.rollout_metrics(collected, config.overlong)
         open_step.begin(collected.train, metrics)
     groups = open_step.train or []
-    # Policy and engine take turns in the accelerator's memory.
-    parts.engine.sleep()
-    parts.policy.onload()
+    policys_turn(parts)
     batch = assemble(groups, overlong=config.overlong, eps=config.loss.advantage_eps)
     if open_step.old_logprobs is None:
         parts.stop()
@@ -145,16 +155,8 @@ def train_step(
     open_step.metrics |= figures.mismatch_metrics(gap)
     with clock("update"):
         update(config, parts, batch, step, open_step)
-    with clock("sync"):
-        parts.engine.wake()
-        report = parts.sync(step)
-        parts.policy.offload()
     clock.tokens = int(batch.tokens.numel())
-    return {
-        **open_step.metrics,
-        **figures.update_metrics(open_step.updates),
-        **figures.sync_metrics(report),
-    }
+    return open_step.metrics | figures.update_metrics(open_step.updates)
 
 
 def check_gap(
@@ -216,10 +218,11 @@ def stoppable(loss: LossFn, stop: Callable[[], None]) -> LossFn:
 
 
 class Clock:
-    """Seconds per phase of one step."""
+    """Seconds and memory per phase of one step."""
 
-    def __init__(self, watch: Watch, step: int) -> None:
-        self._watch = watch
+    def __init__(self, parts: Parts, step: int) -> None:
+        self._watch = parts.watch
+        self._memory = parts.memory
         self._step = step
         self._started = time.perf_counter()
         self._phases: dict[str, float] = {}
@@ -228,14 +231,18 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time what is inside, under the watchdog's eyes."""
+        """Measure what is inside, under the watchdog's eyes."""
         begun = time.perf_counter()
-        with self._watch.phase(phase, self._step):
+        with self._watch.phase(phase, self._step), self._memory.phase(phase):
             yield
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - begun
 
     def metrics(self) -> dict[str, float]:
-        """time/*, and throughput/tokens_per_second."""
+        """time/*, memory/*, and throughput/tokens_per_second. Collective."""
         whole = time.perf_counter() - self._started
-        metrics = {f"time/{phase}": seconds for phase, seconds in self._phases.items()}
-        return {**metrics, "time/step": whole, "throughput/tokens_per_second": self.tokens / whole}
+        return {
+            **{f"time/{phase}": seconds for phase, seconds in self._phases.items()},
+            **self._memory.metrics(),
+            "time/step": whole,
+            "throughput/tokens_per_second": self.tokens / whole,
+        }

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dapo_megatron.protocols import Policy, Watch
+from dapo_megatron.protocols import Meter, Policy, Watch
 from dapo_megatron.rollout.coordinator import Collected
 from dapo_megatron.types import Group, SyncReport
 
@@ -29,10 +29,9 @@ class Collector(Protocol):
 
 
 class Engine(Protocol):
-    """What the loop itself asks of the engines; a replay has none."""
+    """What the loop itself asks of the engines; a replay has none. A sync wakes them up."""
 
     def sleep(self) -> None: ...
-    def wake(self) -> None: ...
 
 
 class Evaluations(Protocol):
@@ -46,10 +45,14 @@ class Checkpoints(Protocol):
     """Saving in the background; see checkpoints/."""
 
     def due(self, step: int) -> bool: ...
+    def copy(self) -> None:
+        """Copy what the policy has to host memory, for the `save` that follows."""
+        ...
+
     def save(
         self, step: int, state: Mapping[str, Any], *, is_open: bool = False
     ) -> Callable[[], None]:
-        """Copy everything to host memory; calling what it returns has it written and published.
+        """Calling what it returns has the copy written and published, with `state`.
         `is_open`: the step after `step` has begun; the checkpoint gets a name of its own."""
         ...
 
@@ -65,11 +68,12 @@ class Parts:
     policy: Policy
     engine: Engine
     sync: Callable[[int], SyncReport]
-    """Policy weights into the engines, which then carry this version."""
+    """Policy weights into the engines, which then carry this version and have the accelerator."""
     coordinator: Collector
     evaluator: Evaluations
     recorder: Recorder
     checkpoints: Checkpoints
     watch: Watch
+    memory: Meter
     stop: Callable[[], None] = lambda: None
     """Raises Stopped on all ranks if a signal asked any of them to stop. Collective."""

@@ -112,11 +112,13 @@ class Policy(Protocol):
         ...
 
     def offload(self) -> None:
-        """Leave the accelerator's memory to the engine."""
+        """Leave the accelerator's memory to the engine: what policy.offload names goes to host
+        memory, gradients are given up. Idempotent; nothing but `onload` may follow. Shards keep
+        their views, which are empty until then."""
         ...
 
     def onload(self) -> None:
-        """Undo `offload`."""
+        """Undo `offload`; weights and optimizer state are as they were, to the bit. Idempotent."""
         ...
 
 
@@ -179,11 +181,18 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Leave the accelerator's memory to the policy."""
+        """Leave the accelerator's memory to the policy, and lose all weights; no request may be in
+        flight. Nothing happens with engine.sleep false. Idempotent, as is waking."""
         ...
 
-    def wake(self) -> None:
-        """Undo `sleep`."""
+    def wake_weights(self) -> None:
+        """Have memory for weights again; `receive` must follow. Raises ConfigError if there is too
+        little."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Have memory for the KV cache again, after `wake_weights`; with both, and weights
+        received, it samples. Raises ConfigError if there is too little."""
         ...
 
 
@@ -200,6 +209,22 @@ class Watch(Protocol):
 
     def tell(self, what: str, ask: Callable[[], str]) -> None:
         """Something to ask for when the rank hangs."""
+        ...
+
+
+class Meter(Protocol):
+    """How much memory the phases of a step take; see cluster/memory_meter.py."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """What is done inside. Not collective."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """memory/* of the phases since the last call, of the rank that took most."""
+        ...
+
+    def highest_gib(self) -> float:
+        """Largest resident memory of this process so far. Not collective."""
         ...
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -182,7 +181,7 @@ def _train(session: Session, replay: Path | None) -> None:
             raise
         # MLflow may take its time, and a launcher gives the last rank little after the others.
         at_end.callback(ranks.barrier)
-        summary = _summary(session, progress)
+        summary = _summary(session, progress, parts.memory.highest_gib())
         if ranks.rank == 0:
             write_json(folder.summary, summary)
         recorder.keep(folder.summary)
@@ -309,10 +308,12 @@ def together(ranks: Ranks, work: Callable[[], Result], *, tell: bool = True) -> 
     return told if tell else result
 
 
-def _summary(session: Session, progress: Any) -> dict[str, Any]:
+def _summary(session: Session, progress: Any, highest_gib: float) -> dict[str, Any]:
+    """`highest_gib`: largest resident memory of this rank. (Its children are left out: one that was
+    forked counts all it shares with its parent. A grading process takes 0.1 GiB.)"""
     from dapo_megatron.tracking import commit, versions
 
-    peaks = session.ranks.all_gather(_peak_gib())
+    peaks = session.ranks.all_gather(highest_gib)
     return {
         "accuracy_before": _accuracy(progress.first_evaluation),
         "accuracy_after": _accuracy(progress.last_evaluation),
@@ -333,12 +334,6 @@ def _accuracy(figures: Mapping[str, float]) -> float | None:
     """Mean over the evaluation sets of avg@k."""
     values = [value for name, value in figures.items() if re.search(r"/avg@\d+$", name)]
     return fmean(values) if values else None
-
-
-def _peak_gib() -> float:
-    """Largest resident memory of this rank so far, in GiB. (Its children are left out: one that
-    was forked counts all it shares with its parent. A grading process takes 0.1 GiB.)"""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _facts(session: Session) -> dict[str, str]:

@@ -218,6 +218,8 @@ class SyncReport:
     seconds: float
     """Of moving and loading."""
     verify_seconds: float
+    turn_seconds: float
+    """Of handing over the accelerator: the policy's memory leaves and returns, the engine wakes."""
     fingerprinted: bool
     unread_tensors: int
     """Tensors whose values this rank's engine does not let be read (quantised or reordered)."""

@@ -29,20 +29,23 @@ from rich.table import Table
 
 from dapo_megatron import build
 from dapo_megatron.cluster.launch import is_launched, launch
+from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks, join
+from dapo_megatron.cluster.watch import Watch
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.doctor.facts import facts
 from dapo_megatron.engine import engine as engine_module
 from dapo_megatron.engine.engine import VllmEngine
-from dapo_megatron.loop import Clock, train_step
+from dapo_megatron.loop import Clock, policys_turn, train_step
 from dapo_megatron.parts import Parts
 from dapo_megatron.rollout.coordinator import Collected, Coordinator
 from dapo_megatron.rollout.dispatch import Sampling, sample_all
 from dapo_megatron.rollout.driver import Driver, EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.ledger import Fate
+from dapo_megatron.rollout.open_step import OpenStep
 from dapo_megatron.tracking import SilentRecorder
 from dapo_megatron.types import Grade, Group, Prompt, SampleRequest
 
@@ -179,7 +182,6 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
     seen: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
     for step in range(1, warmup + steps + 1):
         for form, collector in collectors.items():
-            sync(step - 1)  # each form has versions of its own
             parts = Parts(
                 policy=policy,
                 engine=engine,
@@ -188,12 +190,21 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
                 evaluator=Evaluator(config.evaluation, {}, driver, MAX_TOKENS, 0),
                 recorder=SilentRecorder(),
                 checkpoints=None,  # type: ignore[arg-type]
+                watch=Watch(
+                    config.folder, ranks.rank, ranks.world_size, config.watchdog.model_dump()
+                ),
+                memory=MemoryMeter(ranks),
             )
+            policys_turn(parts)
+            sync(step - 1)  # each form has versions of its own
             ranks.barrier()
-            clock = Clock()
-            collected, metrics = train_step(config, parts, step, clock)
+            clock, open_step = Clock(parts, step), OpenStep()
+            metrics = train_step(config, parts, step, open_step, clock)
+            with clock("sync"):
+                sync(step)
             metrics |= clock.metrics()
-            metrics["tokens"] = sum(len(c.tokens) for g in collected.train for c in g.completions)
+            trained = open_step.train or []
+            metrics["tokens"] = sum(len(c.tokens) for g in trained for c in g.completions)
             if step > warmup:
                 seen[form].append(metrics)
     return {form: _figures(rows) for form, rows in seen.items()}

@@ -259,7 +259,7 @@ class Runs:
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # The last two are of a start's first sync: fingerprints are compared there whatever is due.
-    clocks = ("time/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
+    clocks = ("time/", "memory/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 

@@ -3,6 +3,10 @@
 Planned once, reused at every call, verified at every call: each engine tensor is written in full
 and once; at a period, fingerprints of both sides agree over all ranks; and policy and engine give
 the same log-probs for fixed sequences. Whatever fails ends the run and names tensor and ranks.
+
+It is also where policy and engine hand over the accelerator: before it the engine sleeps, after it
+what policy.offload names has left. Both have their weights there while these move; the KV cache
+comes back last, when the policy has made room.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from math import prod
+
+from torch import Tensor
 
 from dapo_megatron.bridge import canary
 from dapo_megatron.bridge.agree import NAMED, agreed
@@ -66,25 +72,37 @@ class WeightSync:
         """Of the whole model."""
         self._period = config.fingerprint_every or (1 if size <= SMALL_MODEL else BIG_MODEL_PERIOD)
         self._num_done = 0
+        self._num_unread = 0
         self._canary = canary.sequences(vocab, max(2, min(config.canary_tokens, max_tokens)))
 
     def __call__(self, version: int) -> SyncReport:
-        """Raises SyncError naming tensor and ranks; the engines must then not be used."""
+        """Raises SyncError naming tensor and ranks, and ConfigError if the engine finds too little
+        memory to wake up in; the engines must then not be used."""
         started = time.perf_counter()
+        self._policy.onload()
+        agreed(self._exchange, self._engine.wake_weights)
+        woken = time.perf_counter()
         self._move(version)
         moved = time.perf_counter()
         is_due = self._num_done % self._period == 0  # the first after a start or resume always is
-        unread = self._check_fingerprints(version) if is_due else []
-        gap = self._check_canary(version, fingerprinted=is_due)
+        if is_due:
+            self._check_fingerprints(version)
+        ours = self._policy.logprobs(canary.as_batch(self._canary), temperature=1.0).logprobs
+        compared = time.perf_counter()
+        self._policy.offload()
+        agreed(self._exchange, self._engine.wake_cache)
+        turned = time.perf_counter()
+        gap = self._check_canary(version, ours, fingerprinted=is_due)
         self._num_done += 1
         return SyncReport(
             version=version,
             num_tensors=len({piece.name for piece in self.wanted[self._exchange.rank]}),
             num_bytes=max(self.bytes_received),
-            seconds=moved - started,
-            verify_seconds=time.perf_counter() - moved,
+            seconds=moved - woken,
+            verify_seconds=compared - moved + time.perf_counter() - turned,
+            turn_seconds=woken - started + turned - compared,
             fingerprinted=is_due,
-            unread_tensors=len(unread),
+            unread_tensors=self._num_unread,
             canary_gap=gap,
         )
 
@@ -101,8 +119,8 @@ class WeightSync:
                     f"weights {running}; the ranks are not at the same step"
                 )
 
-    def _check_fingerprints(self, version: int) -> list[str]:
-        """Compare both sides; the names of tensors that an engine does not let be read."""
+    def _check_fingerprints(self, version: int) -> None:
+        """Compare both sides, and count what this rank's engine does not let be read."""
         ours = [fingerprint(shard.read(), shard.piece.region) for shard in self._shards]
         pieces, theirs, unread = [], [], []
         for piece, value in self._engine.held():
@@ -124,22 +142,23 @@ class WeightSync:
                 + "\n".join(found[:NAMED])
                 + more
             )
-        return unread
+        self._num_unread = len(unread)
 
-    def _check_canary(self, version: int, *, fingerprinted: bool) -> float:
-        """The largest gap on the fixed sequences, of any engine."""
-        ours = self._policy.logprobs(canary.as_batch(self._canary), temperature=1.0).logprobs
+    def _check_canary(self, version: int, ours: Tensor, *, fingerprinted: bool) -> float:
+        """The largest gap on the fixed sequences, of any engine; `ours`: the policy's log-probs."""
         mine = canary.worst(ours, self._engine.score(self._canary))
         gaps: list[tuple[float, int, int]] = self._exchange.all_gather(mine)
         gap, sequence, token = max(gaps)
         if gap <= self._max_gap:
             return gap
         if not fingerprinted:
+            self._policy.onload()
             self._check_fingerprints(version)  # names the tensor, if it is one
+        unread = f" ({self._num_unread} tensors cannot be read back)" if self._num_unread else ""
         ranks = ", ".join(str(rank) for rank, one in enumerate(gaps) if one[0] > self._max_gap)
         raise SyncError(
             f"weights {version}: on fixed sequences policy and engine disagree by {gap:.3g} "
             f"(sequence {sequence}, token {token}), engine ranks {ranks}; sync.max_gap is "
-            f"{self._max_gap:g}. The weights' fingerprints agree: what the engine makes of them "
-            "(packing, kernels) or how the two compute differs"
+            f"{self._max_gap:g}. The weights' fingerprints agree{unread}: what the engine makes of "
+            "them (packing, quantising, kernels) or how the two compute differs"
         )

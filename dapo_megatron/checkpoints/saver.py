@@ -96,6 +96,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._begun = time.monotonic()
         self._thread: threading.Thread | None = None
+        self._part: Snapshot | None = None
         self._failure: str | None = None
         self._error: BaseException | None = None
 
@@ -112,18 +113,25 @@ class Checkpoints:
         elapsed = time.monotonic() - self._begun
         return bool(self.exchange.broadcast(elapsed >= 60 * numbers.max_minutes))
 
+    def copy(self) -> None:
+        """Copy what a rank holds now, for the `save` that follows; the policy may have made room
+        for an engine by then. Waits first for a write still under way, and its memory."""
+        self._join()
+        self._part = self.snapshot()
+
     def save(
         self, step: int, state: Mapping[str, Any], *, is_open: bool = False
     ) -> Callable[[], None]:
-        """Copy everything now; calling what is returned has it written and published. `is_open`:
-        in the middle of the next step; it leaves the one of `step` itself alone, and lasts until
-        there is a newer one. Waits first for a write still under way. Collective."""
+        """Calling what is returned has the copy, made now if there is none, written and published.
+        `is_open`: in the middle of the next step; it leaves the one of `step` itself alone, and
+        lasts until there is a newer one. Waits first for a write still under way. Collective."""
         self._join()
+        part, self._part = self._part or self.snapshot(), None
         self._begun = time.monotonic()
         text = ""
         if self.exchange.rank == 0:
             text = json.dumps({**state, **self.extra, "manifest": True})
-        job = _Job(step, folders.name_of(step, is_open=is_open), self.snapshot(), text)
+        job = _Job(step, folders.name_of(step, is_open=is_open), part, text)
 
         def start() -> None:
             # A daemon: a run that fails must not wait for the disk.

@@ -117,12 +117,17 @@ def _prove(config: Config) -> Proof:
     claim(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
     ranks = join(backend())
     every = config.sync.model_copy(update={"fingerprint_every": 1})
-    policy, _, weight_sync = build.build_models(config.model_copy(update={"sync": every}), ranks)
+    policy, engine, weight_sync = build.build_models(
+        config.model_copy(update={"sync": every}), ranks
+    )
     reports = []
     for version in range(NUM_SYNCS):
-        reports.append(weight_sync(version))
+        # As in a run: the engine sleeps, the policy moves on.
+        engine.sleep()
+        policy.onload()
         for shard in policy.shards():
-            shard.view.mul_(STEP)
+            shard.view.mul_(STEP if version else 1.0)
+        reports.append(weight_sync(version))
     proof = _proof(config, ranks, weight_sync, reports)
     dist.destroy_process_group()
     return proof

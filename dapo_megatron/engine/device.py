@@ -4,6 +4,7 @@ to, the process it shares with the policy.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import warnings
@@ -16,13 +17,13 @@ import numpy as np
 import torch
 
 from dapo_megatron.bridge.families.fields import head_dim
+from dapo_megatron.engine import memory
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm import LLM
 
-    from dapo_megatron.config import EngineConfig
+    from dapo_megatron.config import Config, EngineConfig
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -32,6 +33,12 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+
+FP8 = "fp8_per_block"
+"""How vLLM is to quantise: a scale per 128 x 128 weights and per 128 activations of a token. Unlike
+its other ways this takes no maximum over tensor-parallel ranks while weights arrive, which would
+be a collective inside another, and could hang a sync that fails."""
+FP8_BLOCK = 128
 
 CPU_LATENT_SIZE = 576
 """Of a token in the cache of latent attention: all that vLLM's kernels on CPU are made for."""
@@ -48,11 +55,29 @@ def prepare_environment(rank: int, local_rank: int) -> None:
         os.environ.setdefault(name, value)
 
 
+def check_environment(config: EngineConfig, environment: Mapping[str, str]) -> None:
+    """Refuse, before anything is built, an environment in which an engine could not sleep. Raises
+    ConfigError naming the variable."""
+    if has_cuda() and config.sleep:
+        memory.check_allocator(environment)
+
+
 def arguments(config: EngineConfig) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` that a device asks for."""
+    """The arguments of `vllm.LLM` that say how a device is to compute."""
+    chosen: dict[str, Any] = {"enforce_eager": config.enforce_eager}
+    if config.max_batched_tokens is not None:
+        chosen["max_num_batched_tokens"] = config.max_batched_tokens
+    if config.quantization == "fp8":
+        chosen["quantization"] = FP8
     if has_cuda():
-        return {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
-    return {
+        if not config.enforce_eager:
+            chosen["compilation_config"] = _graphs(config.max_sequences)
+        return chosen | {
+            "gpu_memory_utilization": config.memory_fraction,
+            "enable_sleep_mode": config.sleep,
+            "enable_chunked_prefill": True,
+        }
+    return chosen | {
         # Given in bytes and with eager mode, vLLM takes this size as it is and needs no warm-up.
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         # A seeded request whose prompt is cut at the step's token budget fails: vLLM then sets the
@@ -61,8 +86,59 @@ def arguments(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def check_model(hf: Mapping[str, Any]) -> None:
-    """Refuse what vLLM would only fail on later, or get wrong. Raises ConfigError."""
+def _graphs(max_sequences: int) -> dict[str, Any]:
+    """CUDA graphs of whole decoding steps, up to all sequences at once, of the very kernels that
+    run without graphs: torch.compile would make others, and a gap of their own, in minutes."""
+    return {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "max_cudagraph_capture_size": max_sequences,
+    }
+
+
+def check_config(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuse what vLLM would only fail on later, or get wrong. Raises ConfigError naming the key.
+
+    `hf` is the model's config.json.
+    """
+    _check_model(hf)
+    engine = config.engine
+    if not has_cuda() and (engine.max_batched_tokens or math.inf) < config.max_sequence_tokens:
+        raise ConfigError(
+            f"engine.max_batched_tokens: {engine.max_batched_tokens} is less than prompt and "
+            f"response together ({config.max_sequence_tokens}); on CPU a prompt is never prefilled "
+            "in chunks. Leave it null"
+        )
+    if engine.quantization == "fp8":
+        _check_fp8(config, hf)
+
+
+def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
+    key = "engine.quantization: fp8"
+    if config.policy.precision != "bfloat16":
+        raise ConfigError(
+            f"{key} needs policy.precision bfloat16, not {config.policy.precision}: vLLM quantises "
+            "no other weights"
+        )
+    experts = hf.get("num_experts") or hf.get("n_routed_experts")
+    if experts and not has_cuda():
+        raise ConfigError(f"{key}: vLLM has no FP8 experts for this CPU. Set it to none")
+    ranks = config.engine_tensor_parallel
+    rows = {
+        "attention heads x head size": hf["num_attention_heads"] * head_dim(hf),
+        "intermediate_size": hf["intermediate_size"],
+    }
+    if experts and not config.engine.expert_parallel:
+        rows["moe_intermediate_size"] = hf["moe_intermediate_size"]
+    for what, size in rows.items():
+        if has_cuda() and size % (FP8_BLOCK * ranks):
+            raise ConfigError(
+                f"{key}: {what} = {size}, over engine.tensor_parallel = {ranks} ranks, is no whole "
+                f"number of blocks of {FP8_BLOCK}. Use fewer ranks per engine, or none"
+            )
+
+
+def _check_model(hf: Mapping[str, Any]) -> None:
     is_latent = hf.get("model_type") == "deepseek_v3"
     if is_latent and hf.get("tie_word_embeddings"):
         raise ConfigError("model.path: tie_word_embeddings; vLLM does not tie a DeepSeek-V3 head")
@@ -170,6 +246,19 @@ def _adapt_cpu_platform() -> None:
     )
     _mend_expert_parallel()
     _mend_paired_rope()
+    _add_fp8_kernel()
+
+
+def _add_fp8_kernel() -> None:
+    """vLLM's FP8 kernels for CPU need AMX; where there is none, plain torch serves."""
+    from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
+    from vllm.platforms.interface import PlatformEnum
+
+    from dapo_megatron.engine.fp8_cpu import PlainBlockKernel
+
+    kernels = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    if PlainBlockKernel not in kernels:
+        kernels.append(PlainBlockKernel)
 
 
 def _mend_paired_rope() -> None:
@@ -237,16 +326,3 @@ def pack_tied_head(model: nn.Module) -> None:
     head = getattr(model, "lm_head", None)
     if isinstance(head, ParallelLMHead) and head.weight is model.model.embed_tokens.weight:
         head.quant_method.process_weights_after_loading(head)
-
-
-def sleep(llm: LLM) -> bool:
-    """Free weights and KV cache; True if weights were lost. vLLM cannot on CPU: nothing happens."""
-    if has_cuda():
-        llm.sleep(level=2)
-    return has_cuda()
-
-
-def wake(llm: LLM) -> None:
-    """Allocate again what `sleep` freed."""
-    if has_cuda():
-        llm.wake_up()

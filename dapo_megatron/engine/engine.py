@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dapo_megatron.config import Config, read_model_config
-from dapo_megatron.engine import device
+from dapo_megatron.engine import device, memory
 from dapo_megatron.engine.partial import joined, prompt_of, sampled_so_far, tokens_left
 from dapo_megatron.types import (
     Completion,
@@ -41,6 +41,7 @@ _TRANSFER = "dapo_megatron"  # our back end of vLLM's weight transfer
 _SYNC_FAILED = "a weight sync failed midway, it holds old weights and new ones"
 _NO_WEIGHTS = "it has no weights, receive() must come first"
 _WEIGHTS_DROPPED = "sleep() dropped its weights, receive() must come first"
+_NO_CACHE = "its KV cache sleeps, wake_cache() must come first"
 
 
 class VllmEngine:
@@ -48,6 +49,9 @@ class VllmEngine:
 
     With `is_empty` it starts on random weights, and the first `receive` must come before the first
     request: a checkpoint is then read once, by the policy, in whatever format it has.
+
+    Asleep (engine.sleep), weights and KV cache have no memory on a GPU. On CPU vLLM cannot give any
+    back, and all else is the same: weights count as lost, and nothing is sampled.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class VllmEngine:
         self.max_sequences = config.engine.max_sequences
         self._unusable = _NO_WEIGHTS if is_empty else ""
         self._requests: dict[str, SampleRequest] = {}
+        self._sleeps = config.engine.sleep
+        self._asleep: set[memory.Part] = set()
         device.prepare_environment(rank, local_rank)
         self._llm = _start(config, "dummy" if is_empty else "auto")
         self._tokenizer = self._llm.get_tokenizer()
@@ -79,7 +85,7 @@ class VllmEngine:
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight, or to
         be continued beyond its limit."""
-        self._require_usable()
+        self._require_awake()
         for request in requests:
             name = f"{request.ticket}/{request.sample}"
             if name in self._requests:
@@ -94,7 +100,7 @@ class VllmEngine:
 
     def step(self) -> list[tuple[int, Completion]]:
         """Advance by one engine step; (ticket, completion) of what finished in it."""
-        self._require_usable()
+        self._require_awake()
         with device.random_state():
             outputs = self._llm.llm_engine.step()
         return [self._finished(output) for output in outputs if output.finished]
@@ -138,6 +144,8 @@ class VllmEngine:
             self._require_usable()
         if self.has_work():
             raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
+        if "weights" in self._asleep:
+            raise SyncError("weights offered to an engine asleep, wake_weights() must come first")
         receiver = self._asked()
         self._unusable = _SYNC_FAILED
         receiver.receive(weights)
@@ -157,7 +165,7 @@ class VllmEngine:
         """Natural log-prob, at temperature 1 and of the whole distribution, of each token but the
         first of each sequence, computed anew. A sequence has at least two tokens, and fewer than
         prompt and response may have together. Raises DapoError with requests in flight."""
-        self._require_usable()
+        self._require_awake()
         if self.has_work():
             raise DapoError(f"sequences to score with {len(self._requests)} requests in flight")
         engine = self._llm.llm_engine
@@ -171,15 +179,38 @@ class VllmEngine:
         return [scored[str(index)] for index in range(len(sequences))]
 
     def sleep(self) -> None:
-        """Leave the accelerator's memory to the policy. The weights are lost on CUDA."""
+        """Leave the accelerator's memory to the policy; weights and cached prefixes are lost.
+        Nothing happens if it sleeps already, or with engine.sleep false."""
         if self.has_work():
             raise DapoError(f"engine put to sleep with {len(self._requests)} requests in flight")
-        if device.sleep(self._llm):
+        if not self._sleeps or "weights" in self._asleep:
+            return
+        self._llm.sleep(level=2)
+        self._asleep = set(memory.PARTS)
+        if self._unusable != _SYNC_FAILED:
             self._unusable = _WEIGHTS_DROPPED
 
-    def wake(self) -> None:
-        """Undo `sleep`; on CUDA `receive` must follow."""
-        device.wake(self._llm)
+    def wake_weights(self) -> None:
+        """Have memory for weights again, which `receive` must fill. Raises ConfigError if there is
+        too little."""
+        self._wake("weights")
+
+    def wake_cache(self) -> None:
+        """Have memory for the KV cache again; after `wake_weights`. Raises ConfigError if there is
+        too little."""
+        assert "weights" not in self._asleep
+        if self._wake("kv_cache") and device.has_cuda():
+            memory.clear_cache(self._llm)
+
+    def _wake(self, part: memory.Part) -> bool:
+        """Whether it slept."""
+        if part not in self._asleep:
+            return False
+        if device.has_cuda():
+            memory.check_room(part)
+        self._llm.wake_up(tags=[part])
+        self._asleep.remove(part)
+        return True
 
     def _asked(self) -> WeightReceiver:
         if self._receiver is None:
@@ -189,6 +220,11 @@ class VllmEngine:
     def _require_usable(self) -> None:
         if self._unusable:
             raise SyncError(f"the engine cannot be used: {self._unusable}")
+
+    def _require_awake(self) -> None:
+        self._require_usable()
+        if self._asleep:
+            raise SyncError(f"the engine cannot be used: {_NO_CACHE}")
 
     def _sampling(self, request: SampleRequest) -> SamplingParams:
         from vllm import SamplingParams
@@ -233,7 +269,7 @@ def _start(config: Config, load_format: str) -> LLM:
             WeightTransferEngineFactory.register_engine(
                 _TRANSFER, "dapo_megatron.engine.receiver", "StreamTransferEngine"
             )
-        device.check_model(read_model_config(config))
+        device.check_config(config, read_model_config(config))
         return LLM(
             model=config.model.path,
             load_format=load_format,
@@ -242,7 +278,6 @@ def _start(config: Config, load_format: str) -> LLM:
             dtype=config.policy.precision,
             max_model_len=config.max_sequence_tokens,
             max_num_seqs=config.engine.max_sequences,
-            enforce_eager=config.engine.enforce_eager,
             enable_expert_parallel=config.engine.expert_parallel,
             weight_transfer_config=WeightTransferConfig(backend=_TRANSFER),
             enable_prefix_caching=True,

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from dapo_megatron.bridge.shards import Piece, Region
-from dapo_megatron.engine import device
+from dapo_megatron.engine import device, quantised
 from dapo_megatron.engine.coverage import Offer, check_used
 from dapo_megatron.engine.loads import Load, trace
 from dapo_megatron.engine.slices import Sink, StandIn
@@ -60,6 +60,7 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
     def start_weight_update(self) -> None:
         """Put the parameters into the shape that loaders expect."""
         device.forget_expert_kernels(self.model)
+        quantised.spoil(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StreamUpdateInfo) -> None:
@@ -101,13 +102,14 @@ class WeightReceiver:
     def receive(self, weights: Iterable[Arrival]) -> None:
         """Load `weights`, each wanted slice once, and drop the cached prefixes.
 
-        Raises SyncError as `stand_ins` does; the engine then holds a mixture of old and new weights
-        and must not be used.
+        Raises SyncError as `stand_ins` does, and naming a layer that was not quantised anew; the
+        engine then holds a mixture of old and new weights and must not be used.
         """
         update = {"weights": stand_ins(weights, self.pieces)}
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": update})
         self._llm.finish_weight_update()
+        self._llm.apply_model(quantised.check_none_left)
         if not self._llm.reset_prefix_cache():
             raise SyncError("prefix cache: not dropped; requests with old weights are in flight")
 

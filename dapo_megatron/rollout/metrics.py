@@ -127,11 +127,13 @@ def mismatch_metrics(gap: GapStatistics) -> dict[str, float]:
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
-    """sync/*."""
+    """sync/*, and what time/sync is made of."""
     return {
         "sync/bytes": float(report.num_bytes),
         "sync/tensors": float(report.num_tensors),
         "sync/fingerprinted": float(report.fingerprinted),
+        "sync/unread_tensors": float(report.unread_tensors),
         "sync/canary_gap": report.canary_gap,
         "time/sync_verify": report.verify_seconds,
+        "time/sync_turns": report.turn_seconds,
     }

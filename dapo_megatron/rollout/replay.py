@@ -83,9 +83,6 @@ class NoEngine:
     def sleep(self) -> None:
         """Nothing."""
 
-    def wake(self) -> None:
-        """Nothing."""
-
 
 class NoEvaluation:
     """Without an engine nothing can be evaluated."""
@@ -107,6 +104,7 @@ def no_sync(version: int) -> SyncReport:
         num_bytes=0,
         seconds=0.0,
         verify_seconds=0.0,
+        turn_seconds=0.0,
         fingerprinted=False,
         unread_tensors=0,
         canary_gap=0.0,

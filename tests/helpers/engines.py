@@ -22,7 +22,15 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 160, 24
 Results = dict[tuple[int, int], Completion]
 
 
-def start(folder: Path, rank: int, world_size: int, engine_ranks: int, **overrides: Any) -> Any:
+def start(
+    folder: Path,
+    rank: int,
+    world_size: int,
+    engine_ranks: int,
+    *,
+    is_empty: bool = False,
+    **overrides: Any,
+) -> Any:
     """An engine on the model in `folder`; `overrides` as of `tiny_config`."""
     from dapo_megatron.engine.engine import VllmEngine
 
@@ -36,7 +44,7 @@ def start(folder: Path, rank: int, world_size: int, engine_ranks: int, **overrid
         overlong__buffer_tokens=8,
         **overrides,
     )
-    return VllmEngine(config, rank=rank, world_size=world_size, local_rank=rank)
+    return VllmEngine(config, rank=rank, world_size=world_size, local_rank=rank, is_empty=is_empty)
 
 
 def requests(
@@ -155,3 +163,28 @@ def sync(engine: Any, model: PreTrainedModel, version: int) -> None:
     """Give `engine` the weights of `model`."""
     whole = weights(model)
     engine.receive(arrivals(engine.wanted(offer(whole)), whole, seed=version), version)
+
+
+def forget(engine: Any) -> list[str]:
+    """What sleeping takes from an engine on a GPU (level 2 of vLLM), done to one on CPU: every
+    tensor of its model is spoilt, but for the buffers, which vLLM keeps, and what is on the host in
+    any case. The names of those that are no parameters."""
+    (names,) = engine._llm.apply_model(_spoil)
+    return names
+
+
+def _spoil(model: torch.nn.Module) -> list[str]:
+    kept = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    num_parameters = len(found)
+    for path, module in model.named_modules():
+        holders = {"": module, "quant_method.": getattr(module, "quant_method", None)}
+        for prefix, holder in (holders | {"impl.": getattr(module, "impl", None)}).items():
+            for name, value in vars(holder).items() if holder is not None else ():
+                if isinstance(value, Tensor) and not name.endswith("_cpu"):
+                    found[f"{path}.{prefix}{name}"] = value
+    for value in found.values():
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in kept:
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)  # not a number
+    return list(found)[num_parameters:]

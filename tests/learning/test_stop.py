@@ -75,7 +75,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def end_of(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Metrics without what a clock says or a start does anew; weights and optimizer."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
+    clocks = ("time/", "memory/", "throughput/", "sync/fingerprinted", "sync/canary_gap")
     metrics = [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
     last = folder / "checkpoints" / f"step_{STEPS:06d}"
     return metrics, load_file(last / "rank_00000.safetensors")

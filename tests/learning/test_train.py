@@ -51,11 +51,18 @@ METRICS = {
     *(
         f"time/{name}"
         for name in (
-            "step", "generate", "grade", "logprobs", "update", "sync", "sync_verify", "checkpoint",
-            "evaluate",
+            "step", "generate", "grade", "logprobs", "update", "sync", "sync_verify", "sync_turns",
+            "checkpoint", "evaluate",
         )
     ),
-    *(f"sync/{name}" for name in ("bytes", "tensors", "fingerprinted", "canary_gap")),
+    *(
+        f"memory/{phase}_gib"
+        for phase in ("generate", "logprobs", "update", "sync", "checkpoint", "evaluate")
+    ),
+    *(
+        f"sync/{name}"
+        for name in ("bytes", "tensors", "fingerprinted", "unread_tensors", "canary_gap")
+    ),
     "throughput/tokens_per_second", "throughput/tokens_per_second_per_device",
     *(
         f"eval/chain_sum_held_out/{name}"
@@ -79,7 +86,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/", "throughput/"))}
+        for row in rows
     ]
 
 

@@ -135,7 +135,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """metrics.jsonl without what a clock says."""
         rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        clocks = ("time/", "throughput/")
+        clocks = ("time/", "memory/", "throughput/")
         return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
     def weights(self, step: int = NUM_STEPS) -> dict[str, str]:

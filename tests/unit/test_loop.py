@@ -1,4 +1,4 @@
-"""The order of things in the loop that a crash depends on."""
+"""The order of things in the loop that a crash, or memory, depends on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 from dapo_megatron import loop
 from dapo_megatron.rollout.open_step import OpenStep
-from dapo_megatron.types import StarvedError, Stopped
+from dapo_megatron.rollout.replay import no_sync
+from dapo_megatron.types import StarvedError, Stopped, SyncReport
 from tests.helpers.configs import tiny_config
 
 
@@ -30,6 +31,12 @@ class Journal:
     @contextmanager
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
         yield
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def copy(self) -> None:
+        self.entries.append("copy")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.entries.append(f"log {step}")
@@ -50,8 +57,9 @@ class Journal:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def sync(self, version: int) -> None:
+    def sync(self, version: int) -> SyncReport:
         self.entries.append(f"sync {version}")
+        return no_sync(version)
 
     def sleep(self) -> None:
         self.entries.append("sleep")
@@ -81,7 +89,8 @@ def run(
     monkeypatch.setattr(loop, "train_step", step)
     parts: Any = SimpleNamespace(
         sync=journal.sync, evaluator=journal, recorder=journal, checkpoints=journal,
-        coordinator=journal, policy=journal, engine=journal, watch=journal, stop=lambda: None,
+        coordinator=journal, policy=journal, engine=journal, watch=journal, memory=journal,
+        stop=lambda: None,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:
@@ -98,8 +107,8 @@ def test_a_checkpoint_is_published_after_its_metrics_and_samples(
     journal = run(monkeypatch, done=2, due={3})
     assert journal.entries == [
         "sync 2",  # the engine has the resumed weights before it samples
-        "step 3", "samples 3", "save 3", "log 3", "publish 3",
-        "step 4", "samples 4", "log 4", "wait",
+        "step 3", "samples 3", "copy", "sync 3", "save 3", "log 3", "publish 3",
+        "step 4", "samples 4", "sync 4", "log 4", "wait",
     ]  # fmt: skip
     [state] = journal.states
     assert state["progress"]["step"] == 3
@@ -119,8 +128,8 @@ def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     journal = run(monkeypatch, done=2, due=set(), error=error, error_at=4)
-    assert journal.entries[-6:] == [
-        "sleep", "onload",  # the accelerator is the policy's again
+    assert journal.entries[-7:] == [
+        "sleep", "onload", "copy",  # the accelerator is the policy's again
         "save 3 open", "publish 3", "wait",
         f"{error}. Saved after step 3: resume=auto goes on from there",
     ]  # fmt: skip

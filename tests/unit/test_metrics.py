@@ -146,15 +146,18 @@ def test_metrics_of_the_gap_and_of_a_sync() -> None:
         num_tensors=3,
         num_bytes=12,
         seconds=0.1,
+        turn_seconds=0.25,
         verify_seconds=0.2,
         fingerprinted=True,
-        unread_tensors=0,
+        unread_tensors=2,
         canary_gap=1e-6,
     )
     assert sync_metrics(report) == {
         "sync/bytes": 12.0,
         "sync/tensors": 3.0,
         "sync/fingerprinted": 1.0,
+        "sync/unread_tensors": 2.0,
         "sync/canary_gap": 1e-6,
         "time/sync_verify": 0.2,
+        "time/sync_turns": 0.25,
     }

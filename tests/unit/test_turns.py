@@ -1,0 +1,273 @@
+"""Policy and engine take turns in the accelerator's memory: who is there when, call by call.
+
+The sync and the loop are the real ones. At the two seams a recorder stands for both giants: it
+refuses what an engine asleep, or a policy that has left, could not do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron import loop
+from dapo_megatron.bridge.shards import Piece, Shard, whole
+from dapo_megatron.bridge.sync import WeightSync
+from dapo_megatron.cluster.memory_meter import MemoryMeter
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.config import SyncConfig
+from dapo_megatron.rollout.coordinator import Collected
+from dapo_megatron.rollout.open_step import OpenStep
+from dapo_megatron.types import (
+    ConfigError,
+    LogProbs,
+    StarvedError,
+    StepStats,
+    Stopped,
+    SyncError,
+    TokenBatch,
+)
+from tests.helpers.configs import tiny_config
+
+NAME = "model.norm.weight"
+VOCAB, NUM_TOKENS = 64, 8
+SYNC = ["onload", "wake_weights", "receive", "held", "logprobs", "offload", "wake_cache", "score"]
+
+
+class Accelerator:
+    """`protocols.Policy` and `protocols.RolloutEngine` of a model with one tensor of 6 numbers."""
+
+    replica, num_replicas, is_leader, max_sequences, version = 0, 1, True, 8, 0
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.there = {"policy", "engine weights", "engine cache"}
+        self.weight = torch.arange(6.0)
+        self.kept = self.weight.clone()
+        self.engine_weight = torch.zeros(6)
+        self.damage: Callable[[Tensor], Tensor] = lambda weight: weight
+        self.short_of: str = ""
+
+    def does(self, call: str, *needed: str) -> None:
+        assert set(needed) <= self.there, f"{call} while {self.there} alone are there"
+        self.calls.append(call)
+
+    # ---------------------------------------------------------------- the policy
+
+    @property
+    def piece(self) -> Piece:
+        return Piece(NAME, (6,), torch.float32, whole((6,)))
+
+    def shards(self) -> list[Shard]:
+        return [Shard(self.piece, self.weight)]
+
+    def onload(self) -> None:
+        assert "engine cache" not in self.there or "policy" in self.there or self.is_failing
+        self.does("onload")
+        if "policy" not in self.there:
+            self.weight.untyped_storage().resize_(24)
+            self.weight.copy_(self.kept)
+        self.there.add("policy")
+
+    def offload(self) -> None:
+        self.does("offload", "policy")
+        self.kept = self.weight.clone()
+        self.weight.untyped_storage().resize_(0)
+        self.there.remove("policy")
+
+    def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
+        self.does("logprobs", "policy")
+        value = -self.weight.sum().expand(len(batch.tokens)).clone()
+        return LogProbs(value, torch.zeros_like(value))
+
+    def update(self, mini: TokenBatch, loss: Any, lr: float) -> StepStats:
+        self.does("update", "policy")
+        assert "engine cache" not in self.there
+        self.weight += 1
+        return StepStats(0.0, 0.0, lr, 1, {})
+
+    # ---------------------------------------------------------------- the engine
+
+    def wanted(self, offered: Any) -> list[Piece]:
+        return [self.piece]
+
+    def sleep(self) -> None:
+        self.does("sleep")
+        self.there -= {"engine weights", "engine cache"}
+        self.engine_weight = torch.full((6,), torch.nan)
+
+    def wake_weights(self) -> None:
+        self.does("wake_weights", "policy")
+        self.there.add("engine weights")
+
+    def receive(self, weights: Iterable[Any], version: int) -> None:
+        self.does("receive", "policy", "engine weights")
+        for _, [(_, value)] in weights:
+            self.engine_weight = self.damage(value.clone())
+        self.version = version
+
+    def held(self) -> Iterator[tuple[Piece, Tensor]]:
+        self.does("held", "policy", "engine weights")
+        yield self.piece, self.engine_weight
+
+    def wake_cache(self) -> None:
+        self.does("wake_cache", "engine weights")
+        assert "policy" not in self.there
+        if self.short_of:
+            raise ConfigError(self.short_of)
+        self.there.add("engine cache")
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self.does("score", "engine weights", "engine cache")
+        return [[-float(self.engine_weight.sum())] * (len(one) - 1) for one in sequences]
+
+    is_failing = False
+
+
+def make_sync(both: Any, **keys: Any) -> WeightSync:
+    return WeightSync(
+        both, both, Ranks(0, 1, 0), SyncConfig(max_gap=1e-3, **keys),
+        vocab=VOCAB, max_tokens=NUM_TOKENS, ranks_per_node=1,
+    )  # fmt: skip
+
+
+def test_a_sync_moves_weights_while_both_have_theirs_and_hands_over_the_rest() -> None:
+    both = Accelerator()
+    sync = make_sync(both)
+    for version in range(3):
+        both.calls.clear()
+        both.sleep()
+        report = sync(version)
+        assert both.calls == ["sleep", *SYNC]
+        assert both.there == {"engine weights", "engine cache"}
+        assert report.canary_gap == 0 and report.turn_seconds >= 0
+        both.sleep()
+        both.onload()
+        both.weight += 1
+
+
+def test_damage_that_the_canary_alone_sees_is_named_though_the_policy_has_left() -> None:
+    both = Accelerator()
+    sync = make_sync(both, fingerprint_every=10)
+    both.sleep()
+    sync(0)
+    both.sleep()
+    both.calls.clear()
+    both.damage, both.is_failing = lambda weight: weight + 1, True
+    with pytest.raises(SyncError, match=NAME):
+        sync(1)
+    seldom = [call for call in SYNC if call != "held"]
+    assert both.calls == [*seldom, "onload", "held"]
+
+
+def test_an_engine_without_room_to_wake_up_ends_the_run_by_the_key() -> None:
+    both = Accelerator()
+    sync = make_sync(both)
+    both.sleep()
+    both.short_of = "engine.memory_fraction: too much"
+    with pytest.raises(ConfigError, match=r"engine\.memory_fraction: too much"):
+        sync(0)
+    assert both.calls[-1] == "wake_cache"
+
+
+# ------------------------------------------------------------------ the loop
+
+
+class World:
+    """All other parts of a run."""
+
+    def __init__(self, both: Accelerator, error: Exception | None = None) -> None:
+        self.both, self.error = both, error
+
+    def collect(self, version: int, on_progress: Any) -> Collected:
+        self.both.does(f"collect {version}", "engine weights", "engine cache")
+        if self.error is not None and version == 1:
+            raise self.error
+        return SimpleNamespace(train=[], ended=[])  # type: ignore[return-value]
+
+    def run(self) -> dict[str, float]:
+        self.both.does("evaluate", "engine weights", "engine cache")
+        return {}
+
+    def copy(self) -> None:
+        self.both.does("copy", "policy")
+
+    def save(self, step: int, state: Any, *, is_open: bool = False) -> Callable[[], None]:
+        self.both.does(f"save {step}")
+        return lambda: None
+
+    def wait(self) -> None:
+        pass
+
+    def due(self, step: int, last: int = 0) -> bool:
+        return True
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.logged = metrics
+
+    def samples(self, step: int, groups: Any) -> None:
+        pass
+
+    @contextmanager
+    def phase(self, name: str, step: int = 0) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def progress(self, num_groups: int) -> Iterator[Any]:
+        yield None
+
+
+def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tuple[Any, World]:
+    """Two steps of the real loop; what a step trains on is two made-up mini-batches."""
+    both = Accelerator()
+    world = World(both, error)
+    sync = make_sync(both)
+    both.sleep()
+    both.calls.clear()
+    ones = torch.ones(4)
+    batch = TokenBatch(
+        tokens=torch.ones(4, dtype=torch.long), lengths=torch.tensor([2, 2]), loss_mask=ones.bool(),
+        advantages=ones, weights=ones, engine_logprobs=ones, group_ids=torch.arange(2),
+    )  # fmt: skip
+    monkeypatch.setattr(loop, "assemble", lambda *_, **__: batch)
+    monkeypatch.setattr(loop, "split", lambda *_: [batch, batch])
+    monkeypatch.setattr(loop, "check_gap", lambda *_, **__: SimpleNamespace(num_tokens=0))
+    monkeypatch.setattr(loop.figures, "rollout_metrics", lambda *_: {})
+    parts: Any = SimpleNamespace(
+        policy=both, engine=both, sync=sync, coordinator=world, evaluator=world, recorder=world,
+        checkpoints=world, watch=world, memory=MemoryMeter(Ranks(0, 1, 0)), stop=lambda: None,
+    )  # fmt: skip
+    config = tiny_config(train__rollout_steps=2)
+    with suppress(StarvedError, Stopped):
+        loop.train(config, parts, loop.Progress(), OpenStep(), started=time.time())
+    return both, world
+
+
+def test_the_loop_lets_each_work_in_its_turn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, world = train(monkeypatch)
+    step = ["sleep", "onload", "logprobs", "update", "update", "copy", *SYNC, "evaluate"]
+    assert both.calls == [
+        *SYNC, "evaluate",
+        "collect 0", *step, "save 1",
+        "collect 1", *step, "save 2",
+    ]  # fmt: skip
+    phases = ("generate", "logprobs", "update", "checkpoint", "sync", "evaluate")
+    memory = {name for name in world.logged if name.startswith("memory/")}
+    assert memory == {f"memory/{phase}_gib" for phase in phases}
+
+
+@pytest.mark.parametrize("error", [StarvedError("none"), Stopped("by SIGUSR1")])
+def test_what_is_saved_when_a_run_ends_early_is_the_policys(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    both, _ = train(monkeypatch, error)
+    assert both.calls[-5:] == ["collect 1", "sleep", "onload", "copy", "save 1"]
