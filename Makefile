@@ -3,9 +3,16 @@ CONFIG ?= model_configs/tiny_cpu.yaml
 ARGS   ?=
 VENV   := .venv
 READY  := $(VENV)/.ready
+GPU    := .venv-gpu
 
-.PHONY: help env quickstart ladder test test-long test-layouts test-sync test-slurm lint \
-        mlflow-ui clean
+# An upgrade of Megatron-core is tried beforehand: from a folder that hides the installed one.
+NEXT_MEGATRON ?= 0.19.2
+NEXT   := $(CURDIR)/.contracts/megatron-core-$(NEXT_MEGATRON)
+CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families.py \
+          tests/parity/test_latent.py tests/parity/test_checkpoint.py tests/parity/test_transfer.py
+
+.PHONY: help env env-gpu quickstart ladder test test-long test-layouts test-sync test-slurm \
+        test-contracts test-gpu-stack lint mlflow-ui clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -14,6 +21,10 @@ env: $(READY)  ## create .venv from the CPU lock (once; a second call reuses it)
 
 $(READY): requirements-cpu.txt pyproject.toml tools/make_env.sh
 	tools/make_env.sh "$(PYTHON)" $(VENV)
+
+env-gpu:  ## create .venv-gpu from the H100 lock, compiling what has no wheel: PYTHON=python3.12, docs/gpu_stack.md
+	tools/make_gpu_env.sh "$(PYTHON)" $(GPU)
+	$(GPU)/bin/pip install -qq --no-deps --no-build-isolation -e .
 
 quickstart: env  ## train the tiny model on this machine; more arguments with ARGS="key.path=value ..."
 	$(VENV)/bin/python -m dapo_megatron train $(CONFIG) $(ARGS)
@@ -37,6 +48,20 @@ test-slurm: env  ## only the job scripts, on an emulated cluster: installs Slurm
 	tests/slurm/install.sh
 	$(VENV)/bin/python -m pytest -m slurm $(ARGS)
 
+test-contracts: env $(NEXT)/.ready  ## what we lean on in Megatron-core and vLLM, and the parity core: on the pinned, then on the next Megatron-core
+	$(VENV)/bin/python -m pytest $(CORE) $(ARGS)
+	PYTHONPATH=$(NEXT) $(VENV)/bin/python -m pytest -p tests.contracts.next_megatron $(CORE) $(ARGS)
+
+# Its metadata asks for Python 3.12; it runs on 3.11 all the same.
+$(NEXT)/.ready: $(READY)
+	rm -rf $(NEXT)
+	$(VENV)/bin/pip install -qq --no-deps --only-binary :all: --python-version 3.12 \
+		--target $(NEXT) megatron-core==$(NEXT_MEGATRON)
+	touch $@
+
+test-gpu-stack: env-gpu  ## the H100 stack of requirements.txt in .venv-gpu: PYTHON=python3.12, 10 GB, no GPU needed
+	$(GPU)/bin/python -m pytest tests/gpu_stack tests/contracts/test_transformer_engine.py $(ARGS)
+
 lint: env  ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -45,6 +70,6 @@ lint: env  ## ruff and mypy
 mlflow-ui: env  ## browse the runs of this machine
 	$(VENV)/bin/mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///runs/mlflow.db} $(ARGS)
 
-clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+clean:  ## remove environments and caches; runs/ stays
+	rm -rf $(VENV) $(GPU) .contracts .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -92,7 +92,7 @@ EXACT = {
 }
 REINSTALL = {
     "cpu": "make clean env",
-    "gpu": "install requirements.txt as its first lines say",
+    "gpu": "make env-gpu PYTHON=python3.12, from requirements.txt (docs/gpu_stack.md)",
 }
 
 
@@ -155,15 +155,15 @@ def check_apex(installed: Installed) -> Check:
             "apex",
             Status.FAIL,
             f"apex {found or ''} is a stranger's package, not NVIDIA's",
-            "pip uninstall apex; NVIDIA Apex is built from its own repository (requirements.in)",
+            "pip uninstall apex; NVIDIA's is built by tools/build_extensions.sh VENV apex",
         )
     if installed.folder("amp_C") is None:
         return Check(
             "apex",
             Status.WARN,
             f"NVIDIA Apex {found or ''} without its CUDA extensions (no module amp_C)",
-            "build it again with its C++ and CUDA extensions on, or uninstall it: "
-            "Megatron-core prefers Transformer Engine",
+            "tools/build_extensions.sh VENV apex builds its CUDA extensions, too; or uninstall it: "
+            "Transformer Engine's optimizer comes first",
         )
     return Check("apex", Status.OK, f"NVIDIA Apex {found or ''} with CUDA extensions")
 

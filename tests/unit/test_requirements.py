@@ -1,6 +1,10 @@
-"""The two locks: complete, hashed, free of traps, in step with each other and with doctor env."""
+"""The two locks: complete, hashed, free of traps, in step with each other and with doctor env; and
+the scripts and the recipe that install them."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,3 +109,81 @@ def test_locks_have_what_their_sources_ask_for(stack: str) -> None:
 def test_locks_name_no_index_and_no_folder(file: str) -> None:
     bodies = "\n".join(entries(file))
     assert not re.search(r"://|--(extra-)?index-url|--find-links|@ file|(^|\s)/\w", bodies)
+
+
+# ------------------------------------------------------------------- scripts and recipe of the GPU
+
+MAKE_ENV, BUILD, CHECK = (
+    "tools/make_gpu_env.sh",
+    "tools/build_extensions.sh",
+    "tools/check_extensions.py",
+)
+DOCKERFILE = "slurm/container/Dockerfile"
+
+
+def test_compiler_is_of_the_cuda_that_torch_was_built_with() -> None:
+    """Apex refuses any other, and headers of another release do not fit the compiler."""
+    locked = pins(GPU)
+    parts = ("nvcc", "crt", "runtime", "nvrtc", "cccl")
+    releases = {locked[f"nvidia-cuda-{part}"].rsplit(".", 1)[0] for part in parts}
+    assert releases == {".".join(locked["cuda-toolkit"].split(".")[:2])}
+    assert locked["nvidia-nvvm"] == locked["nvidia-cuda-nvcc"]
+
+
+@pytest.mark.parametrize("file", [MAKE_ENV, BUILD, CHECK, DOCKERFILE])
+def test_versions_are_in_the_lock_alone(file: str) -> None:
+    text = (ROOT / file).read_text()
+    repeated = [
+        f"{name} {version}"
+        for name, version in pins(GPU).items()
+        if re.search(rf"{re.escape(name)}\W{{1,4}}{re.escape(version)}", text.replace("_", "-"))
+    ]
+    assert repeated == []
+
+
+def test_build_script_reads_pins_that_are_there() -> None:
+    text = (ROOT / BUILD).read_text()
+    asked = set(re.findall(r"\$\(pin ([a-z-]+)\)", text))
+    assert asked == {"transformer-engine-torch"}
+    assert asked <= pins(GPU).keys()
+
+
+def test_recipe_copies_what_the_scripts_use() -> None:
+    recipe = (ROOT / DOCKERFILE).read_text()
+    copied = set(re.findall(r"^COPY (.*) \S+$", recipe, flags=re.MULTILINE))
+    copied = {file for line in copied for file in line.split()}
+    scripts = "".join((ROOT / file).read_text() for file in (MAKE_ENV, BUILD))
+    used = {GPU, MAKE_ENV} | set(re.findall(r"^ *(?:\S*python\S* )?(tools/\S+)", scripts, re.M))
+    used |= set(re.findall(r"\btools/check_extensions\.py\b", scripts))
+    assert copied == used
+    assert all((ROOT / file).is_file() for file in copied)
+
+
+@pytest.mark.parametrize(
+    ("files", "verdict"),
+    [
+        ([], "not installed"),
+        (["apex/__init__.py"], "a stranger's package"),
+        (["apex/__init__.py", "apex/optimizers/__init__.py"], "without its CUDA kernels"),
+        (["apex/__init__.py", "apex/optimizers/__init__.py", "amp_C.py"], ""),
+    ],
+)
+def test_extension_check_tells_apex_by_its_files(
+    files: list[str], verdict: str, tmp_path: Path
+) -> None:
+    for file in files:
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.touch()
+    (tmp_path / "apex-0.1.dist-info").mkdir()
+    (tmp_path / "apex-0.1.dist-info" / "METADATA").write_text("Name: apex\nVersion: 0.1\n")
+    (tmp_path / "torch.py").touch()
+    child = subprocess.run(
+        [sys.executable, "-c", "from tools.check_extensions import check_apex; check_apex()"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == bool(verdict), child.stderr
+    assert verdict in child.stderr
