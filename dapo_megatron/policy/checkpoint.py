@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 from dapo_megatron.bridge.agree import agreed
 from dapo_megatron.bridge.families import Architecture, Place
 from dapo_megatron.bridge.stores.file import TensorFile
+from dapo_megatron.bridge.stores.moments import MAIN, MOMENTS, STEP
 from dapo_megatron.policy.reshard import reshard
 from dapo_megatron.policy.snapshot import RNG, Snapshot, rng_tensors, set_rng
 from dapo_megatron.protocols import Exchange
@@ -70,7 +72,7 @@ def load(
             "state are carried over, RNG states are not and start fresh from the seed",
             folder,
         )
-    _set_group_steps(optimizer)
+    _take_over(optimizer, params, targets)
 
 
 def _is_own(
@@ -127,51 +129,97 @@ def _layout() -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """The part of a parameter that this rank's optimizer updates."""
+
+    param: Tensor
+    start: int
+    stop: int
+    adam: torch.optim.Optimizer
+    group: dict[str, Any]
+    key: Tensor
+    """What `adam` has as its parameter and its state is kept under."""
+    copy: Tensor | None
+    """In float32, where the model's weight is not, or not here."""
+
+    @property
+    def counts_in_group(self) -> bool:
+        """Torch's AdamW counts updates with each parameter. Those of Transformer Engine and Apex
+        count in each group."""
+        return not isinstance(self.adam, torch.optim.AdamW)
+
+
+def _owned(optimizer: Any) -> Iterator[_Owned]:
+    for one in optimizer.chained_optimizers:
+        adams, inner = [one.optimizer], {}
+        if isinstance(one.optimizer, HybridDeviceOptimizer):
+            adams, inner = one.optimizer.sub_optimizers, one.optimizer.param_to_inner_param
+        homes = {
+            id(key): (adam, group)
+            for adam in adams
+            for group in adam.param_groups
+            for key in group["params"]
+        }
+        for param, (number, order) in one.model_param_group_index_map.items():
+            main = one.optimizer.param_groups[number]["params"][order]
+            if main.numel():
+                key = inner.get(main, main)
+                adam, group = homes[id(key)]
+                where = one._get_model_param_range_map(param)["param"]
+                copy = main if getattr(param, "main_param", None) is main else None
+                if key is not main:
+                    copy = key
+                copy = adam.state[key].get("master_param", copy)
+                yield _Owned(param, where.start, where.end, adam, group, key, copy)
+
+
 def _optimizer_tensors(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """State of each parameter slice this rank's optimizer owns: moments, step, float32 copy."""
     found: dict[str, Tensor] = {}
     names = {id(param): name for name, param in params.items()}
-    for one, param, main in _owned(optimizer):
-        name = names[id(param)]
-        where = one._get_model_param_range_map(param)["param"]
-        key = f"optimizer/{name}[{where.start}:{where.end}]"
-        if main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
-            found[f"{key}/param"] = main.data  # else it is the model's own float32 weight
-        for field, value in one.optimizer.state[main].items():
-            found[f"{key}/{field}"] = value
+    for one in _owned(optimizer):
+        key = f"optimizer/{names[id(one.param)]}[{one.start}:{one.stop}]"
+        state = one.adam.state[one.key]
+        # A copy in the model's own precision says nothing that the weight does not.
+        if one.copy is not None and one.copy.dtype != one.param.dtype:
+            found[f"{key}/{MAIN}"] = one.copy.data
+        found.update({f"{key}/{field}": state[field] for field in MOMENTS})
+        counted = torch.tensor(float(one.group.get("step", 0)))
+        found[f"{key}/{STEP}"] = counted if one.counts_in_group else state["step"]
     return found
 
 
-def _owned(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """(optimizer, model parameter, its main slice) of this rank."""
-    for one in optimizer.chained_optimizers:
-        for param, (group, order) in one.model_param_group_index_map.items():
-            main = one.optimizer.param_groups[group]["params"][order]
-            if main.numel():
-                yield one, param, main
-
-
 def _init_optimizer_state(optimizer: Any) -> None:
-    """Give AdamW the state it would make in its first step, to be overwritten; and to each
-    parameter the number of updates, where a group has it (FusedAdam, see `_set_group_steps`)."""
-    for one, param, main in _owned(optimizer):
-        if not one.optimizer.state[main]:
-            one.optimizer.state[main] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(main),
-                "exp_avg_sq": torch.zeros_like(main),
-            }
-        if not isinstance(one.optimizer, torch.optim.AdamW):
-            group, _ = one.model_param_group_index_map[param]
-            count = float(one.optimizer.param_groups[group].get("step", 0))
-            one.optimizer.state[main]["step"] = torch.tensor(count)
+    """Give AdamW the state it would make in its first step, to be overwritten."""
+    for one in _owned(optimizer):
+        state = one.adam.state[one.key]
+        if any(field not in state for field in MOMENTS):
+            _init_state(one)
+    for one in optimizer.chained_optimizers:
+        if isinstance(one.optimizer, HybridDeviceOptimizer):
+            one.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def _set_group_steps(optimizer: Any) -> None:
-    """Torch's AdamW counts updates with each parameter. Those of Transformer Engine and Apex, which
-    Megatron takes where they are installed, count in each group."""
-    for one, param, main in _owned(optimizer):
-        if not isinstance(one.optimizer, torch.optim.AdamW):
-            group, _ = one.model_param_group_index_map[param]
-            count = int(one.optimizer.state[main]["step"])
-            one.optimizer.param_groups[group]["step"] = count
+def _init_state(one: _Owned) -> None:
+    if hasattr(one.adam, "initialize_state"):  # Transformer Engine's: moments may be in bfloat16
+        one.adam.initialize_state(one.key, store_param_remainders=False)
+        return
+    for field in MOMENTS:
+        one.adam.state[one.key][field] = torch.zeros_like(one.key)
+    if not one.counts_in_group:
+        # The fused one wants its counter where the parameter is.
+        where = one.key.device if one.group.get("fused") else None
+        one.adam.state[one.key]["step"] = torch.tensor(0.0, device=where)
+
+
+def _take_over(optimizer: Any, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """What is not in the tensors themselves that were read: the number of updates, where it is
+    counted in groups, and copies that the optimizer has of weights in the same precision."""
+    names = {id(param): name for name, param in params.items()}
+    for one in _owned(optimizer):
+        key = f"optimizer/{names[id(one.param)]}[{one.start}:{one.stop}]"
+        if one.counts_in_group:
+            one.group["step"] = int(tensors[f"{key}/{STEP}"])
+        if one.copy is not None and one.copy.dtype == one.param.dtype:
+            one.copy.data.copy_(one.param.detach().view(-1)[one.start : one.stop])

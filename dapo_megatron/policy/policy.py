@@ -10,9 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
@@ -22,10 +19,19 @@ from dapo_megatron.bridge.stores import open_store, read_into
 from dapo_megatron.bridge.transfer import gather_whole
 from dapo_megatron.config import Config
 from dapo_megatron.layout import row_multiple, sequence_multiple
-from dapo_megatron.policy import checkpoint
+from dapo_megatron.policy import checkpoint, fp8
+from dapo_megatron.policy.data_parallel import (
+    distribute,
+    finish_gathers,
+    forget_gradients,
+    start_gathers,
+    unshard_gradients,
+)
 from dapo_megatron.policy.device import device, megatron_device
 from dapo_megatron.policy.model import Decoder, build_model, initialize_parallel, place
 from dapo_megatron.policy.moe import set_balance_scale
+from dapo_megatron.policy.offload import Offload
+from dapo_megatron.policy.optimizer import build_optimizer
 from dapo_megatron.policy.rows import Rows, RowShape, make_rows
 from dapo_megatron.policy.snapshot import Snapshot
 from dapo_megatron.policy.step import Runner
@@ -46,13 +52,18 @@ class MegatronPolicy:
             initialize_parallel(config.policy, config.seed)
             chunks = build_model(self.architecture, config.policy)
             store = open_store(Path(config.model.path), config.model.ignore_fields)
-            read_into(store, self._shards_of(chunks))
-            self._chunks = [_distribute(chunk, first=chunk is chunks[0]) for chunk in chunks]
-            self._optimizer = _optimizer(config, self._chunks)
+            read_into(store, self._shards_of(chunks, fp8.before_rounding))
+            fp8.quantize(chunks)
+            self._chunks = distribute(chunks, config.policy)
+            self._optimizer = build_optimizer(config, self._chunks)
+        self._memory = Offload(config.policy.offload, self._chunks, self._optimizer)
         # What starting took of the random numbers, which differs from start to start, is forgotten.
         torch.manual_seed(config.seed + exchange.rank)
         self._runner = Runner(
-            self._chunks, temperature=config.rollout.temperature, vocab=self.architecture.vocab
+            self._chunks,
+            temperature=config.rollout.temperature,
+            vocab=self.architecture.vocab,
+            head=config.policy.logprob_head,
         )
         self._rows = RowShape(
             packed=config.train.packing,
@@ -66,6 +77,7 @@ class MegatronPolicy:
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
         """See protocols.Policy."""
+        self._assert_here()
         micro = self._microbatches(batch)
         exact = torch.promote_types(getattr(torch, self._config.policy.precision), torch.float32)
         whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
@@ -92,16 +104,18 @@ class MegatronPolicy:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
+            start_gathers(self._chunks)
         return StepStats(
             loss=means.pop("loss"), grad_norm=grad_norm, lr=lr, num_tokens=num_tokens, means=means
         )
 
     def shards(self) -> list[Shard]:
-        """See protocols.Policy."""
+        """See protocols.Policy. (After an update or `offload`, `onload` comes before reading.)"""
         return self._shards_of(self._models())
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight by HF name, whole, on every rank. For parity checks; collective."""
+        self._settle()
         return gather_whole(self.shards(), self._exchange, self._device)
 
     def gradients(self, mini: TokenBatch, loss: LossFn) -> tuple[float, dict[str, Tensor]]:
@@ -111,13 +125,14 @@ class MegatronPolicy:
         with megatron_device():
             sums = self._accumulate(mini, loss, num_tokens)
             value = self._means(sums, num_tokens)["loss"]
-        self._unshard_gradients()
+            unshard_gradients(self._chunks)
         shards = self._shards_of(self._models(), _gradient)
         whole = gather_whole(shards, self._exchange, self._device)
         return value, {name: gradient.clone() for name, gradient in whole}
 
     def snapshot(self) -> Snapshot:
         """See protocols.Policy."""
+        self._settle()
         places = [place(model) for model in self._models()]
         return checkpoint.snapshot(
             self._exchange, self._named_parameters(), places, self._optimizer
@@ -125,6 +140,7 @@ class MegatronPolicy:
 
     def load(self, folder: Path) -> None:
         """See protocols.Policy."""
+        self._settle()
         checkpoint.load(
             folder,
             self._exchange,
@@ -134,24 +150,41 @@ class MegatronPolicy:
             self.architecture,
             self._config.model.ignore_fields,
         )
+        with megatron_device():
+            fp8.quantize_from_main(self._optimizer, self._chunks)
 
     def offload(self) -> None:
-        """See protocols.Policy. Host memory is the only memory of a CPU run."""
+        """See protocols.Policy."""
+        finish_gathers(self._chunks)
+        if self._config.policy.offload:
+            fp8.drop_cached_weights(self._models())
+        self._memory.leave()
 
     def onload(self) -> None:
         """See protocols.Policy."""
+        self._memory.come_back()
+        finish_gathers(self._chunks)
 
     def close(self) -> None:
         """Let go of the model and of Megatron's process groups: another policy may then be made.
 
         Megatron's data-parallel wrapper hangs itself into the autograd graph and its experts keep
         the last graph: a circle Python cannot see, so nothing would ever be freed."""
+        finish_gathers(self._chunks)
         for chunk in self._chunks:
             vars(chunk).clear()
         self._chunks.clear()
         parallel_state.destroy_model_parallel()
 
     # ------------------------------------------------------------------ inside
+
+    def _settle(self) -> None:
+        """Before weights are read or written: they are here, and those of the last update."""
+        self._assert_here()
+        finish_gathers(self._chunks)
+
+    def _assert_here(self) -> None:
+        assert not self._memory.is_away, "the policy is offloaded: call onload() first"
 
     def _models(self) -> list[Decoder]:
         """The chunks without Megatron's wrapper."""
@@ -192,12 +225,17 @@ class MegatronPolicy:
         self, mini: TokenBatch, loss: LossFn, num_tokens: int
     ) -> list[dict[str, Tensor]]:
         """The gradient of the mini-batch into the buffers of all ranks."""
+        self._assert_here()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
         set_balance_scale(self._chunks, balance)
-        return self._runner.gradients(mini, self._microbatches(mini), loss, num_tokens)
+        try:
+            return self._runner.gradients(mini, self._microbatches(mini), loss, num_tokens)
+        except BaseException:
+            forget_gradients(self._chunks)
+            raise
 
     def _train(self, mode: bool) -> None:
         for chunk in self._chunks:
@@ -234,60 +272,16 @@ class MegatronPolicy:
         for one in self._optimizer.chained_optimizers:
             parameters = one.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, self._config.optimizer.clip_grad, norm)
+                clip_grad_by_total_norm_fp32(
+                    parameters,
+                    self._config.optimizer.clip_grad,
+                    norm,
+                    # Where AdamW holds the weights' float32 copies, gradients have another name.
+                    one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
         return norm
-
-    def _unshard_gradients(self) -> None:
-        """Give every data-parallel rank the whole reduced gradient (the optimizer needs a part)."""
-        for chunk in self._chunks:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                group = buffer.data_parallel_group
-                for bucket in buffer.buckets:
-                    part = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
-                    parts = [torch.empty_like(part) for _ in range(group.size())]
-                    dist.all_gather(parts, part, group=group)
-                    bucket.grad_data.copy_(torch.cat(parts))
 
 
 def _gradient(parameter: Any) -> Tensor:
     """The reduced gradient of a parameter; zeros for one that is not trained."""
     return parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
-
-
-def _distribute(model: Decoder, *, first: bool) -> Any:
-    return DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            # In float32 at least.
-            grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
-            overlap_grad_reduce=False,
-            overlap_param_gather=False,
-            average_in_collective=False,
-        ),
-        module=model,
-        # Later chunks: as Megatron-LM does.
-        disable_bucketing=not first,
-    )
-
-
-def _optimizer(config: Config, chunks: list[Any]) -> Any:
-    """AdamW over all parameters. Like the published runs, weight decay spares none (Megatron's
-    default would spare biases and norms), hence the empty overrides."""
-    numbers = config.optimizer
-    return get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=numbers.lr,
-            weight_decay=numbers.weight_decay,
-            adam_beta1=numbers.beta1,
-            adam_beta2=numbers.beta2,
-            adam_eps=numbers.eps,
-            clip_grad=numbers.clip_grad,
-            bf16=config.policy.precision == "bfloat16",
-            params_dtype=getattr(torch, config.policy.precision),
-            use_distributed_optimizer=True,
-        ),
-        chunks,
-        config_overrides={},
-    )

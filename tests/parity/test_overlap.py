@@ -1,0 +1,174 @@
+"""Gradients reduced and weights gathered while the passes run are those without overlap, bit by
+bit: also where an update was abandoned, where a pass without gradients comes in between, and right
+after an update, when the gathers are still under way."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import StepStats
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+
+LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+LENGTHS = (5, 40, 17, 9, 33, 4, 40, 12)
+BUCKET_ELEMENTS = 3000
+"""Small enough that every model here has many buckets, some of one parameter alone."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied": ("llama", {"num_hidden_layers": 4}),
+    "tied": ("qwen3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "experts": ("qwen3_moe", {"num_hidden_layers": 2}),
+    "latent": ("deepseek_v3", {"num_hidden_layers": 2}),
+}
+INTERLEAVED = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("untied", {}),
+    "dp2 tied": ("tied", {}),
+    "dp2 recomputed": ("tied", {"recompute": "full"}),
+    "cp2": ("tied", {"context_parallel": 2}),
+    "ep2": ("experts", {"expert_parallel": 2}),
+    "dp2 of experts": ("latent", {}),
+    # Of four ranks.
+    "dp2 pp2": ("tied", {"pipeline_parallel": 2}),
+    "dp2 interleaved": ("untied", INTERLEAVED),
+    "dp2 tp2": ("tied", {"tensor_parallel": 2, "sequence_parallel": "true"}),
+    "ep2 dp2": ("experts", {"expert_parallel": 2}),
+}
+TWO, FOUR = list(LAYOUTS)[:6], list(LAYOUTS)[6:]
+
+
+class Abandoned(Exception):
+    """What a loss raises when the run is asked to stop."""
+
+
+def abandoning(when: int) -> Any:
+    """A loss that gives up at its call number `when`, as loop.stoppable does."""
+    calls = []
+
+    def loss(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > when:
+            raise Abandoned
+        return LOSS(*args)
+
+    return loss
+
+
+def build(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bool) -> Any:
+    from dapo_megatron.build import planner
+    from dapo_megatron.policy import data_parallel
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    data_parallel.BUCKET_ELEMENTS = BUCKET_ELEMENTS if overlap else None
+    keys = {"tensor_parallel": 1, "overlap": str(overlap).lower(), **layout}
+    config = tiny_config(
+        model__path=model,
+        train__max_tokens_per_microbatch=64,
+        # Never clipped: the norm, a sum of squares by rank, depends on who has which bucket.
+        optimizer__clip_grad=1e6,
+        **{f"policy__{key}": value for key, value in keys.items()},
+    )
+    return MegatronPolicy(config, exchange, planner(config.policy, config.train))
+
+
+def observe(exchange: Ranks, model: Path, layout: dict[str, Any], *, overlap: bool) -> Any:
+    batch = partial(random_batch, LENGTHS, vocab=99)
+    policy = build(exchange, model, layout, overlap=overlap)
+    seen: list[Any] = [policy.gradients(batch(seed=0), LOSS)]
+    if "pipeline_parallel" not in layout:
+        for when in (0, 1):  # before the first backward pass, and after one
+            with pytest.raises(Abandoned):
+                policy.update(batch(seed=7), abandoning(when), 1e-3)
+    shards = policy.shards()
+    for seed in range(3):
+        seen.append(policy.update(batch(seed=seed), LOSS, 1e-3))
+        if seed == 1:
+            found = policy.logprobs(batch(seed=seed))
+            seen += [found.logprobs, found.entropy]
+    # As a sync reads them, without a forward pass in between.
+    under_way = sum(
+        group.param_gather_handle is not None
+        for chunk in policy._chunks
+        for group in chunk.bucket_groups
+    )
+    policy.onload()
+    local = [shard.read().clone() for shard in shards]
+    whole = {name: tensor.clone() for name, tensor in policy.weights()}
+    num_buckets = sum(len(buffer.buckets) for chunk in policy._chunks for buffer in chunk.buffers)
+    policy.close()
+    return [*seen, local, whole, num_buckets, under_way]
+
+
+def run(rank: int, world_size: int, models: Path, names: list[str]) -> Any:
+    exchange, seen = Ranks(rank, world_size, rank), {}
+    for name in names:
+        model, layout = LAYOUTS[name]
+        seen[name] = [observe(exchange, models / model, layout, overlap=on) for on in (False, True)]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name, (family, overrides) in MODELS.items():
+        make_random_model(family, root / name, seed=1, **overrides)
+    return root
+
+
+@pytest.fixture(scope="module")
+def two(models: Path) -> list[dict[str, Any]]:
+    return run_ranks(run, 2, 2, models, TWO)
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_nothing_changes_by_a_bit(layout: str, two: Any) -> None:
+    check(layout, two)
+
+
+@pytest.mark.long
+def test_nothing_changes_by_a_bit_on_four_ranks(models: Path) -> None:
+    four = run_ranks(run, 4, 4, models, FOUR, timeout=900.0)
+    for layout in FOUR:
+        check(layout, four)
+
+
+def check(layout: str, ranks: list[dict[str, Any]]) -> None:
+    for plain, overlapped in (rank[layout] for rank in ranks):
+        for before, after in zip(plain[:-2], overlapped[:-2], strict=True):
+            assert same(before, after), layout
+        assert overlapped[-2] > plain[-2], "as many buckets"
+        assert plain[-1] == 0 < overlapped[-1], "nothing was under way"
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, StepStats):
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-6)
+        return a == dataclasses.replace(b, grad_norm=a.grad_norm)
+    return bool(a == b)
+
+
+def one_rank(rank: int, model: Path) -> Any:
+    policy = build(Ranks(rank, 1, rank), model, {}, overlap=True)
+    [chunk] = policy._chunks
+    return chunk.ddp_config.overlap_grad_reduce, chunk.ddp_config.overlap_param_gather
+
+
+def test_one_rank_has_nothing_to_overlap(models: Path) -> None:
+    assert run_ranks(one_rank, 1, models / "tied") == [(False, False)]
