@@ -101,7 +101,6 @@ def check_config(config: Config, hf: Mapping[str, Any]) -> None:
 
     `hf` is the model's config.json.
     """
-    _check_model(hf)
     engine = config.engine
     if not has_cuda() and (engine.max_batched_tokens or math.inf) < config.max_sequence_tokens:
         raise ConfigError(
@@ -111,6 +110,7 @@ def check_config(config: Config, hf: Mapping[str, Any]) -> None:
         )
     if engine.quantization == "fp8":
         _check_fp8(config, hf)
+    _check_model(hf)
 
 
 def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
@@ -123,18 +123,25 @@ def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
     experts = hf.get("num_experts") or hf.get("n_routed_experts")
     if experts and not has_cuda():
         raise ConfigError(f"{key}: vLLM has no FP8 experts for this CPU. Set it to none")
+    if not has_cuda():
+        return
     ranks = config.engine_tensor_parallel
-    rows = {
-        "attention heads x head size": hf["num_attention_heads"] * head_dim(hf),
-        "intermediate_size": hf["intermediate_size"],
+    over_experts = 1 if config.engine.expert_parallel else ranks
+    inputs = {  # of linear layers: how long, over how many ranks
+        "hidden_size": (hf["hidden_size"], 1),
+        "attention heads x head size": (
+            hf["num_attention_heads"] * (hf.get("v_head_dim") or head_dim(hf)),
+            ranks,
+        ),
+        "intermediate_size": (hf["intermediate_size"], ranks),
+        "moe_intermediate_size": (hf.get("moe_intermediate_size") or 0, over_experts),
     }
-    if experts and not config.engine.expert_parallel:
-        rows["moe_intermediate_size"] = hf["moe_intermediate_size"]
-    for what, size in rows.items():
-        if has_cuda() and size % (FP8_BLOCK * ranks):
+    for what, (size, over) in inputs.items():
+        if size % (FP8_BLOCK * over):
             raise ConfigError(
-                f"{key}: {what} = {size}, over engine.tensor_parallel = {ranks} ranks, is no whole "
-                f"number of blocks of {FP8_BLOCK}. Use fewer ranks per engine, or none"
+                f"{key}: {what} = {size}, over {over} of engine.tensor_parallel = {ranks} ranks, "
+                f"is no whole number of blocks of {FP8_BLOCK}. Use fewer ranks per engine, "
+                "engine.expert_parallel for experts, or none"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.engine import device, memory
 from dapo_megatron.types import ConfigError
-from tests.helpers.configs import REPOSITORY, tiny_config
+from tests.helpers.configs import tiny_config
 
 GIB = 2**30
 HF = {
@@ -111,7 +110,6 @@ FP8 = {"engine__quantization": "fp8", "policy__precision": "bfloat16"}
 def test_fp8_needs_bfloat16() -> None:
     said = refusal(HF, engine__quantization="fp8")
     assert said.startswith("engine.quantization: fp8 needs policy.precision bfloat16")
-    device.check_config(tiny_config(**FP8), HF)
 
 
 def test_experts_are_not_quantised_on_cpu() -> None:
@@ -124,6 +122,7 @@ def test_experts_are_not_quantised_on_cpu() -> None:
         ({"intermediate_size": 640}, "intermediate_size = 640"),
         ({"head_dim": 32}, "attention heads x head size = 128"),
         ({"num_experts": 8, "moe_intermediate_size": 384}, "moe_intermediate_size = 384"),
+        ({"hidden_size": 320}, "hidden_size = 320"),
     ],
 )
 def test_on_a_gpu_ranks_must_hold_whole_blocks(gpu: None, wrong: dict[str, Any], what: str) -> None:
@@ -136,9 +135,7 @@ def test_on_a_gpu_ranks_must_hold_whole_blocks(gpu: None, wrong: dict[str, Any],
 def test_on_cpu_a_step_takes_a_whole_prompt() -> None:
     said = refusal(HF, engine__max_batched_tokens=8)
     assert said.startswith("engine.max_batched_tokens: 8 is less than")
-    device.check_config(tiny_config(engine__max_batched_tokens=4096), HF)
 
 
-def test_model_configs_fit_their_engines(gpu: None) -> None:
-    hf = json.loads((REPOSITORY / "model_configs/tiny_qwen3/config.json").read_text())
-    device.check_config(tiny_config(), hf)
+def test_on_a_gpu_a_step_may_take_less_than_a_prompt(gpu: None) -> None:
+    device.check_config(tiny_config(engine__max_batched_tokens=8), HF)
