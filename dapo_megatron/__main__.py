@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, track, doctor."""
+"""The command line: train, evaluate, plan, track, doctor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.stop import leave_when_asked
 from dapo_megatron.compatibility import check as check_compatibility
-from dapo_megatron.config import Config, num_processes, read_model_config
+from dapo_megatron.config import Config, num_processes, read_model_config, refuse
 from dapo_megatron.config.file import dump_config, load_config
 from dapo_megatron.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
@@ -103,6 +103,48 @@ def evaluate(
     if figures is not None:
         _print_figures(figures)
         _write(json_file, figures)
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    overlay: Overlays = None,
+    nodes: Annotated[int, typer.Option(min=1)] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    gpu_memory_gib: Annotated[float, typer.Option(min=1.0)] = 80.0,
+    gpu: Annotated[str, typer.Option(help="For the estimate of time: H100, H200, A100.")] = "H100",
+    mfu: Annotated[
+        float,
+        typer.Option(min=0.01, max=1.0, help="Share of the GPU's peak that training reaches."),
+    ] = 0.4,
+    response_tokens: Annotated[
+        float | None, typer.Option(min=1.0, help="On the mean; by default 0.15 of the limit.")
+    ] = None,
+    json_file: JsonPath = None,
+) -> None:
+    """What a run takes of each GPU, of host and disk, and its seconds per step; needs no GPU."""
+    from rich.console import Console
+
+    from dapo_megatron import plan as planning
+
+    checked = load_config(config, overrides or [], overlay or [])
+    num_processes = nodes * gpus_per_node
+    if not (Path(checked.model.path) / "config.json").exists():
+        raise ConfigError(
+            f"model.path: {checked.model.path} has no config.json, all that a plan needs of the "
+            f"model: `hf download OWNER/NAME config.json --local-dir {checked.model.path}`"
+        )
+    check_layout(checked, num_processes)
+    check_compatibility(checked, read_model_config(checked))
+    made = planning.make_plan(
+        checked, num_processes, gpu_memory_gib=gpu_memory_gib, gpus_per_node=gpus_per_node
+    )
+    given = planning.Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
+    speed = planning.estimate_speed(made, given)
+    planning.render(made, Console(), speed)
+    _write(json_file, planning.to_json(made, speed))
+    refuse(made.problems())
 
 
 @app.command()

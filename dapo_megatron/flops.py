@@ -1,5 +1,5 @@
-"""Floating-point operations of a model, counted from its sizes; a multiplication and an addition are
-two. And how many a device can do.
+"""Floating-point operations of a model, counted from its sizes (a multiplication and an addition
+are two), and how many a device can do.
 
 Counted are the matrix products and causal attention, exactly; norms, rope, softmax and gates, about
 one in a hundred of a real model, are not. What is computed again to save memory
@@ -66,7 +66,7 @@ def token_flops(arch: Architecture) -> int:
 
 
 def pair_flops(arch: Architecture) -> int:
-    """Forward, of a query and a key it sees, in all layers: their product, and the value's weight."""
+    """Forward, of a query and a key it sees, in all layers: their product, and the value's."""
     query = arch.latent.query_dim if arch.latent else arch.head_dim
     return 2 * arch.num_layers * (arch.num_heads * query + arch.value_columns)
 

@@ -312,9 +312,17 @@ def _show(config: Config, request: Request) -> None:
 
 
 def _show_memory(config: Config, request: Request, gpu_memory_gib: float) -> None:
-    from dapo_megatron.memory import estimate  # imports torch, which takes seconds
+    from dapo_megatron.plan import make_plan, render  # imports torch, which takes seconds
 
-    estimate(config, request.world_size, gpu_memory_gib=gpu_memory_gib).render(Console())
+    made = make_plan(
+        config,
+        request.world_size,
+        gpu_memory_gib=gpu_memory_gib,
+        gpus_per_node=request.gpus_per_node,
+    )
+    render(made, Console())
+    if found := list(made.problems()):
+        raise _refused(found)
 
 
 def _submit(command: list[str], request: Request) -> None:

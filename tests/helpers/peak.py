@@ -1,33 +1,54 @@
-"""The most memory that a piece of code held at once beyond what was there before: exact on CPU."""
+"""The most memory that tensors held at once beyond what was there before: exact, and the same on
+every run. Scratch memory inside a single operation is not seen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+import weakref
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
-@dataclass
-class Peak:
-    """Filled when its `measure_peak` ends."""
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of storages that operations inside `with` make, until they are freed, in
+    whatever thread that is."""
 
-    num_bytes: int = 0
-    kept_bytes: int = 0
-    """What of it was still there at the end."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._storages: dict[int, tuple[Any, int]] = {}
+        self._lock = threading.RLock()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_address(one) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
+        found = func(*args, **(kwargs or {}))
+        for one in tree_leaves((found, args[:1] if "resize_" in str(func) else ())):
+            if torch.is_tensor(one):
+                self._see(one.untyped_storage(), was_there=_address(one) in given)
+        return found
+
+    def _see(self, storage: torch.UntypedStorage, *, was_there: bool) -> None:
+        where = storage._cdata
+        with self._lock:
+            reference, known_bytes = self._storages.get(where, (None, 0))
+            is_new = reference is None
+            if is_new and was_there:
+                return
+            if is_new:
+                reference = weakref.ref(storage, lambda _: self._forget(where))
+            self._storages[where] = (reference, storage.nbytes())
+            self._live_bytes += storage.nbytes() - known_bytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+
+    def _forget(self, where: int) -> None:
+        with self._lock:
+            _, num_bytes = self._storages.pop(where, (None, 0))
+            self._live_bytes -= num_bytes
 
 
-@contextmanager
-def measure_peak() -> Iterator[Peak]:
-    """Every allocation and release that torch's CPU allocator makes inside, as its profiler sees
-    them: temporaries of kernels included, oneDNN's own scratch memory not."""
-    peak = Peak()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        yield peak
-    events = [one for one in profiler.profiler.kineto_results.events() if one.name() == "[memory]"]
-    for event in sorted(events, key=lambda one: one.start_ns()):
-        peak.kept_bytes += event.nbytes()
-        peak.num_bytes = max(peak.num_bytes, peak.kept_bytes)
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -235,6 +235,52 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "Qwen2.5-Math-7B": (
+        7_615_616_512,
+        _QWEN25
+        | {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 4096,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rope_theta": 10000,
+            "sliding_window": 4096,
+            "tie_word_embeddings": False,
+            "use_mrope": False,
+            "vocab_size": 152064,
+        },
+    ),
+    "Qwen3-0.6B-Base": (
+        596_049_920,
+        _QWEN3
+        | {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen3-4B-Base": (
+        4_022_468_096,
+        _QWEN3
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 36,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
     # Published in 8 bits, with a layer of multi-token prediction behind these; here without both.
     "DeepSeek-V3": (
         671_026_419_200,
@@ -293,3 +339,8 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 """By name: parameters (a tied head not counted), and config.json."""
+
+for _name in ("Qwen3-8B", "Qwen3-30B-A3B"):
+    # The base models have the same sizes and fewer positions.
+    _count, _hf = PUBLISHED[_name]
+    PUBLISHED[f"{_name}-Base"] = (_count, _hf | {"max_position_embeddings": 32768})

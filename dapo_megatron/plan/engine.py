@@ -1,0 +1,90 @@
+"""What an engine takes of each of its GPUs, and how many sequences that gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dapo_megatron.bridge.families import Architecture, engine_pieces
+from dapo_megatron.config import Config
+from dapo_megatron.plan.parts import GIB, Part
+
+WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"
+BATCHED_TOKENS = 16_384
+"""Of an engine step, where vLLM chooses (its default on GPUs of 70 GiB and more)."""
+GRAPHS_GIB = 1.0
+"""CUDA graphs of a rank. Assumed."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Parts of a rank of an engine."""
+
+    weights: Part
+    cache: Part
+    workspace: Part
+    token_bytes: int
+    """Of the cache, per token."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All of them."""
+        return self.weights, self.workspace, self.cache
+
+    def sequences(self, tokens: float) -> int:
+        """Sequences of this length that the cache holds."""
+        return int(self.cache.num_bytes // (self.token_bytes * tokens))
+
+
+def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) -> Engine:
+    """An engine on GPUs of `memory_bytes` each; None: without GPUs."""
+    size, dtype = config.engine_tensor_parallel, getattr(torch, config.policy.precision)
+    pieces = engine_pieces(arch, 0, size, dtype, expert_parallel=config.engine.expert_parallel)
+    weights = sum(piece.nbytes for piece in pieces)
+    how = f"over {size} ranks"
+    if config.engine.quantization == "fp8":
+        # Linear layers alone: not embedding, head and norms; scales are a thousandth.
+        small = sum(
+            piece.nbytes
+            for piece in pieces
+            if piece.name.endswith("_proj.weight") and len(piece.global_shape) == 2
+        )
+        weights -= small - small // dtype.itemsize
+        how += ", linear layers in FP8"
+    token_bytes = cache_numbers(arch, size) * dtype.itemsize
+    workspace = _workspace(config, arch) if memory_bytes is not None else 0
+    if memory_bytes is None:
+        cache = int(config.engine.kv_cache_gib * GIB)
+        rest = "engine.kv_cache_gib"
+    else:
+        cache = max(int(config.engine.memory_fraction * memory_bytes) - weights - workspace, 0)
+        rest = f"engine.memory_fraction {config.engine.memory_fraction:g} less the rest"
+    return Engine(
+        Part(WEIGHTS, weights, how),
+        Part(CACHE, cache, f"{rest}, {token_bytes:,} bytes a token"),
+        Part(WORKSPACE, workspace, "a step of most tokens, logits, CUDA graphs: assumed"),
+        token_bytes,
+    )
+
+
+def _workspace(config: Config, arch: Architecture) -> int:
+    """What vLLM's profiling run finds before it sizes the cache, roughly: a step's hidden states
+    and the columns of one layer, and float32 logits, their probabilities and a copy."""
+    size, engine = config.engine_tensor_parallel, config.engine
+    tokens = engine.max_batched_tokens or max(BATCHED_TOKENS, engine.max_sequences)
+    columns = 3 * max(arch.ffn // size, arch.experts_per_token * arch.expert_ffn)
+    states = tokens * (6 * arch.hidden + columns) * 2
+    logits = 3 * engine.max_sequences * arch.vocab * 4
+    graphs = 0 if engine.enforce_eager else int(GRAPHS_GIB * GIB)
+    return states + logits + graphs
+
+
+def cache_numbers(arch: Architecture, tensor_parallel: int) -> int:
+    """Numbers that a rank of an engine keeps per token, over all layers: keys and values of its
+    heads (at least one: more ranks than heads copy them); of latent attention what both are made
+    from, the same on every rank (arXiv 2405.04434, section 2.1.4)."""
+    if arch.latent:
+        return arch.num_layers * arch.latent.down_rows
+    heads = max(arch.num_groups // tensor_parallel, 1)
+    return arch.num_layers * 2 * heads * arch.head_dim

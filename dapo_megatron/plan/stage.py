@@ -1,0 +1,246 @@
+"""What one pipeline stage of the policy takes: its weights and what belongs to them, counted
+parameter by parameter; and its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+
+from dapo_megatron.bridge.families import Architecture, Place, layout_of
+from dapo_megatron.config import Config, PolicyConfig
+from dapo_megatron.layout import data_parallel, stage_layers
+from dapo_megatron.plan import activations as count
+from dapo_megatron.plan.activations import Micro
+from dapo_megatron.plan.parts import Part
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "policy weights", "gradients", "optimizer"
+ACTIVATIONS, HEAD = "activations", "logits"
+MOMENTS = 2
+"""Of AdamW, per parameter."""
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage of a run's policy on `num_processes` ranks."""
+
+    config: Config
+    micro: Micro
+    num_processes: int
+    number: int
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """Its layout."""
+        return self.config.policy
+
+    @property
+    def arch(self) -> Architecture:
+        """Its model."""
+        return self.micro.arch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the output head."""
+        return self.number == self.policy.pipeline_parallel - 1
+
+    @property
+    def chunks(self) -> list[range]:
+        """Its layers, counted over the model; several ranges where the schedule is interleaved."""
+        return stage_layers(self.policy, self.arch.num_layers)[self.number]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.policy.pipeline_parallel == 1:
+            return "every rank"
+        ends = {0: " (embedding)"} | ({self.number: " (output head)"} if self.is_last else {})
+        of = f"{self.number + 1} of {self.policy.pipeline_parallel}"
+        return f"pipeline stage {of}{ends.get(self.number, '')}"
+
+
+# ------------------------------------------------------------------ what belongs to parameters
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Parameters of a rank: those of experts, those in linear layers of FP8, and the rest."""
+
+    dense: int
+    of_experts: int
+    in_fp8: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.of_experts
+
+
+def numbers(stage: Stage) -> Numbers:
+    """Counted over the tensors of the rank."""
+    dense = of_experts = in_fp8 = 0
+    policy = stage.policy
+    for number, layers in enumerate(stage.chunks):
+        place = Place(
+            tp_rank=0,
+            tp_size=policy.tensor_parallel,
+            first_layer=layers.start,
+            num_layers=len(layers),
+            has_embedding=stage.number == 0 and number == 0,
+            has_head=stage.is_last and number == len(stage.chunks) - 1,
+            ep_size=policy.expert_parallel,
+        )
+        for name, slot in layout_of(stage.arch, place).items():
+            if ".mlp.experts." in name:
+                of_experts += prod(slot.shape)
+            else:
+                dense += prod(slot.shape)
+            if ".linear_" in name and len(slot.shape) == 2 and policy.fp8:
+                in_fp8 += prod(slot.shape)
+    if policy.fp8 and stage.arch.num_layers:
+        kept = policy.fp8.bf16_first_layers + policy.fp8.bf16_last_layers
+        in_fp8 = round(in_fp8 * max(1 - kept / stage.arch.num_layers, 0.0))
+    return Numbers(dense, of_experts, in_fp8)
+
+
+def weights(stage: Stage) -> Part:
+    """The policy's weights, as it computes with them."""
+    found, width, fp8 = numbers(stage), stage.micro.width, stage.policy.fp8
+    experts = f" ({found.of_experts:,} of experts)" if found.of_experts else ""
+    how = f"{found.total:,} parameters{experts} of {width} bytes"
+    num_bytes = found.total * width
+    if fp8 and fp8.parameters:
+        num_bytes -= found.in_fp8 * (width - 1)
+        how += f", but {found.in_fp8:,} of 1 byte"
+    return Part(WEIGHTS, num_bytes, how)
+
+
+def quantised_copies(stage: Stage) -> Part | None:
+    """Of FP8 layers: Hopper multiplies FP8 in one arrangement alone, so each weight is there along
+    its rows and along its columns, made anew from bfloat16, or the columns from the rows."""
+    if stage.policy.fp8 is None:
+        return None
+    found, copies = numbers(stage), 1 if stage.policy.fp8.parameters else 2
+    how = f"{found.in_fp8:,} weights, {copies} bytes each"
+    return Part("FP8 copies of weights", found.in_fp8 * copies, how)
+
+
+def gradients(stage: Stage) -> Part:
+    """Megatron's buffers."""
+    wide = stage.micro.exact_width
+    return Part(GRADIENTS, numbers(stage).total * wide, f"{wide} bytes each")
+
+
+def optimizer(stage: Stage) -> Part:
+    """On the device; Megatron shares out each parameter over the ranks that hold a copy of it."""
+    whole, how = _optimizer_bytes(stage)
+    share = stage.config.optimizer.cpu_offload
+    on_host = f"; {share:.0%} of it in host memory" if share else ""
+    return Part(OPTIMIZER, ceil(whole * (1 - share)), how + on_host)
+
+
+def optimizer_on_host(stage: Stage) -> int:
+    """Bytes of the share that lives in host memory, with the gradients that it is updated by."""
+    share = stage.config.optimizer.cpu_offload
+    whole, _ = _optimizer_bytes(stage)
+    gradient = ceil(_shared_out(stage) * FLOAT32)
+    return ceil((whole + gradient) * share)
+
+
+def optimizer_state(stage: Stage) -> int:
+    """Bytes of a rank's part, wherever it lives."""
+    return _optimizer_bytes(stage)[0]
+
+
+def _optimizer_bytes(stage: Stage) -> tuple[int, str]:
+    width, wide = stage.micro.width, stage.micro.exact_width
+    moment = wide if stage.config.optimizer.moments == "float32" else 2
+    # In float32 the policy's own weights are the main ones.
+    main = wide if width < wide else 0
+    each = main + MOMENTS * moment
+    copies, of_experts = _copies(stage)
+    shares = f"{copies}" + (f" ranks, experts' over {of_experts}" if stage.arch.num_experts else "")
+    what = "main weights and moments" if main else "moments"
+    return ceil(_shared_out(stage) * each), f"{what}, {each} bytes each over {shares}"
+
+
+def _copies(stage: Stage) -> tuple[int, int]:
+    """Ranks that hold a copy of a parameter, and of an expert's; experts are not cut by tensor
+    parallelism."""
+    policy, world = stage.policy, stage.num_processes
+    dense = data_parallel(policy, world) * policy.context_parallel
+    return dense, world // (policy.pipeline_parallel * policy.expert_parallel)
+
+
+def _shared_out(stage: Stage) -> float:
+    """Parameters whose optimizer state is this rank's."""
+    found, (copies, of_experts) = numbers(stage), _copies(stage)
+    return found.dense / copies + found.of_experts / of_experts
+
+
+# ------------------------------------------------------------------ activations
+
+
+def kept(stage: Stage) -> Part:
+    """What forward passes keep, at the moment most of it is there."""
+    micro, policy = stage.micro, stage.policy
+    waiting = waiting_layers(policy, stage.number, len(stage.chunks[0]))
+    layers = list(_latest(stage.chunks, waiting))
+    per_layer = [count.kept_by_layer(micro, layer) for layer in layers]
+    if policy.recompute == "full":
+        per_token = len(layers) * count.layer_input(micro)
+        how = f"inputs of {len(layers)} layers"
+    else:
+        per_token = sum(per_layer)
+        how = f"{len(layers)} layers x {per_token / len(layers):,.0f} bytes"
+    if stage.is_last:
+        per_token += count.kept_by_end(micro)
+    return Part(
+        ACTIVATIONS, ceil(micro.num_tokens * per_token), f"{micro.num_tokens:,} tokens: {how}"
+    )
+
+
+def _latest(chunks: list[range], waiting: int) -> Iterator[int]:
+    """Layers whose activations are there: all of each micro-batch, chunk after chunk."""
+    layers = [layer for chunk in chunks for layer in chunk]
+    for index in range(waiting):
+        yield layers[index % len(layers)]
+
+
+def waiting_layers(policy: PolicyConfig, stage: int, layers_of_chunk: int) -> int:
+    """Layers whose activations a stage holds at once: those of the micro-batches that have gone
+    forward and not back (Megatron's schedules.py: the warm-up of 1F1B, and of interleaving)."""
+    behind = policy.pipeline_parallel - stage - 1
+    num_chunks = policy.virtual_pipeline_parallel or 1
+    if num_chunks == 1:
+        return (behind + 1) * layers_of_chunk
+    return (2 * behind + (num_chunks - 1) * policy.pipeline_parallel + 1) * layers_of_chunk
+
+
+def passing(stage: Stage, *, backward: bool) -> Part:
+    """What is held for a while: by a layer, going forward or backward, or by the head."""
+    micro = stage.micro
+    layers = [layer for chunk in stage.chunks for layer in chunk]
+
+    def most(per_token: Callable[[Micro, int], float]) -> float:
+        return micro.num_tokens * max(per_token(micro, layer) for layer in layers)
+
+    if not backward:
+        candidates = {"a layer going forward": most(count.forward_of_layer)}
+    else:
+        again = 0.0
+        if stage.policy.recompute == "full":
+            again = most(count.kept_by_layer) - micro.num_tokens * count.layer_input(micro)
+        gradient = max(count.largest_gradient(micro, layer) for layer in layers)
+        candidates = {"a layer going backward": again + most(count.backward_of_layer) + gradient}
+    if stage.is_last:
+        candidates["the head going forward"] = count.forward_of_head(micro)
+        if backward:
+            candidates["the head going backward"] = count.backward_of_head(micro)
+        else:
+            candidates["the head going forward"] += (
+                micro.num_tokens * micro.width * micro.arch.hidden
+            )
+    where = max(candidates, key=lambda name: candidates[name])
+    return Part(HEAD if "head" in where else "a layer's own", ceil(candidates[where]), where)

@@ -1,0 +1,204 @@
+"""The plan against what tiny models really take on a CPU: every part, and the peaks of updates and
+log-probs within 10%."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.config import Config
+from dapo_megatron.layout import data_parallel
+from dapo_megatron.plan import Plan, make_plan
+from dapo_megatron.plan.parts import Part
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+from tests.helpers.models import make_random_model
+from tests.helpers.peak import PeakMemory
+from tests.helpers.ranks import run_ranks
+
+LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+SIZES = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "vocab_size": 32768,
+    "max_position_embeddings": 4096,
+}
+LATENT_SIZES = SIZES | {"num_key_value_heads": 8, "head_dim": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", SIZES),
+    "plain": ("llama", SIZES),
+    "experts": ("qwen3_moe", SIZES),
+    "latent": ("deepseek_v3", LATENT_SIZES),
+}
+SHORT = {"policy__precision": "bfloat16"}
+SEQUENCE = {"policy__tensor_parallel": 2, "policy__sequence_parallel": True}
+STAGES = {"policy__pipeline_parallel": 2}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dense": ("dense", 1, {}),
+    "dense bfloat16": ("dense", 1, SHORT),
+    "plain": ("plain", 1, {}),
+    "full": ("dense", 1, {"policy__recompute": "full"}),
+    "selective": ("dense", 1, {"policy__recompute": "selective"}),
+    "selective plain": ("plain", 1, {"policy__recompute": "selective"}),
+    "experts": ("experts", 1, {}),
+    "experts bfloat16": ("experts", 1, SHORT),
+    "latent": ("latent", 1, {}),
+    "tensor": ("dense", 2, {"policy__tensor_parallel": 2}),
+    "sequence": ("dense", 2, SEQUENCE),
+    "sequence bfloat16": ("plain", 2, SEQUENCE | SHORT),
+    "pipeline": ("dense", 2, STAGES),
+    "pipeline full": ("dense", 2, STAGES | {"policy__recompute": "full"}),
+    "interleaved": ("plain", 2, STAGES | {"policy__virtual_pipeline_parallel": 2}),
+    "context": ("dense", 2, {"policy__context_parallel": 2}),
+    "data bfloat16": ("dense", 2, SHORT),
+    "expert": ("experts", 2, {"policy__expert_parallel": 2}),
+    "experts sequence": ("experts", 2, SEQUENCE),
+}
+TOKENS = 2048
+"""Of a rank's micro-batch: two sequences, or four with half of each on either rank."""
+
+
+def config_of(models: Path, case: str) -> Config:
+    model, _, keys = CASES[case]
+    usual = {
+        "policy__tensor_parallel": 1,
+        "engine__tensor_parallel": 1,
+        "train__max_tokens_per_microbatch": TOKENS,
+        "rollout__max_prompt_tokens": 2,
+        "rollout__max_response_tokens": TOKENS // 2 - 2,
+        "overlong__max_tokens": TOKENS // 2 - 2,
+    }
+    return tiny_config(model__path=models / model, **{**usual, **keys})
+
+
+def plan_of(models: Path, case: str) -> Plan:
+    return make_plan(config_of(models, case), CASES[case][1], gpus_per_node=0)
+
+
+def measure(rank: int, models: Path, root: Path, case: str) -> dict[str, Any]:
+    """Bytes of this rank: weights, gradients, peaks of an update and of log-probs, files."""
+    from dapo_megatron.build import planner
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    config, world = config_of(models, case), CASES[case][1]
+    exchange = Ranks(rank, world, rank)
+    policy = MegatronPolicy(config, exchange, planner(config.policy, config.train))
+    found: dict[str, Any] = {
+        "weights": sum(p.nbytes for model in policy._models() for p in model.parameters()),
+        "gradients": sum(
+            bucket.grad_data.nbytes
+            for chunk in policy._chunks
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+            for bucket in buffer.buckets
+        ),
+    }
+    # The optimizer makes its state in the first update.
+    policy.update(random_batch([32] * 8, vocab=30_000), LOSS, 1e-3)
+    num_micro = 2 * config.policy.pipeline_parallel
+    rows = num_micro * data_parallel(config.policy, world) * config.policy.context_parallel
+    batch = random_batch([TOKENS // 2] * 2 * rows, vocab=30_000)
+    with PeakMemory() as peak:
+        policy.update(batch, LOSS, 1e-3)
+    found["update"] = peak.peak_bytes
+    with PeakMemory() as peak:
+        policy.logprobs(batch)
+    found["logprobs"] = peak.peak_bytes
+    folder = root / case
+    folder.mkdir(parents=True, exist_ok=True)
+    policy.snapshot()(folder)
+    exchange.barrier()
+    policy.close()
+    return found | {"files": on_disk(folder, rank)}
+
+
+def on_disk(folder: Path, rank: int) -> dict[str, int]:
+    """Bytes of a rank's file, by the first part of the tensors' names; `step` is a number."""
+    found: dict[str, int] = {}
+    with safe_open(folder / f"rank_{rank:05d}.safetensors", framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            if not key.endswith("/step"):
+                room = key.partition("/")[0]
+                found[room] = found.get(room, 0) + file.get_tensor(key).nbytes
+    return found
+
+
+def all_cases(rank: int, models: Path, root: Path, cases: list[str]) -> dict[str, Any]:
+    return {case: measure(rank, models, root, case) for case in cases}
+
+
+Measured = tuple[Path, dict[str, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    models, root = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("saved")
+    for name, (family, sizes) in MODELS.items():
+        make_random_model(family, models / name, **sizes)
+    found = {}
+    for world in (1, 2):
+        cases = [case for case in CASES if CASES[case][1] == world]
+        ranks = run_ranks(all_cases, world, models, root, cases, timeout=1200.0)
+        found |= {case: [of_rank[case] for of_rank in ranks] for case in cases}
+    return models, found
+
+
+def of_stage(plan: Plan, phase: str, rank: int) -> dict[str, Part]:
+    """The parts of this rank; without pipeline stages all have the same."""
+    kinds = list(plan.kinds.values())
+    return {part.name: part for part in kinds[rank if len(kinds) > 1 else 0][phase]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_counted_is_what_is_there(case: str, measured: Measured) -> None:
+    models, found = measured
+    plan, ranks = plan_of(models, case), found[case]
+    for rank, one in enumerate(ranks):
+        parts = of_stage(plan, "update", rank)
+        assert parts["policy weights"].num_bytes == one["weights"]
+        # Megatron pads its buffers: each parameter to 64 numbers, each bucket to 128 per rank.
+        counted = parts["gradients"].num_bytes
+        assert counted <= one["gradients"] < 1.1 * counted
+    # All ranks together are exact; which of them has a number more depends on the padding.
+    disk = {part.name: part.num_bytes for part in plan.disk}
+    files = [one["files"]["model"] + one["files"]["optimizer"] for one in ranks]
+    assert disk["checkpoint"] == sum(files)
+    assert disk["checkpoint, a rank's part"] == pytest.approx(max(files), rel=0.02)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("phase", ["update", "logprobs"])
+def test_peaks_are_as_planned(case: str, phase: str, measured: Measured) -> None:
+    """Of what comes and goes; weights, gradients and optimizer are there all the time."""
+    models, found = measured
+    plan = plan_of(models, case)
+    always = {"policy weights", "gradients", "optimizer", "engine weights", "engine workspace"}
+    for rank, one in enumerate(found[case]):
+        parts = of_stage(plan, phase, rank).values()
+        planned = sum(p.num_bytes for p in parts if p.name not in always | {"KV cache"})
+        print(f"{case:20} rank {rank} {phase:9} {planned / 1e6:8.1f} {one[phase] / 1e6:8.1f} MB")
+        assert planned == pytest.approx(one[phase], rel=0.1)
+
+
+def test_memory_is_counted_until_it_is_freed() -> None:
+    """Of the instrument itself."""
+    kept = torch.zeros(1000)
+    with PeakMemory() as peak:
+        kept += 1  # was there before
+        for _ in range(3):
+            one = torch.ones(500)
+            two = one * 2
+            del one, two
+        grown = torch.empty(0)
+        grown.resize_(300)
+    assert peak.peak_bytes == 2 * 4 * 500
