@@ -33,7 +33,7 @@ class Router(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: Any, *, normalize_topk: bool
+        self, config: TransformerConfig, pg_collection: Any, *, normalize_topk: bool, **_: Any
     ) -> None:
         super().__init__(config=config)
         shape = (config.num_moe_experts, config.hidden_size)
@@ -108,6 +108,7 @@ class BiasedRouter(Router):
         *,
         normalize_topk: bool,
         scoring: Scoring,
+        **_: Any,
     ) -> None:
         super().__init__(config, pg_collection, normalize_topk=normalize_topk)
         self.scoring = scoring

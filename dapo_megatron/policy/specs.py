@@ -49,9 +49,7 @@ def layer_spec(arch: Architecture, config: PolicyConfig, number: int) -> ModuleS
     fused = kernels(config) == "transformer_engine"
     spec = _fused(arch, num_experts) if fused else _local(arch, num_experts)
     if num_experts:
-        experts = spec.submodules.mlp
-        experts.module = ExpertLayer
-        experts.submodules.router = _router(arch)
+        spec.submodules.mlp = _experts(spec.submodules.mlp, arch)
     return spec
 
 
@@ -82,7 +80,12 @@ def _local(arch: Architecture, num_experts: int | None) -> ModuleSpec:
     return spec
 
 
-def _router(arch: Architecture) -> Any:
+def _experts(theirs: Any, arch: Architecture) -> ModuleSpec:
+    # Megatron-core 0.16 has its layer in a spec, 0.19 in a partial.
+    parts = theirs.keywords["submodules"] if isinstance(theirs, partial) else theirs.submodules
+    parts.router = partial(Router, normalize_topk=arch.normalize_topk)
     if arch.scoring:
-        return partial(BiasedRouter, normalize_topk=arch.normalize_topk, scoring=arch.scoring)
-    return partial(Router, normalize_topk=arch.normalize_topk)
+        parts.router = partial(
+            BiasedRouter, normalize_topk=arch.normalize_topk, scoring=arch.scoring
+        )
+    return ModuleSpec(module=ExpertLayer, submodules=parts)
