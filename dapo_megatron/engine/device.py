@@ -115,11 +115,6 @@ def check_config(config: Config, hf: Mapping[str, Any]) -> None:
 
 def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
     key = "engine.quantization: fp8"
-    if config.policy.precision != "bfloat16":
-        raise ConfigError(
-            f"{key} needs policy.precision bfloat16, not {config.policy.precision}: vLLM quantises "
-            "no other weights"
-        )
     experts = hf.get("num_experts") or hf.get("n_routed_experts")
     if experts and not has_cuda():
         raise ConfigError(f"{key}: vLLM has no FP8 experts for this CPU. Set it to none")

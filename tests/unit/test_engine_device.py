@@ -107,11 +107,6 @@ def refusal(hf: dict[str, Any], **keys: Any) -> str:
 FP8 = {"engine__quantization": "fp8", "policy__precision": "bfloat16"}
 
 
-def test_fp8_needs_bfloat16() -> None:
-    said = refusal(HF, engine__quantization="fp8")
-    assert said.startswith("engine.quantization: fp8 needs policy.precision bfloat16")
-
-
 def test_experts_are_not_quantised_on_cpu() -> None:
     assert "no FP8 experts for this CPU" in refusal({**HF, "num_experts": 8}, **FP8)
 
