@@ -29,17 +29,17 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "intermediate_size": 1536,
-    "moe_intermediate_size": 384,
     "num_hidden_layers": 4,
     "vocab_size": 32768,
     "max_position_embeddings": 4096,
 }
-LATENT_SIZES = SIZES | {"num_key_value_heads": 8, "head_dim": 16}
+LATENT_SIZES = {key: value for key, value in SIZES.items() if key != "head_dim"}
+OF_EXPERTS = {"moe_intermediate_size": 384}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", SIZES),
     "plain": ("llama", SIZES),
-    "experts": ("qwen3_moe", SIZES),
-    "latent": ("deepseek_v3", LATENT_SIZES),
+    "experts": ("qwen3_moe", SIZES | OF_EXPERTS),
+    "latent": ("deepseek_v3", LATENT_SIZES | OF_EXPERTS | {"num_key_value_heads": 8}),
 }
 SHORT = {"policy__precision": "bfloat16"}
 SEQUENCE = {"policy__tensor_parallel": 2, "policy__sequence_parallel": True}

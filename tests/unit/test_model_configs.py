@@ -1,0 +1,152 @@
+"""Every config in model_configs: complete, understood, fits its machines; the numbers of the paper."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_megatron.compatibility import check as check_compatibility
+from dapo_megatron.config import Config, FileSource, read_model_config
+from dapo_megatron.config.file import load_config
+from dapo_megatron.layout import check_layout
+from dapo_megatron.plan import Assumptions, estimate_speed, make_plan
+from tests.helpers.configs import REPOSITORY
+from tests.helpers.published import PUBLISHED
+
+CONFIGS = REPOSITORY / "model_configs"
+# (model, [(nodes, GPUs per node)]) that the header of each file names.
+MACHINES: dict[str, tuple[str, list[tuple[int, int]]]] = {
+    "qwen2.5_32b_dapo": ("Qwen2.5-32B", [(16, 8)]),
+    "qwen2.5_math_7b": ("Qwen2.5-Math-7B", [(1, 8), (2, 8), (4, 8)]),
+    "qwen3_8b": ("Qwen3-8B-Base", [(1, 8)]),
+    "qwen3_8b_fp8": ("Qwen3-8B-Base", [(1, 8)]),
+    "qwen3_30b_a3b": ("Qwen3-30B-A3B-Base", [(2, 8), (4, 8)]),
+    "qwen3_0.6b_one_gpu": ("Qwen3-0.6B-Base", [(1, 1)]),
+}
+TINY = {path.stem for path in CONFIGS.glob("tiny_*.yaml")}
+
+
+def load(name: str, folder: Path, *overrides: str) -> Config:
+    hf: dict[str, Any] = dict(PUBLISHED[MACHINES[name][0]][1])
+    if name == "qwen2.5_math_7b":
+        hf["max_position_embeddings"] = 32768  # as the file says
+    (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    return load_config(CONFIGS / f"{name}.yaml", [f"model.path={folder}", *overrides])
+
+
+def test_none_is_forgotten() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(MACHINES) | TINY
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_fits_the_machines_it_names(name: str, tmp_path: Path) -> None:
+    config = load(name, tmp_path)
+    assert config.run.name == name
+    check_compatibility(config, read_model_config(config))
+    for nodes, gpus in MACHINES[name][1]:
+        check_layout(config, nodes * gpus)
+        plan = make_plan(config, nodes * gpus, gpus_per_node=gpus)
+        assert not list(plan.problems())
+    most = MACHINES[name][1][-1] if name != "qwen3_30b_a3b" else (2, 8)
+    assert config.run.processes == most[0] * most[1]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_is_of_the_prepared_data_and_a_local_model(name: str) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml")
+    assert config.model.path == f"models/{MACHINES[name][0]}"
+    paths = [
+        source.path
+        for source in (*config.data.train, *config.evaluation.sets)
+        if isinstance(source, FileSource)
+    ]
+    assert paths == ["data/dapo_math.parquet", "data/aime_2024.parquet"]
+    assert config.overlong.max_tokens == config.rollout.max_response_tokens
+
+
+def test_small_gpus_of_the_small_model(tmp_path: Path) -> None:
+    """What the file's header says."""
+    config = load("qwen3_0.6b_one_gpu", tmp_path)
+    assert make_plan(config, 1, gpus_per_node=1, gpu_memory_gib=39.5).fits()
+    assert not make_plan(config, 1, gpus_per_node=1, gpu_memory_gib=23.5).fits()
+    keys = ("engine.memory_fraction=0.4", "train.max_tokens_per_microbatch=4096")
+    config = load("qwen3_0.6b_one_gpu", tmp_path, *keys)
+    assert make_plan(config, 1, gpus_per_node=1, gpu_memory_gib=23.5).fits()
+
+
+def test_math_7b_needs_its_config_edited(tmp_path: Path) -> None:
+    from dapo_megatron.types import ConfigError
+
+    config = load("qwen2.5_math_7b", tmp_path)
+    hf = PUBLISHED["Qwen2.5-Math-7B"][1]
+    (tmp_path / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        check_layout(config, 32)
+
+
+PAPER: dict[str, Any] = {
+    # arXiv 2503.14476, section 4.1, and where it is silent the authors' scripts.
+    "rollout.prompts_per_step": 512,
+    "rollout.samples_per_prompt": 16,
+    "rollout.temperature": 1.0,
+    "rollout.top_p": 1.0,
+    "rollout.max_prompt_tokens": 2048,
+    "rollout.max_response_tokens": 20480,
+    "rollout.dynamic_sampling": True,
+    "rollout.on_policy": True,
+    "rollout.max_prompts_per_step": 10 * 1536,
+    "overlong.max_tokens": 20480,
+    "overlong.buffer_tokens": 4096,
+    "overlong.penalty": True,
+    "overlong.filter": False,
+    "loss.clip_low": 0.2,
+    "loss.clip_high": 0.28,
+    "loss.dual_clip": 10.0,
+    "loss.aggregation": "token",
+    "loss.tis_cap": None,
+    "loss.advantage_eps": 1e-6,
+    "optimizer.lr": 1e-6,
+    "optimizer.warmup_rollout_steps": 10,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.999,
+    "optimizer.eps": 1e-8,
+    "optimizer.clip_grad": 1.0,
+    "train.updates_per_step": 16,
+    "train.rollout_steps": 5280 // 16,
+    "evaluation.every": 5,
+    "evaluation.samples": 32,
+    "evaluation.temperature": 1.0,
+    "evaluation.top_p": 0.7,
+    "checkpoint.every": 5,
+    "engine.tensor_parallel": 4,
+    "engine.memory_fraction": 0.8,
+    "engine.max_sequences": 1024,
+    "engine.max_batched_tokens": 22528,
+    "engine.enforce_eager": True,
+}
+
+
+@pytest.mark.parametrize("key", PAPER)
+def test_numbers_of_the_paper(key: str) -> None:
+    found: Any = load_config(CONFIGS / "qwen2.5_32b_dapo.yaml")
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == PAPER[key]
+
+
+def test_mini_batches_of_the_paper_are_512_sequences() -> None:
+    config = load_config(CONFIGS / "qwen2.5_32b_dapo.yaml")
+    sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    assert sequences / config.train.updates_per_step == 512
+
+
+def test_seconds_of_the_papers_run(tmp_path: Path) -> None:
+    """230 rollout steps in 5 days on 128 A800 (verl issue 795): 31 minutes each, evaluations
+    included. Responses of its first 230 steps have 2,400 tokens on the mean (figure 7a)."""
+    config = load("qwen2.5_32b_dapo", tmp_path, "policy.recompute=full")
+    speed = estimate_speed(make_plan(config, 128), Assumptions(gpu="A800", response_tokens=2400.0))
+    assert 0.5 < speed.step_seconds / (5 * 86400 / 230) < 1.5
