@@ -1,0 +1,145 @@
+"""tools/gpu_check.py on a machine without a GPU: what it says, and that its checks are spelled
+right (they run here in a tiny shape, where the code they check runs at all)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.configs import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "tools"))
+
+import gpu_check
+from gpu_checks.catalogue import BY_NAME, CHECKS, SHOWN, Check
+from gpu_checks.figures import Figure, at_least, at_most
+
+NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+H100 = {"name": "H100", "capability": [9, 0], "gib": 79.2}
+
+
+def tool(*words: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/gpu_check.py", *words]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=NO_GPU, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def last_line(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def test_without_a_gpu_it_says_what_it_would_have_run() -> None:
+    ran = tool()
+    assert ran.returncode == 0, ran.stderr
+    assert "No NVIDIA GPU here" in ran.stderr
+    line = last_line(ran)
+    assert line["gpu"] is None and line["torch"]
+    assert [one["check"] for one in line["checks"]] == [check.name for check in SHOWN]
+    for one in line["checks"]:
+        assert one["verdict"] == "skipped" and one["reason"].startswith("needs an NVIDIA GPU with")
+        assert one["check"] in ran.stderr
+    assert "transformer_engine" in " ".join(one["reason"] for one in line["checks"])
+
+
+def test_the_list_says_what_each_check_does() -> None:
+    ran = tool("--list")
+    assert ran.returncode == 0, ran.stderr
+    for check in SHOWN:
+        assert len(check.title()) > 20, check.name
+        assert f"{check.name:16} {check.title()}" in ran.stdout
+    assert "reference" not in {check.name for check in SHOWN}
+
+
+def test_an_unknown_check_is_refused() -> None:
+    ran = tool("--only", "bf17")
+    assert ran.returncode == 2 and "bf17: see --list" in ran.stderr
+
+
+def test_every_entry_of_the_catalogue_can_be_imported() -> None:
+    assert len(BY_NAME) == len(CHECKS)
+    for check in CHECKS:
+        assert callable(check.run())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "check", "said"),
+    [
+        (None, Check("x", "", 1, 8.0), "needs an NVIDIA GPU with 8 GiB"),
+        (H100, Check("x", "", 1, 8.0), ""),
+        (H100, Check("x", "", 1, 100.0), "needs 100 GiB, there are 79"),
+        (H100, Check("x", "", 1, packages=("no_such_one",)), "no_such_one is not installed"),
+        (H100, Check("x", "", 1, capability=(10, 0)), "needs an NVIDIA GPU with 8 GiB of compute "
+                                                       "capability 10.0"),
+    ],
+)  # fmt: skip
+def test_why_a_check_is_skipped(gpu: dict[str, Any] | None, check: Check, said: str) -> None:
+    assert gpu_check.reason_not_to_run(check, gpu, allow_cpu=False) == said
+
+
+def test_the_worst_figure_is_the_verdict() -> None:
+    check = SHOWN[0]
+    fine, short = at_most("a", 1.0, 2.0), at_least("b", 1.0, 2.0)
+    assert (fine.verdict, short.verdict) == ("ok", "short")
+    assert at_most("a", 3.0, 2.0, binding=False).verdict == "ok"
+    assert gpu_check.Outcome(check, [fine]).verdict == "ok"
+    assert gpu_check.Outcome(check, [fine, short]).verdict == "short"
+    assert gpu_check.Outcome(check, [fine], failed=True).verdict == "failed"
+    assert gpu_check.Outcome(check, reason="no").verdict == "skipped"
+    assert Figure("a", 1.0).target == ""
+
+
+def test_one_that_crashes_or_hangs_fails_and_keeps_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import json, os, sys, time\n"
+        "name, figures = sys.argv[2], sys.argv[4]\n"
+        "open(figures, 'a').write(json.dumps({'name': 'a', 'value': 1.0}) + '\\n')\n"
+        "print('something went wrong', flush=True)\n"
+        "os.abort() if name == 'bf16' else time.sleep(60)\n"
+    )
+    monkeypatch.setattr(gpu_check, "__file__", str(child))
+    crashed = gpu_check.run_check(BY_NAME["bf16"], tmp_path, [], 60.0)
+    assert (crashed.verdict, [one.name for one in crashed.figures]) == ("failed", ["a"])
+    assert "something went wrong" in crashed.reason
+    hung = gpu_check.run_check(BY_NAME["te"], tmp_path, [], 1.0)
+    assert (hung.verdict, len(hung.figures)) == ("failed", 1)
+    assert hung.reason == "not done after 1 s" and hung.seconds < 30.0
+
+
+def tiny(tmp_path: Path, *names: str) -> dict[str, dict[str, Any]]:
+    only = [word for name in names for word in ("--only", name)]
+    ran = tool(
+        *only, "--allow-cpu", "--shapes", "tiny", "--workspace", str(tmp_path), "--minutes", "30",
+        timeout=1800.0,
+    )  # fmt: skip
+    found = {one["check"]: one for one in last_line(ran)["checks"]}
+    assert all(one["verdict"] != "failed" for one in found.values()), found
+    assert ran.returncode == 0
+    return found
+
+
+def test_policy_checks_run_in_a_tiny_shape(tmp_path: Path) -> None:
+    found = tiny(tmp_path, "bf16", "head")
+    assert {one["verdict"] for one in found.values()} == {"ok"}
+    assert len(found["bf16"]["figures"]) == 6 and len(found["head"]["figures"]) > 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize(
+    "name",
+    [check.name for check in SHOWN if check.on_cpu and check.name not in ("bf16", "head")],
+)
+def test_every_check_for_cpu_runs_in_a_tiny_shape(name: str, tmp_path: Path) -> None:
+    found = tiny(tmp_path, name)
+    assert found[name]["figures"] and found[name]["verdict"] == "ok", found

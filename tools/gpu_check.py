@@ -1,0 +1,270 @@
+"""Verify on a machine with one NVIDIA GPU what cannot be verified without one.
+
+    python tools/gpu_check.py                        # all that fits, at most 9 minutes
+    python tools/gpu_check.py --only bf16 --only head
+    python tools/gpu_check.py --list
+
+Each check runs in a process of its own, with a limit of time: one that crashes or takes all memory
+ends no other, and the GPU is really free for the next. Rows are printed as they come; the last line
+is one JSON object with everything. Models have published shapes and random weights, made on the
+spot. What is not installed, or does not fit, is skipped by name. The table's verdicts: ok; short
+(it ran, and misses a target); failed; skipped. Exit status 1 if any check failed, else 0.
+
+Without a GPU it says what it would have run, and what each check needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import typer
+from gpu_checks.catalogue import BY_NAME, SHOWN, Check
+from gpu_checks.figures import WORST, Figure, Verdict
+from rich.console import Console
+from rich.table import Table
+
+LEAVE_SECONDS = 5.0
+MIN_SECONDS = 20.0
+"""With less time left no check is begun."""
+LOG_LINES = 4
+CPU_PATIENCE = 5
+
+
+@dataclass
+class Outcome:
+    """What became of a check."""
+
+    check: Check
+    figures: list[Figure] = field(default_factory=list)
+    reason: str = ""
+    failed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of its figures', if it ran to its end."""
+        if self.failed:
+            return "failed"
+        if self.reason or not self.figures:
+            return "skipped"
+        return min((figure.verdict for figure in self.figures), key=WORST.index)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the last line."""
+        return {
+            "check": self.check.name,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "seconds": round(self.seconds, 1),
+            "figures": [asdict(figure) for figure in self.figures],
+        }
+
+
+# ---------------------------------------------------------------------------- a check's process
+
+
+def run_child(check: Check, workspace: Path, tiny: bool, quick: bool, figures: Path | None) -> None:
+    """Run one check here; its figures, a JSON line each, as they come."""
+    from gpu_checks.rig import Setting
+
+    out = figures.open("a", encoding="utf-8") if figures else sys.stdout
+    for figure in check.run()(Setting(workspace, tiny, quick)):
+        print(json.dumps(asdict(figure)), file=out, flush=True)
+
+
+# ---------------------------------------------------------------------------- the first process
+
+
+def reason_not_to_run(check: Check, gpu: dict[str, Any] | None, allow_cpu: bool) -> str:
+    """Why a check is skipped here; empty if it is not."""
+    if gpu is None:
+        if allow_cpu and check.on_cpu:
+            return ", ".join(f"{name} is not installed" for name in check.missing())
+        return f"needs {check.needs()}"
+    if missing := check.missing():
+        return ", ".join(f"{name} is not installed" for name in missing)
+    if tuple(gpu["capability"]) < check.capability:
+        return f"needs {check.needs()}"
+    if gpu["gib"] < check.gib:
+        return f"needs {check.gib:g} GiB, there are {gpu['gib']:.0f}"
+    return ""
+
+
+def run_check(check: Check, workspace: Path, options: list[str], limit: float) -> Outcome:
+    """In a process of its own; whatever it started is ended with it."""
+    outcome, started = Outcome(check), time.monotonic()
+    figures, log = workspace / f"{check.name}.jsonl", workspace / f"{check.name}.log"
+    figures.write_text("")
+    command = [sys.executable, __file__, "--child", check.name, "--figures", str(figures)]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, "--workspace", str(workspace), *options],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            outcome.reason = f"not done after {limit:.0f} s"
+        finally:
+            _end(process)
+    outcome.seconds = time.monotonic() - started
+    lines = figures.read_text(encoding="utf-8").splitlines()
+    outcome.figures = [Figure(**json.loads(line)) for line in lines]
+    if process.returncode != 0:
+        outcome.failed = True
+        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        outcome.reason = outcome.reason or " | ".join(last[-LOG_LINES:])[-400:]
+    return outcome
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and those it started: it leads a group of its own."""
+    for number, seconds in ((signal.SIGTERM, LEAVE_SECONDS), (signal.SIGKILL, LEAVE_SECONDS)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def read_gpu() -> dict[str, Any] | None:
+    """The GPU as torch sees it, asked in a process that ends: this one keeps no memory there."""
+    code = (
+        "import json, torch; p = torch.cuda.is_available() and torch.cuda.get_device_properties(0);"
+        "print(json.dumps(p and {'name': p.name, 'capability': [p.major, p.minor],"
+        "'gib': p.total_memory / 2**30, 'cuda': torch.version.cuda}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    gpu: dict[str, Any] | bool = json.loads(ran.stdout.splitlines()[-1])
+    return gpu or None  # type: ignore[return-value]
+
+
+def about(gpu: dict[str, Any] | None) -> dict[str, Any]:
+    """What the figures are worth nothing without."""
+    from importlib import metadata
+
+    from dapo_megatron.doctor.facts import facts
+
+    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), **facts(), "gpu": gpu}
+    for name in ("triton", "transformer-engine", "apex", "flashinfer-python"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found["driver"] = subprocess.check_output(asked, text=True, timeout=20).strip()
+    except (OSError, subprocess.SubprocessError):
+        found["driver"] = None
+    return found
+
+
+def rows_of(outcome: Outcome) -> Table:
+    """A check and its figures, as a part of the table."""
+    shown = Table(show_header=False, box=None, pad_edge=False)
+    for width in (14, 58, 16, 10, 8):
+        shown.add_column(width=width, overflow="fold")
+    colour = {"ok": "green", "short": "yellow", "failed": "red", "skipped": "dim"}
+    first = (outcome.check.name, outcome.reason or f"took {outcome.seconds:.0f} s")
+    if outcome.verdict == "skipped":
+        first = (outcome.check.name, f"{outcome.check.title()} [yellow]{outcome.reason}[/]")
+    verdict = outcome.verdict
+    shown.add_row(*first, "", "", f"[{colour[verdict]}]{verdict}[/]", style="bold")
+    for one in outcome.figures:
+        value = f"{one.value:.4g} {one.unit}".strip()
+        word = f"[{colour[one.verdict]}]{one.verdict}[/]" if one.target else ""
+        shown.add_row("", one.name, value, one.target, word)
+    return shown
+
+
+def check_all(
+    checks: list[Check], workspace: Path, options: list[str], minutes: float, allow_cpu: bool
+) -> tuple[list[Outcome], dict[str, Any]]:
+    """Run what can run, printing as it goes."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+    deadline = time.monotonic() + minutes * 60.0
+    gpu = read_gpu()
+    facts = about(gpu)
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    if gpu is None and not allow_cpu:
+        console.print("\nNo NVIDIA GPU here. What would have run, and what it needs:\n")
+    outcomes = []
+    for check in checks:
+        left = deadline - time.monotonic()
+        if reason := reason_not_to_run(check, gpu, allow_cpu):
+            outcome = Outcome(check, reason=reason)
+        elif left < MIN_SECONDS:
+            outcome = Outcome(check, reason=f"no time left of {minutes:g} minutes: --only it")
+        else:
+            limit = check.seconds * (CPU_PATIENCE if gpu is None else 1)
+            outcome = run_check(check, workspace, options, min(limit, left))
+        outcomes.append(outcome)
+        console.print(rows_of(outcome), highlight=False)
+        with (workspace / "outcomes.jsonl").open("a", encoding="utf-8") as kept:
+            kept.write(json.dumps(outcome.to_json()) + "\n")
+    return outcomes, facts
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Only this check; repeatable.")] = None,
+    list_checks: Annotated[
+        bool, typer.Option("--list", help="Names, and what each needs.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write it here.")] = None,
+    quick: Annotated[bool, typer.Option(help="Only checks that take under two minutes.")] = False,
+    minutes: Annotated[float, typer.Option(help="No check is running after these.")] = 9.0,
+    workspace: Annotated[
+        Path | None, typer.Option(help="Keep models, logs and figures here (12 GB).")
+    ] = None,
+    shapes: Annotated[str, typer.Option(hidden=True)] = "real",
+    allow_cpu: Annotated[bool, typer.Option(hidden=True)] = False,
+    child: Annotated[str, typer.Option(hidden=True)] = "",
+    figures: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Verify every GPU feature that fits on this machine's GPU."""
+    if unknown := {*(only or []), *([child] if child else [])} - set(BY_NAME):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: see --list")
+    if child:
+        assert workspace is not None
+        run_child(BY_NAME[child], workspace, shapes == "tiny", quick, figures)
+        return
+    checks = [BY_NAME[name] for name in only] if only else list(SHOWN)
+    checks = [check for check in checks if not quick or check.seconds <= 120]
+    if list_checks:
+        for check in checks:
+            print(f"{check.name:16} {check.title()}\n{'':16} needs {check.needs()}")
+        return
+    options = ["--shapes", shapes, *(["--quick"] if quick else [])]
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as temporary:
+        folder = workspace or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        outcomes, facts = check_all(checks, folder.resolve(), options, minutes, allow_cpu)
+    line = json.dumps({"tool": "gpu_check", **facts, "checks": [one.to_json() for one in outcomes]})
+    if json_file is not None:
+        json_file.write_text(line, encoding="utf-8")
+    print(line)
+    raise typer.Exit(int(any(one.verdict == "failed" for one in outcomes)))
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

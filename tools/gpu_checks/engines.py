@@ -1,0 +1,191 @@
+"""Engines: sampling, sleeping, and getting the policy's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dapo_megatron.cluster.memory_meter import MemoryMeter
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.config import Config
+from gpu_checks.figures import Figure, at_most, holds, told
+from gpu_checks.rig import (
+    GIB,
+    Setting,
+    gaps,
+    generate,
+    has_gpu,
+    likelihood,
+    make_config,
+    memory_gib,
+    one_rank,
+    random_batch,
+    used_gib,
+)
+
+STEP = 1.0 + 2.0**-6
+"""What weights are multiplied by between syncs: seen in bfloat16."""
+TARGET_GAP = 0.015
+TARGET_ASLEEP_GIB = 2.0
+TARGET_SYNC_SECONDS = {"0.6b": 0.1, "4b": 0.5}
+PLAN_LIMIT = 0.10
+
+
+def sync_06b(setting: Setting) -> Iterator[Figure]:
+    """Syncs of the 0.6B model: fingerprints, gap, seconds; memory of a sleeping engine."""
+    yield from _syncs(setting, "0.6b")
+
+
+def sync_4b(setting: Setting) -> Iterator[Figure]:
+    """Syncs of the 4B model, and the memory that its sleeping engine leaves on the device."""
+    away = "policy.offload=[weights, gradients, optimizer]"
+    if has_gpu() and memory_gib() < 100:
+        # Master weights and moments of 4 G parameters are 45 GiB.
+        yield from _syncs(setting, "4b", "optimizer.cpu_offload=1.0", "policy.offload=[gradients]")
+    else:
+        yield from _syncs(setting, "4b", away)
+
+
+def engine_fp8(setting: Setting) -> Iterator[Figure]:
+    """An engine in FP8: quantised anew at each sync, and how far it then is from the policy."""
+    yield from _syncs(setting, "0.6b", "engine.quantization=fp8", is_exact=False)
+
+
+def _syncs(
+    setting: Setting, model: str, *overrides: str, is_exact: bool = True
+) -> Iterator[Figure]:
+    from dapo_megatron.build import planner
+    from dapo_megatron.engine.engine import VllmEngine
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    ranks = one_rank()
+    before = used_gib()
+    config = make_config(setting, model, "sync.fingerprint_every=1", *overrides)
+    engine = VllmEngine(config, rank=0, world_size=1, local_rank=0, is_empty=True)
+    yield told("engine awake takes", used_gib() - before, "GiB")
+    engine.sleep()
+    asleep = used_gib() - before
+    yield at_most("engine asleep leaves", asleep, TARGET_ASLEEP_GIB, "GiB")
+    policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
+    sync = _sync_of(config, ranks, policy, engine)
+    reports = []
+    for version in range(3):
+        engine.sleep()
+        policy.onload()
+        for shard in policy.shards():
+            shard.view.mul_(STEP if version else 1.0)
+        reports.append(sync(version))
+        report = reports[-1]
+        yield told(f"sync {version + 1}: moved in", report.seconds, "s")
+        yield told(f"sync {version + 1}: verified in", report.verify_seconds, "s")
+        yield told(f"sync {version + 1}: turns", report.turn_seconds, "s")
+        yield told(f"sync {version + 1}: largest gap of fixed sequences", report.canary_gap)
+        yield told(f"sync {version + 1}: tensors that cannot be read", report.unread_tensors)
+    limit = TARGET_SYNC_SECONDS[model]
+    best = min(report.seconds for report in reports[1:])
+    yield at_most("a sync moves weights in", best, limit, "s", binding=has_gpu())
+    yield holds("fingerprints agree", all(report.fingerprinted for report in reports))
+    size = sync.num_bytes / GIB
+    yield told("weights", size, "GiB")
+    yield from _gap(setting, policy, engine, is_exact=is_exact)
+
+
+def _sync_of(config: Config, ranks: Ranks, policy: Any, engine: Any) -> Any:
+    from dapo_megatron.bridge.sync import WeightSync
+
+    return WeightSync(
+        policy,
+        engine,
+        ranks,
+        config.sync,
+        vocab=policy.architecture.vocab,
+        max_tokens=config.rollout.max_prompt_tokens,
+        ranks_per_node=1,
+    )
+
+
+def _gap(setting: Setting, policy: Any, engine: Any, *, is_exact: bool) -> Iterator[Figure]:
+    """Of what the engine samples."""
+    vocab = policy.architecture.vocab
+    count, length = setting.pick((64, 256), (4, 16))
+    _, sampled = generate(engine, count, length, vocab)
+    engine.sleep()
+    policy.onload()
+    gap_T = gaps(policy, sampled, vocab)
+    if is_exact:
+        yield at_most("gap of sampled tokens, mean", float(gap_T.mean()), TARGET_GAP)
+    else:
+        yield told("gap of sampled tokens, mean", float(gap_T.mean()))
+    yield told("gap of sampled tokens, largest", float(gap_T.max()))
+
+
+def tokens_eager(setting: Setting) -> Iterator[Figure]:
+    """Tokens a second of the 0.6B engine, eager."""
+    yield from _tokens(setting, "0.6b")
+
+
+def tokens_graphs(setting: Setting) -> Iterator[Figure]:
+    """Tokens a second of the 0.6B engine with CUDA graphs; the gap with them."""
+    yield from _tokens(setting, "0.6b", "engine.enforce_eager=false")
+
+
+def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
+    from dapo_megatron.build import build_models
+
+    count, length = setting.pick((256, 512), (4, 16))
+    config = make_config(setting, model, f"engine.max_sequences={count}", *overrides)
+    policy, engine, sync = build_models(config, one_rank())
+    report = sync(0)
+    vocab = sync._policy.architecture.vocab
+    generate(engine, count, min(length, 32), vocab)
+    seconds, sampled = generate(engine, count, length, vocab)
+    tokens = sum(len(one.tokens) for _, one in sampled)
+    yield told(f"{count} sequences at once", tokens / seconds, "tokens/s")
+    seconds, alone = generate(engine, 1, length, vocab)
+    yield told("one sequence", len(alone[0][1].tokens) / seconds, "tokens/s")
+    yield told("largest gap of fixed sequences", report.canary_gap)
+    engine.sleep()
+    policy.onload()
+    gap_T = gaps(policy, sampled, vocab)
+    yield at_most("gap of sampled tokens, mean", float(gap_T.mean()), TARGET_GAP)
+    yield told("gap of sampled tokens, largest", float(gap_T.max()))
+
+
+def plan(setting: Setting) -> Iterator[Figure]:
+    """Peak memory of each phase of a 0.6B run against what `plan` says."""
+    from dapo_megatron.build import build_models
+    from dapo_megatron.plan import make_plan
+
+    ranks = one_rank()
+    tokens = 8192
+    config = make_config(
+        setting, "0.6b", "policy.offload=[weights, gradients, optimizer]", row_tokens=tokens
+    )
+    total = memory_gib() if has_gpu() else 80.0
+    planned = make_plan(config, 1, gpu_memory_gib=total, gpus_per_node=1 if has_gpu() else 0)
+    policy, engine, sync = build_models(config, ranks)
+    vocab = policy.architecture.vocab  # type: ignore[attr-defined]
+    meter = MemoryMeter(ranks)
+    length = setting.pick(2048, 64)
+    batch = random_batch([length] * (setting.pick(tokens, 256) // length), vocab)
+    policy.onload()
+    policy.update(batch, likelihood, 1e-6)  # moments are there from now on
+    with meter.phase("sync"):
+        sync(0)
+    with meter.phase("generate"):
+        generate(engine, *setting.pick((64, 256), (4, 16)), vocab)
+    engine.sleep()
+    policy.onload()
+    with meter.phase("logprobs"):
+        policy.logprobs(batch)
+    with meter.phase("update"):
+        policy.update(batch, likelihood, 1e-6)
+    for name, measured in meter.metrics().items():
+        phase = name.removeprefix("memory/").removesuffix("_gib")
+        yield told(f"{phase}, measured", measured, "GiB")
+        if phase.endswith("_torch"):
+            continue
+        said = planned.num_bytes(phase) / GIB
+        yield told(f"{phase}, planned", said, "GiB")
+        error = abs(said / measured - 1.0)
+        yield at_most(f"{phase}, relative error", error, PLAN_LIMIT, binding=has_gpu())

@@ -1,0 +1,81 @@
+"""The machine itself, and whole commands on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from gpu_checks.figures import Figure, at_most, holds, told
+from gpu_checks.rig import BASE, REPOSITORY, Setting, has_gpu
+
+TINY_STEPS = 2
+
+
+def smi(setting: Setting) -> Iterator[Figure]:
+    """What nvidia-smi says, as preflight reads it."""
+    from dapo_megatron.cluster.gpus import check_gpus, read_gpus
+
+    gpus = read_gpus(30.0)
+    yield told("GPUs", len(gpus))
+    checks = list(check_gpus(gpus, 1, is_used=True))
+    for check in checks:
+        print(check, flush=True)
+    yield holds("none is found bad", all(check.status != "fail" for check in checks))
+
+
+def preflight(setting: Setting) -> Iterator[Figure]:
+    """`doctor nodes` on one rank."""
+    report = setting.workspace / "preflight"
+    seconds, done = _command(setting, "doctor", "nodes", BASE, "--report", report, *_alone())
+    yield told("took", seconds, "s")
+    yield holds("passes", done.returncode == 0)
+
+
+def end_to_end(setting: Setting) -> Iterator[Figure]:
+    """`train` on the tiny model, two steps, in bfloat16."""
+    precision = "bfloat16" if has_gpu() else "float32"
+    seconds, done = _command(
+        setting,
+        "train",
+        BASE,
+        *_alone(),
+        f"run.directory={setting.workspace / 'runs'}",
+        "run.name=gpu_check",
+        f"policy.precision={precision}",
+        "policy.offload=[weights, gradients, optimizer]",
+        "rollout.deterministic=false",
+        f"train.rollout_steps={TINY_STEPS}",
+        "evaluation.every=0",
+        "sync.max_gap=1.0",
+        "tracking.mlflow=false",
+    )
+    yield told("took", seconds, "s")
+    yield holds("ends without an error", done.returncode == 0)
+    lines = (setting.workspace / "runs/gpu_check/metrics.jsonl").read_text().splitlines()
+    steps: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    last = steps[-1]
+    yield holds(f"{TINY_STEPS} steps", last.get("step") == TINY_STEPS)
+    for name in ("mismatch/gap_mean", "mismatch/gap_max", "time/step", "time/sync"):
+        if name == "mismatch/gap_mean":
+            yield at_most(name, last[name], 0.015)
+        elif name in last:
+            yield told(name, last[name])
+    for name, value in last.items():
+        if name.startswith("memory/"):
+            yield told(name, value, "GiB")
+
+
+def _alone() -> list[str]:
+    return ["run.processes=1", "policy.tensor_parallel=1", "engine.memory_fraction=0.3"]
+
+
+def _command(setting: Setting, *words: object) -> tuple[float, subprocess.CompletedProcess[bytes]]:
+    """`python -m dapo_megatron`, its output in this check's log."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "dapo_megatron", *map(str, words)]
+    done = subprocess.run(command, cwd=REPOSITORY, check=False)
+    return time.perf_counter() - started, done

@@ -1,0 +1,112 @@
+"""Models of published shapes with random weights, in HF folders; made once per workspace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from make_tiny_model import make_tokenizer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dapo_megatron.bridge.families import architecture, hf_tensors
+
+_QWEN: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+}
+_QWEN3 = _QWEN | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # As config.json of Qwen/Qwen2.5-0.5B, Qwen/Qwen3-0.6B-Base and Qwen/Qwen3-4B-Base has them.
+    "0.5b": _QWEN
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "4b": _QWEN3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "4b_18_layers": _QWEN3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 32,
+    },
+    "tiny": _QWEN3
+    | {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+    },
+}
+INIT_STD = 0.02
+
+
+def model_folder(name: str, workspace: Path) -> Path:
+    """The folder of a model of this shape, bfloat16; made if it is not there."""
+    folder = workspace / "models" / name
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    hf = SHAPES[name] | {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "torch_dtype": "bfloat16",
+    }
+    tokenizer.save_pretrained(folder)
+    save_file(_random_weights(hf), folder / "model.safetensors", {"format": "pt"})
+    # Last: a folder with it is whole.
+    (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    return folder
+
+
+def _random_weights(hf: dict[str, Any]) -> dict[str, Tensor]:
+    """Norms about 1, all else about 0."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    weights = {}
+    for name, shape in hf_tensors(architecture(hf)).items():
+        values = torch.empty(shape, device=device).normal_(std=INIT_STD, generator=generator)
+        if name.endswith("norm.weight"):
+            values += 1.0
+        weights[name] = values.bfloat16().cpu()
+    return weights

@@ -1,0 +1,178 @@
+"""How fast the policy computes: its updates, and the log-prob head alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import bench_logprobs as bench
+import torch
+
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.flops import model_flops, peak_flops
+from dapo_megatron.policy import vocab_parallel
+from gpu_checks.figures import Figure, at_least, at_most, told
+from gpu_checks.rig import (
+    GIB,
+    Setting,
+    has_gpu,
+    likelihood,
+    make_config,
+    make_policy,
+    memory_gib,
+    one_rank,
+    random_batch,
+    seconds_of,
+    wait,
+)
+
+LENGTH = 2048
+FEW, MANY = 4096, 16384  # tokens of a packed row
+TARGET_MFU = 0.45
+TARGET_HEAD = 1.1
+ROOM_FOR_4B_GIB = 120
+"""States of 4.0 G parameters take 67 GiB (18 bytes each), a row of 16,384 tokens 45 more."""
+
+
+def mfu_4b(setting: Setting) -> Iterator[Figure]:
+    """Updates of the 4B model, bfloat16, the kernels that `auto` takes."""
+    model = "4b"
+    if has_gpu() and memory_gib() < ROOM_FOR_4B_GIB:
+        model = "4b_18_layers"  # the same matmuls, half as often
+    yield told("layers", 18 if model.endswith("layers") else 36)
+    ranks = one_rank()
+    for num_tokens in (FEW, MANY):
+        is_asked = num_tokens == MANY
+        yield from _updates(setting, ranks, model, num_tokens, judged=is_asked, rows=(num_tokens,))
+
+
+def mfu_06b(setting: Setting) -> Iterator[Figure]:
+    """Updates of the 0.6B model, bfloat16: auto and local kernels."""
+    ranks = one_rank()
+    for kernels in ("auto", "local"):
+        overrides = f"policy.kernels={kernels}"
+        yield from _updates(setting, ranks, "0.6b", MANY, overrides, rows=(FEW, MANY), name=kernels)
+
+
+def mfu_fp8(setting: Setting) -> Iterator[Figure]:
+    """Updates of the 4B model in FP8 (MFU still of bfloat16's peak)."""
+    small = has_gpu() and memory_gib() < ROOM_FOR_4B_GIB
+    fp8 = "policy.fp8={recipe: current}"
+    model = "4b_18_layers" if small else "4b"
+    yield from _updates(setting, one_rank(), model, MANY, fp8, rows=(MANY,), name="FP8")
+
+
+def mfu_triton(setting: Setting) -> Iterator[Figure]:
+    """Updates of the 0.6B model with the Triton head."""
+    head = "policy.logprob_head=triton"
+    yield from _updates(setting, one_rank(), "0.6b", MANY, head, rows=(MANY,), name="triton head")
+
+
+def _updates(
+    setting: Setting,
+    ranks: Ranks,
+    model: str,
+    row_tokens: int,
+    *overrides: str,
+    rows: tuple[int, ...],
+    name: str = "",
+    judged: bool = False,
+) -> Iterator[Figure]:
+    policy = make_policy(make_config(setting, model, *overrides, row_tokens=row_tokens), ranks)
+    for num_tokens in rows:
+        length = setting.pick(LENGTH, 64)
+        lengths = [length] * (setting.pick(num_tokens, 256) // length)
+        batch = random_batch(lengths, policy.architecture.vocab)
+        what = f"{name} {num_tokens:,} tokens".strip()
+        if has_gpu():
+            torch.cuda.reset_peak_memory_stats()
+        seconds = seconds_of(lambda: policy.update(batch, likelihood, 1e-6))  # noqa: B023
+        yield told(f"{what}, update", seconds, "s")
+        yield told(f"{what}, speed", sum(lengths) / seconds, "tokens/s")
+        forward = seconds_of(lambda: policy.logprobs(batch))  # noqa: B023
+        yield told(f"{what}, old log-probs", forward, "s")
+        if not has_gpu():
+            continue
+        yield told(f"{what}, peak of tensors", torch.cuda.max_memory_allocated() / GIB, "GiB")
+        peak = peak_flops(torch.cuda.get_device_name())
+        if peak:
+            scored = batch.num_loss_tokens
+            flops = model_flops(policy.architecture, lengths, backward=True, num_scored=scored)
+            share = flops / seconds / peak
+            if judged:
+                yield at_least(f"{what}, MFU", share, TARGET_MFU)
+            else:
+                yield told(f"{what}, MFU", share)
+    policy.close()
+
+
+# ---------------------------------------------------------------------------- the head
+
+
+def head(setting: Setting) -> Iterator[Figure]:
+    """The log-prob head beside the four matmuls it cannot do without, and beside plain torch."""
+    variants = [variant for variant in bench.variants() if variant != bench.NO_ENTROPY]
+    if not has_gpu():
+        variants.append(bench.MATMULS)
+    for hidden in (2560, 1024):
+        for num_tokens in (FEW, MANY):
+            yield from _head(setting, hidden, num_tokens, variants)
+    yield from _tile_shapes(setting)
+
+
+def _head(setting: Setting, hidden: int, num_tokens: int, names: list[str]) -> Iterator[Figure]:
+    sizes = setting.pick((num_tokens, 151_936, hidden), (64, 1000, 32))
+    seconds, gib = {}, {}
+    for name in names:
+        if name in (bench.PLAIN,) and num_tokens == MANY:
+            continue  # 30 GiB
+        seconds[name], gib[name] = _time_head(bench.Case(name, "bfloat16", *sizes))
+    what = f"{sizes[2]} x {sizes[1]:,}, {sizes[0]:,} tokens"
+    alone = seconds[bench.MATMULS]
+    yield told(f"{what}: matmuls alone", alone, "s")
+    for name in (bench.FUSED, bench.TRITON):
+        if name in seconds:
+            ratio = seconds[name] / alone
+            # The target is stated for a 4B model's head; a small one's matmuls hide less.
+            binding = hidden == 2560 and has_gpu()
+            yield at_most(f"{what}: {name} / matmuls", ratio, TARGET_HEAD, binding=binding)
+            yield told(f"{what}: {name}, memory on top", gib[name], "GiB")
+    if bench.TILES in seconds:
+        yield told(f"{what}: the tiles' matmuls / matmuls", seconds[bench.TILES] / alone)
+    if bench.PLAIN in seconds:
+        yield told(f"{what}: plain / matmuls", seconds[bench.PLAIN] / alone)
+        yield told(f"{what}: plain, memory on top", gib[bench.PLAIN], "GiB")
+
+
+def _time_head(case: Any) -> tuple[float, float]:
+    """Seconds of a forward and backward; GiB on top of its inputs."""
+    inputs = bench.make_inputs(case, case.num_tokens)
+
+    def once() -> None:
+        bench.run_head(case, inputs)[0].sum().backward()
+        for value in inputs[:2]:
+            value.grad = None
+
+    once()
+    wait()
+    before = bench._start_peak()
+    once()
+    wait()
+    extra = (bench._peak() - before) / GIB
+    return seconds_of(once, repeats=5), extra
+
+
+def _tile_shapes(setting: Setting) -> Iterator[Figure]:
+    """The faster head with tiles of other shapes: whether ours is the best for this GPU."""
+    name = bench.TRITON if bench.TRITON in bench.variants() else bench.FUSED
+    sizes = setting.pick((MANY, 151_936, 2560), (64, 1000, 32))
+    case, ours = bench.Case(name, "bfloat16", *sizes), vocab_parallel._tile_shape
+    try:
+        for shape in setting.pick(
+            ((1024, 4096), (2048, 4096), (4096, 4096), (2048, 8192), (16384, 2048)), ((32, 256),)
+        ):
+            vocab_parallel._tile_shape = lambda _, shape=shape: shape
+            seconds, _ = _time_head(case)
+            yield told(f"{name}, tiles of {shape[0]:,} x {shape[1]:,}", seconds, "s")
+    finally:
+        vocab_parallel._tile_shape = ours
