@@ -24,6 +24,7 @@ from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.flops import model_flops, peak_flops
 from dapo_megatron.layout import row_multiple, sequence_multiple
 from dapo_megatron.parts import Parts
 from dapo_megatron.protocols import Planner, Policy, RolloutEngine, Tracker
@@ -40,6 +41,7 @@ from dapo_megatron.tracking import (
     RunConsole,
     RunRecorder,
     SilentRecorder,
+    Speedometer,
 )
 from dapo_megatron.types import ConfigError, Prompt
 
@@ -308,7 +310,19 @@ def build_recorder(
         console=console,
         samples_folder=folder.samples if config.tracking.samples else None,
         num_devices=num_devices,
+        speedometer=_speedometer(config, num_devices),
         mlflow=mlflow,
+    )
+
+
+def _speedometer(config: Config, num_devices: int) -> Speedometer:
+    """For the model of a config, on devices like this rank's."""
+    arch = read_architecture(config)
+    has_gpu = torch.cuda.is_available()
+    return Speedometer(
+        num_devices,
+        lambda lengths, scored: model_flops(arch, lengths, backward=True, num_scored=scored),
+        peak_flops(torch.cuda.get_device_name()) if has_gpu else None,
     )
 
 

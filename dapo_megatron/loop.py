@@ -205,6 +205,7 @@ def update(config: Config, parts: Parts, batch: TokenBatch, step: int, open_step
     for mini in minis[len(open_step.updates) :]:
         parts.stop()
         open_step.updates.append(parts.policy.update(mini, loss, lr))
+        parts.recorder.trained(mini.lengths.tolist(), mini.num_loss_tokens)
 
 
 def stoppable(loss: LossFn, stop: Callable[[], None]) -> LossFn:

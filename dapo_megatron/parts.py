@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ class Recorder(Protocol):
     """What the loop tells the world; see tracking/recorder.py."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def trained(self, lengths: Sequence[int], num_scored: int) -> None: ...
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None: ...
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]: ...
 

@@ -6,6 +6,7 @@ from dapo_megatron.tracking.jsonl import JsonlTracker, write_samples
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool, deliver, settle
 from dapo_megatron.tracking.provenance import commit, versions
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
+from dapo_megatron.tracking.speedometer import Speedometer
 from dapo_megatron.tracking.tracker import CompositeTracker
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "RunConsole",
     "RunRecorder",
     "SilentRecorder",
+    "Speedometer",
     "commit",
     "deliver",
     "settle",

@@ -3,7 +3,7 @@ console. Rank 0 has the real one; every other rank has the silent one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from dapo_megatron.protocols import Tracker
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.jsonl import write_samples
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool
+from dapo_megatron.tracking.speedometer import Speedometer
 from dapo_megatron.types import Group
 
 
@@ -25,6 +26,7 @@ class RunRecorder:
     console: RunConsole
     samples_folder: Path | None
     num_devices: int
+    speedometer: Speedometer | None = None
     mlflow: MlflowSpool | None = None
 
     @property
@@ -34,11 +36,18 @@ class RunRecorder:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a step, with the per-device throughput added."""
+        if self.speedometer is not None:
+            metrics = {**metrics, **self.speedometer.metrics(metrics)}
         speed = metrics.get("throughput/tokens_per_second")
         if speed is not None:
             per_device = {"throughput/tokens_per_second_per_device": speed / self.num_devices}
             metrics = {**metrics, **per_device}
         self.tracker.log(step, metrics)
+
+    def trained(self, lengths: Sequence[int], num_scored: int) -> None:
+        """An update was made on sequences of these lengths, so many of their tokens in the loss."""
+        if self.speedometer is not None:
+            self.speedometer.trained(lengths, num_scored)
 
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
         """The step's rollouts, with what became of each group; on a full disk they are left out."""
@@ -91,6 +100,9 @@ class SilentRecorder:
     run_id: str | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def trained(self, lengths: Sequence[int], num_scored: int) -> None:
         """Nothing."""
 
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:

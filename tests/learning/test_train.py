@@ -64,6 +64,7 @@ METRICS = {
         for name in ("bytes", "tensors", "fingerprinted", "unread_tensors", "canary_gap")
     ),
     "throughput/tokens_per_second", "throughput/tokens_per_second_per_device",
+    "throughput/model_tflops_per_device",
     *(
         f"eval/chain_sum_held_out/{name}"
         for name in (

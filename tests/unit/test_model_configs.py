@@ -1,4 +1,4 @@
-"""Every config in model_configs: complete, understood, fits its machines; the numbers of the paper."""
+"""Every config in model_configs: complete, understood, fits its machines; numbers of the paper."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from dapo_megatron.tracking import (
     JsonlTracker,
     RunConsole,
     RunRecorder,
+    Speedometer,
     commit,
     console,
     versions,
@@ -227,6 +228,35 @@ def test_samples_that_the_disk_does_not_take_cost_no_step(
     recorder.samples(2, [(group(), "mixed")])
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002.jsonl"]
     assert "WARNING: samples of step 1 are left out: " in out.getvalue()
+
+
+def test_speed_is_of_the_updates_of_a_step(tmp_path: Path) -> None:
+    """Operations over seconds of the update phase and devices; of a step alone, whatever else it
+    did."""
+    logged: list[dict[str, float]] = []
+
+    class Keeps(CompositeTracker):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            logged.append(dict(metrics))
+
+    speedometer = Speedometer(
+        4, lambda lengths, scored: 1e12 * (sum(lengths) + scored), peak_flops=20e12
+    )
+    console = RunConsole(num_steps=3, file=io.StringIO())
+    recorder = RunRecorder(Keeps(), console, None, num_devices=4, speedometer=speedometer)
+    recorder.trained([30, 40], 50)
+    recorder.trained([80], 40)
+    recorder.log(1, {"time/update": 6.0, "time/step": 60.0})
+    recorder.trained([60], 60)
+    recorder.log(2, {"time/update": 6.0})
+    recorder.log(3, {"time/update": 0.5})  # nothing to train on
+    assert logged[0]["throughput/model_tflops_per_device"] == pytest.approx(10.0)
+    assert logged[0]["throughput/mfu"] == pytest.approx(0.5)
+    assert logged[1]["throughput/model_tflops_per_device"] == pytest.approx(5.0)
+    assert "throughput/mfu" not in logged[2]
+    unknown = Speedometer(1, lambda lengths, scored: 1e12, peak_flops=None)
+    unknown.trained([1], 1)
+    assert unknown.metrics({"time/update": 1.0}) == {"throughput/model_tflops_per_device": 1.0}
 
 
 # ---------------------------------------------------------------------------- provenance

@@ -221,6 +221,9 @@ class World:
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
         yield
 
+    def trained(self, lengths: Sequence[int], num_scored: int) -> None:
+        pass
+
     @contextmanager
     def progress(self, num_groups: int) -> Iterator[Any]:
         yield None
