@@ -72,7 +72,7 @@ def load(
             "state are carried over, RNG states are not and start fresh from the seed",
             folder,
         )
-    _take_over(optimizer, params, targets)
+    _set_group_steps(optimizer, params, targets)
 
 
 def _is_own(
@@ -141,7 +141,7 @@ class _Owned:
     key: Tensor
     """What `adam` has as its parameter and its state is kept under."""
     copy: Tensor | None
-    """In float32, where the model's weight is not, or not here."""
+    """In float32, where the model's weight is not."""
 
     @property
     def counts_in_group(self) -> bool:
@@ -179,10 +179,9 @@ def _optimizer_tensors(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str
     found: dict[str, Tensor] = {}
     names = {id(param): name for name, param in params.items()}
     for one in _owned(optimizer):
-        key = f"optimizer/{names[id(one.param)]}[{one.start}:{one.stop}]"
+        key = _key(one, names)
         state = one.adam.state[one.key]
-        # A copy in the model's own precision says nothing that the weight does not.
-        if one.copy is not None and one.copy.dtype != one.param.dtype:
+        if one.copy is not None:
             found[f"{key}/{MAIN}"] = one.copy.data
         found.update({f"{key}/{field}": state[field] for field in MOMENTS})
         counted = torch.tensor(float(one.group.get("step", 0)))
@@ -213,13 +212,15 @@ def _init_state(one: _Owned) -> None:
         one.adam.state[one.key]["step"] = torch.tensor(0.0, device=where)
 
 
-def _take_over(optimizer: Any, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """What is not in the tensors themselves that were read: the number of updates, where it is
-    counted in groups, and copies that the optimizer has of weights in the same precision."""
+def _set_group_steps(
+    optimizer: Any, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """The number of updates that was read, where it is counted in groups."""
     names = {id(param): name for name, param in params.items()}
     for one in _owned(optimizer):
-        key = f"optimizer/{names[id(one.param)]}[{one.start}:{one.stop}]"
         if one.counts_in_group:
-            one.group["step"] = int(tensors[f"{key}/{STEP}"])
-        if one.copy is not None and one.copy.dtype == one.param.dtype:
-            one.copy.data.copy_(one.param.detach().view(-1)[one.start : one.stop])
+            one.group["step"] = int(tensors[f"{_key(one, names)}/{STEP}"])
+
+
+def _key(one: _Owned, names: Mapping[int, str]) -> str:
+    return f"optimizer/{names[id(one.param)]}[{one.start}:{one.stop}]"

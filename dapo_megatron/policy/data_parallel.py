@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from dapo_megatron.config import PolicyConfig
+from dapo_megatron.policy import fp8
 from dapo_megatron.policy.model import Decoder
 
 BUCKET_ELEMENTS: int | None = None
@@ -31,7 +32,7 @@ def distribute(models: Sequence[Decoder], config: PolicyConfig) -> list[Any]:
     chunks = [
         DistributedDataParallel(
             config=model.config,
-            ddp_config=_settings(model, overlap=overlap),
+            ddp_config=_settings(model, config, overlap=overlap),
             module=model,
             # Later chunks: as Megatron-LM does.
             disable_bucketing=model is not models[0],
@@ -92,7 +93,9 @@ def _num_ranks() -> int:
     return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
-def _settings(model: Decoder, *, overlap: bool) -> DistributedDataParallelConfig:
+def _settings(
+    model: Decoder, config: PolicyConfig, *, overlap: bool
+) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         # In float32 at least.
@@ -103,6 +106,7 @@ def _settings(model: Decoder, *, overlap: bool) -> DistributedDataParallelConfig
         align_param_gather=overlap,
         bucket_size=BUCKET_ELEMENTS,
         average_in_collective=False,
+        **fp8.ddp_settings(config),
     )
 
 

@@ -81,6 +81,9 @@ class _InOrder:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
+    def wait(self, _: Any) -> None:
+        """Nothing to wait for."""
+
 
 class _NoRandomness:
     """Megatron's tracker of random states by region. Nothing of ours draws numbers (no dropout),

@@ -48,42 +48,46 @@ def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
     """AdamW over all parameters of the chunks (policy/data_parallel.py). Like the published runs,
     weight decay spares none (Megatron's default would spare biases and norms), hence the empty
     overrides. Raises ConfigError."""
-    numbers = config.optimizer
-    name = kernels(numbers)
+    name = kernels(config.optimizer)
     _check(config, name)
-    moments = getattr(torch, numbers.moments)
-    is_short = config.policy.precision == "bfloat16"
+    overlap = chunks[0].ddp_config.overlap_param_gather
     with _told(adam(name)), _host_copies():
-        return get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=numbers.lr,
-                weight_decay=numbers.weight_decay,
-                adam_beta1=numbers.beta1,
-                adam_beta2=numbers.beta2,
-                adam_eps=numbers.eps,
-                clip_grad=numbers.clip_grad,
-                bf16=is_short,
-                params_dtype=getattr(torch, config.policy.precision),
-                use_distributed_optimizer=True,
-                overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-                # AdamW itself then holds the float32 copies of the weights: the one way to have
-                # moments in bfloat16, or these copies in host memory.
-                use_precision_aware_optimizer=moments == torch.bfloat16
-                or (is_short and numbers.cpu_offload > 0),
-                exp_avg_dtype=moments,
-                exp_avg_sq_dtype=moments,
-                # A copy less its 16 bits that the weight has would save 2 bytes per weight; the
-                # weights would then be rounded in another way than everywhere else.
-                store_param_remainders=False,
-                optimizer_cpu_offload=numbers.cpu_offload > 0,
-                optimizer_offload_fraction=numbers.cpu_offload,
-                overlap_cpu_optimizer_d2h_h2d=True,
-                **fp8.optimizer_settings(config.policy),
-            ),
-            list(chunks),
-            config_overrides={},
-        )
+        settings = _settings(config, overlap=overlap)
+        return get_megatron_optimizer(settings, list(chunks), config_overrides={})
+
+
+def _settings(config: Config, *, overlap: bool) -> MegatronOptimizerConfig:
+    numbers, moments = config.optimizer, getattr(torch, config.optimizer.moments)
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=numbers.lr,
+        weight_decay=numbers.weight_decay,
+        adam_beta1=numbers.beta1,
+        adam_beta2=numbers.beta2,
+        adam_eps=numbers.eps,
+        clip_grad=numbers.clip_grad,
+        bf16=config.policy.precision == "bfloat16",
+        params_dtype=getattr(torch, config.policy.precision),
+        use_distributed_optimizer=True,
+        overlap_param_gather=overlap,
+        # AdamW itself then holds the float32 copies of the weights.
+        use_precision_aware_optimizer=moments == torch.bfloat16,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
+        # A copy less the 16 bits that the weight has would save 2 bytes per weight; weights would
+        # then be rounded in another way than everywhere else.
+        store_param_remainders=False,
+        optimizer_cpu_offload=numbers.cpu_offload > 0,
+        optimizer_offload_fraction=numbers.cpu_offload,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        **fp8.optimizer_settings(config.policy),
+    )
+    if numbers.cpu_offload:
+        # So that these copies, too, are in host memory. Told afterwards: at once, Megatron would
+        # ask for the version of Transformer Engine, which need not be there.
+        settings.use_precision_aware_optimizer = True
+        settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return settings
 
 
 def adam(name: str) -> type[torch.optim.Optimizer]:
@@ -104,10 +108,13 @@ def compare(
 ) -> float:
     """How far from torch's AdamW in float64 the AdamW `name` gets on the same random gradients,
     weights in float32, on the policy's device: the largest difference of a weight, over the
-    largest distance that any weight moved. Of moments in `numbers.moments`."""
+    largest distance that any weight moved. Of moments in `numbers.moments`. (Small learning rates
+    show what float32 weights cannot hold, of any AdamW.)"""
     generator = torch.Generator().manual_seed(seed)
     start = torch.empty(num_elements).normal_(0.0, 0.02, generator=generator)
-    weights = [start.to(device()).requires_grad_(), start.double().requires_grad_()]
+    weights = [start.to(device(), copy=True), start.double()]
+    for weight in weights:
+        weight.requires_grad_()
     optimizers = [
         _alone(adam(name), numbers, weights[0]),
         _alone(adam("torch"), numbers, weights[1]),
@@ -171,6 +178,11 @@ def _check(config: Config, name: str) -> None:
                 f"optimizer.moments: bfloat16 needs Transformer Engine's AdamW, and here "
                 f"optimizer.kernels {numbers.kernels} is {name}; use float32"
             )
+    if numbers.cpu_offload and policy.precision != "bfloat16":
+        # Of float32 weights the distributed optimizer has views, which torch's optimizers refuse.
+        raise ConfigError(
+            f"optimizer.cpu_offload: needs policy.precision bfloat16, not {policy.precision}; use 0"
+        )
     if numbers.cpu_offload and policy.fp8 and policy.fp8.parameters:
         raise ConfigError(
             "optimizer.cpu_offload: not with policy.fp8.parameters, whose weights the host cannot "

@@ -207,7 +207,7 @@ class MegatronPolicy:
             shard
             for model in models
             for shard in shards_of(
-                {name: value(parameter).detach() for name, parameter in model.named_parameters()},
+                {name: value(parameter) for name, parameter in model.named_parameters()},
                 self.architecture,
                 place(model),
             )

@@ -21,6 +21,7 @@ from dapo_megatron.bridge.stores.file import dtype_name
 from dapo_megatron.bridge.stores.megatron import slots_of
 from dapo_megatron.bridge.stores.moments import (
     MAIN,
+    MOMENTS,
     STEP,
     WEIGHT,
     StateKey,
@@ -72,10 +73,11 @@ def _reader(
         stored = source.tensors[part.name].dtype
         is_rounded = about.field == WEIGHT and target.dtype.itemsize < 4
         if not is_rounded and torch.promote_types(stored, target.dtype) != target.dtype:
+            key = "optimizer.moments" if about.field in MOMENTS else "policy.precision"
             raise CheckpointError(
                 f"{source.folder}: {part.name} ({about.field}) was saved in {dtype_name(stored)}, "
-                f"and would be rounded to {dtype_name(target.dtype)}; resume with the "
-                "policy.precision that saved, or train its weights as model.path"
+                f"and would be rounded to {dtype_name(target.dtype)}; resume with the {key} "
+                "that saved, or train its weights as model.path"
             )
     name = slot.parts[0].name if slot.parts else next(iter(state.weights.tensors))
     source = _source(state, about, name, target.dtype)

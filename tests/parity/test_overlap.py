@@ -22,7 +22,7 @@ from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 
 LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
-LENGTHS = (5, 40, 17, 9, 33, 4, 40, 12)
+LENGTHS = (5, 40, 17, 9, 33, 4, 40, 12) * 2
 BUCKET_ELEMENTS = 3000
 """Small enough that every model here has many buckets, some of one parameter alone."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,0 +1,196 @@
+"""Parts of the policy leave memory and come back, to the last bit: all subsets of parts, in layouts
+that differ in what lies where; what is away takes no memory, what stays is untouched, the bridge's
+shards are views of the weights again, and a run that does it at every step is the run without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, UntypedStorage
+
+from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.cluster.ranks import Ranks
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+
+LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+PARTS = ("weights", "gradients", "optimizer")
+SUBSETS = list(chain.from_iterable(combinations(PARTS, size) for size in range(len(PARTS) + 1)))
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("qwen3", {"policy__precision": "bfloat16"}),  # float32 copies beside the weights
+    "tp2": ("qwen3", {"policy__tensor_parallel": 2}),
+    "interleaved": (
+        "qwen3",
+        {"policy__pipeline_parallel": 2, "policy__virtual_pipeline_parallel": 2},
+    ),
+    "ep2": ("deepseek_v3", {"policy__expert_parallel": 2}),  # a bias that is not trained
+    "dp2 on the host": ("qwen3", {"optimizer__cpu_offload": 0.5, "policy__precision": "bfloat16"}),
+}
+CHUNK_BYTES = 2**14
+"""So that storages lie across the chunks of host memory."""
+
+
+def build(exchange: Ranks, models: Path, layout: str, parts: tuple[str, ...] = ()) -> Any:
+    from dapo_megatron.build import planner
+    from dapo_megatron.policy import offload
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    offload.CHUNK_BYTES = CHUNK_BYTES
+    model, keys = LAYOUTS[layout]
+    given = {"policy__tensor_parallel": 1, "train__max_tokens_per_microbatch": 128, **keys}
+    config = tiny_config(
+        model__path=models / model, policy__offload="[" + ",".join(parts) + "]", **given
+    )
+    return MegatronPolicy(config, exchange, planner(config.policy, config.train))
+
+
+def batch(seed: int) -> Any:
+    return random_batch((5, 40, 17, 9), vocab=90, seed=seed)
+
+
+def steps(policy: Any) -> list[Any]:
+    """Three rollout steps, the policy away between them; what comes of them."""
+    seen = []
+    for seed in range(3):
+        policy.offload()
+        policy.offload()
+        policy.onload()
+        policy.onload()
+        seen += [policy.logprobs(batch(seed)).logprobs, policy.update(batch(seed), LOSS, 1e-3)]
+        seen.append({name: tensor.clone() for name, tensor in policy.weights()})
+    return seen
+
+
+def storages(policy: Any) -> dict[str, list[UntypedStorage]]:
+    """Of each part, found in another way than the code does: by what Megatron's objects hold."""
+    found: dict[str, list[UntypedStorage]] = {part: [] for part in PARTS}
+
+    def add(part: str, tensor: Tensor) -> None:
+        found[part].append(tensor.untyped_storage())
+
+    for chunk in policy._chunks:
+        for parameter in chunk.module.parameters():
+            add("weights", parameter)
+            if parameter.requires_grad:
+                add("gradients", parameter.main_grad)
+    for one in policy._optimizer.chained_optimizers:
+        inner = one.optimizer
+        for adam in getattr(inner, "sub_optimizers", [inner]):
+            if adam in getattr(inner, "cpu_optimizers", ()):
+                continue
+            for state in adam.state.values():
+                for name in ("exp_avg", "exp_avg_sq", "master_param"):
+                    if name in state:
+                        add("optimizer", state[name])
+        for group in one.shard_fp32_from_float16_groups:
+            for copy in filter(torch.is_tensor, group):
+                add("optimizer", copy)
+    return found
+
+
+def contents(policy: Any, parts: tuple[str, ...]) -> list[Tensor]:
+    return [
+        torch.empty(0, dtype=torch.uint8).set_(one).clone()
+        for part in parts
+        for one in storages(policy)[part]
+    ]
+
+
+def there_and_back(policy: Any, parts: tuple[str, ...], seed: int) -> None:
+    """Once, with all that should hold on the way."""
+    from dapo_megatron.policy.offload import Offload
+
+    policy._memory = memory = Offload(parts, policy._chunks, policy._optimizer)
+    policy.update(batch(seed), LOSS, 1e-3)
+    shards = policy.shards()
+    policy.onload()
+    keeping = tuple(part for part in PARTS if part != "gradients" or part not in parts)
+    before, read = contents(policy, keeping), [shard.read().clone() for shard in shards]
+    for _ in range(2):
+        policy.offload()
+        for part, held in storages(policy).items():
+            assert bool(held) and all((one.nbytes() == 0) == (part in parts) for one in held), part
+        if parts:
+            with pytest.raises(AssertionError, match="onload"):
+                policy.logprobs(batch(seed))
+            for call in (policy.snapshot, policy.weights, lambda: policy.load(Path())):
+                with pytest.raises(AssertionError, match="onload"):
+                    call()
+        size = memory._host.num_bytes
+        policy.onload()
+        assert all(map(torch.equal, contents(policy, keeping), before))
+        assert all(map(torch.equal, (shard.read() for shard in shards), read))
+    assert memory._host.num_bytes == size  # used again
+    assert bool(size) == bool({"weights", "optimizer"} & set(parts))
+
+
+def run(rank: int, world_size: int, models: Path) -> dict[str, Any]:
+    exchange, seen = Ranks(rank, world_size, rank), {}
+    for layout in LAYOUTS:
+        found = []
+        for parts in ((), PARTS):
+            policy = build(exchange, models, layout, parts)
+            found.append(steps(policy))
+            if parts:
+                for seed, subset in enumerate(SUBSETS):
+                    there_and_back(policy, subset, seed)
+            policy.close()
+        seen[layout] = found
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    models = tmp_path_factory.mktemp("models")
+    make_random_model(
+        "qwen3", models / "qwen3", seed=1, tie_word_embeddings=True, num_hidden_layers=4
+    )
+    make_random_model("deepseek_v3", models / "deepseek_v3", seed=1, num_hidden_layers=2)
+    return run_ranks(run, 2, 2, models, timeout=900.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_policy_that_comes_and_goes_is_the_policy_that_stays(layout: str, ranks: Any) -> None:
+    for rank in ranks:
+        staying, going = rank[layout]
+        for one, other in zip(staying, going, strict=True):
+            if isinstance(one, Tensor):
+                assert torch.equal(one, other)
+            elif isinstance(one, dict):
+                assert all(torch.equal(one[name], other[name]) for name in one)
+            else:
+                assert one == other
+
+
+def storages_of(sizes: list[int]) -> Iterator[Tensor]:
+    for seed, size in enumerate(sizes):
+        generator = torch.Generator().manual_seed(seed)
+        yield torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
+
+
+@given(st.lists(st.integers(0, 3000), max_size=8), st.sampled_from([512, 1024, 4096]))
+def test_host_memory_gives_back_what_it_keeps(sizes: list[int], chunk_bytes: int) -> None:
+    from dapo_megatron.policy import offload
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "CHUNK_BYTES", chunk_bytes)
+        memory = offload.HostMemory()
+        for _ in range(2):
+            tensors = list(storages_of(sizes))
+            memory.keep([one.untyped_storage() for one in tensors])
+            wanted = [one.clone() for one in tensors]
+            for one in tensors:
+                one.fill_(7)
+            memory.give_back([one.untyped_storage() for one in tensors])
+            assert all(map(torch.equal, tensors, wanted))
+        aligned = sum(-(-size // 512) * 512 for size in sizes)
+        assert memory.num_bytes < aligned + chunk_bytes

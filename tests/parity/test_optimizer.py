@@ -1,0 +1,318 @@
+"""Whose AdamW, in which precision, and where its state lives: Megatron's around torch's does what
+the golden vectors say; state in host memory gives the same updates; and a checkpoint is read by
+another optimizer than saved it. Transformer Engine's needs a GPU: here a stand-in for it with the
+same state (tests/helpers/fused_adam.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.bridge.stores import copy_companions
+from dapo_megatron.bridge.stores.moments import open_state
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import CheckpointError, ConfigError
+from tests.helpers import fused_adam
+from tests.helpers.batches import random_batch
+from tests.helpers.configs import tiny_config
+from tests.helpers.models import make_random_model
+from tests.helpers.ranks import run_ranks
+from tests.parity.test_reshard import differences, equal, largest
+
+LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "dapo.json").read_text())["adamw"]
+SHARES = (0.0, 0.5, 1.0)
+TOLERANCES = {1: 1e-7, 3: 1e-4}
+"""By number of updates, of float32 copies of weights, which each update of 1e-3 moves by as much:
+torch's AdamW for host memory is the fused one, which rounds in other places. From the second update
+on, what it differs by is rounded to bfloat16 or not."""
+
+
+def config_of(model: Path, **keys: Any) -> Any:
+    given = {
+        "policy__tensor_parallel": 1,
+        "train__max_tokens_per_microbatch": 128,
+        **keys,
+    }
+    return tiny_config(model__path=model, **given)
+
+
+def build(exchange: Ranks, model: Path, **keys: Any) -> Any:
+    from dapo_megatron.build import planner
+    from dapo_megatron.policy.policy import MegatronPolicy
+
+    config = config_of(model, **keys)
+    return MegatronPolicy(config, exchange, planner(config.policy, config.train))
+
+
+def update(policy: Any, seed: int) -> float:
+    batch = random_batch((5, 40, 17, 9), vocab=90, seed=seed)
+    return float(policy.update(batch, LOSS, 1e-3).grad_norm)
+
+
+def save(policy: Any, exchange: Ranks, model: Path, folder: Path) -> Path:
+    if exchange.rank == 0:
+        folder.mkdir(parents=True)
+        copy_companions(model, folder)
+    exchange.barrier()
+    policy.snapshot()(folder)
+    exchange.barrier()
+    return folder
+
+
+def kept(policy: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+# ------------------------------------------------------------------------------- on the ranks
+
+
+def golden_updates() -> list[float]:
+    """A weight under the optimizer as the policy builds it, with the gradients of the vectors."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from dapo_megatron.policy.data_parallel import distribute
+    from dapo_megatron.policy.device import megatron_device
+    from dapo_megatron.policy.optimizer import build_optimizer
+
+    beta1, beta2 = GOLDEN["betas"]
+    config = tiny_config(
+        policy__precision="float64",
+        policy__overlap="false",
+        optimizer__beta1=beta1,
+        optimizer__beta2=beta2,
+        optimizer__eps=GOLDEN["eps"],
+        optimizer__weight_decay=GOLDEN["weight_decay"],
+    )
+
+    class One(MegatronModule):
+        def __init__(self) -> None:
+            numbers = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1}
+            dtype = torch.float64
+            super().__init__(
+                TransformerConfig(**numbers, params_dtype=dtype, calculate_per_token_loss=True)
+            )
+            self.weight = torch.nn.Parameter(torch.full((256,), GOLDEN["p0"], dtype=dtype))
+
+    after = []
+    with megatron_device():
+        parallel_state.initialize_model_parallel()
+        [chunk] = distribute([One()], config.policy)
+        optimizer = build_optimizer(config, [chunk])
+        for gradient, lr in zip(GOLDEN["grads"], GOLDEN["lrs"], strict=True):
+            chunk.module.weight.main_grad.fill_(gradient)
+            optimizer.prepare_grads()
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step_with_ready_grads()
+            weight = chunk.module.weight.detach()
+            assert (weight == weight[0]).all()
+            after.append(float(weight[0]))
+        parallel_state.destroy_model_parallel()
+    return after
+
+
+def exact(folder: Path) -> dict[str, Tensor]:
+    """Weights in the precision in which they are trained."""
+    state = open_state(folder)
+    return {name: state.exact(name).read(name) for name in state.weights.tensors}
+
+
+def in_host_memory(exchange: Ranks, model: Path, root: Path) -> Any:
+    """Updates with each share of the state in host memory; then each goes on from what another
+    saved. Float32 copies by number of updates and share; gradient norms of the two that saved and
+    went on."""
+    keys = {"policy__precision": "bfloat16"}
+    seen: dict[int, dict[float, Any]] = {number: {} for number in TOLERANCES}
+    norms = []
+    for share in SHARES:
+        policy = build(exchange, model, **keys, optimizer__cpu_offload=share)
+        for number in range(1, 4):
+            update(policy, number)
+            if number in seen:
+                folder = save(policy, exchange, model, root / f"{share}_{number}")
+                seen[number][share] = exact(folder)
+        norms.append([update(policy, 4)])
+        policy.close()
+    for share, other, norm in zip((*SHARES[1:], SHARES[0]), SHARES, norms, strict=True):
+        policy = build(exchange, model, **keys, optimizer__cpu_offload=share)
+        policy.load(root / f"{other}_3")
+        again = save(policy, exchange, model, root / f"{share}_of_{other}")
+        assert not differences(root / f"{other}_3", again)
+        norm.append(update(policy, 4))
+        policy.close()
+    return seen, norms
+
+
+def stand_in(exchange: Ranks, model: Path, root: Path) -> Any:
+    """Moments in bfloat16 by the stand-in: saved, loaded in the same layout and in another."""
+    keys = {
+        "policy__precision": "bfloat16",
+        "optimizer__kernels": "transformer_engine",
+        "optimizer__moments": "bfloat16",
+    }
+    policy = build(exchange, model, **keys)
+    adam = policy._optimizer.chained_optimizers[0].optimizer
+    assert type(adam) is fused_adam.FusedAdam
+    start = save(policy, exchange, model, root / "start")
+    norms = [update(policy, seed) for seed in range(3)]
+    saved, weights = save(policy, exchange, model, root / "saved"), kept(policy)
+    went_on = (update(policy, 3), kept(policy))
+    policy.close()
+    policy = build(exchange, model, **keys)
+    policy.load(saved)
+    assert equal(kept(policy), weights)
+    resumed = (update(policy, 3), kept(policy))
+    policy.close()
+    policy = build(exchange, model, **{**keys, "policy__tensor_parallel": 2})
+    policy.load(saved)
+    cut = save(policy, exchange, model, root / "cut")
+    policy.close()
+    policy = build(exchange, model, policy__precision="bfloat16")
+    policy.load(saved)
+    wide = save(policy, exchange, model, root / "wide")
+    policy.close()
+    policy = build(exchange, model, **keys)
+    with pytest.raises(CheckpointError) as caught:
+        policy.load(wide)
+    policy.close()
+    return norms, went_on, resumed, [start, saved, cut, wide], str(caught.value)
+
+
+def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
+    exchange = Ranks(rank, world_size, rank)
+    found: dict[str, Any] = {"golden": golden_updates()}
+    for model in ("dense", "experts"):
+        found[model] = in_host_memory(exchange, models / model, root / model)
+    fused_adam.install()
+    found["stand_in"] = stand_in(exchange, models / "dense", root / "stand_in")
+    return found
+
+
+# ------------------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    models = tmp_path_factory.mktemp("models")
+    make_random_model("qwen3", models / "dense", seed=1, tie_word_embeddings=True)
+    make_random_model("qwen3_moe", models / "experts", seed=1, num_hidden_layers=2)
+    return run_ranks(run, 2, 2, models, tmp_path_factory.mktemp("saved"), timeout=900.0)
+
+
+def test_megatron_around_torchs_adamw_is_the_golden_one(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["golden"] == pytest.approx(GOLDEN["params_after"], rel=1e-14)
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_state_in_host_memory_gives_the_same_updates(model: str, ranks: Any) -> None:
+    seen, norms = ranks[0][model]
+    for number, tolerance in TOLERANCES.items():
+        for share in SHARES[1:]:
+            assert largest(seen[number][share], seen[number][0.0]) <= tolerance
+    for saved, went_on in norms:  # the weights are the same: nothing has been updated yet
+        assert saved == went_on
+
+
+def test_moments_in_bfloat16_by_a_stand_in_are_saved_and_go_on(ranks: Any) -> None:
+    for rank in ranks:
+        norms, went_on, resumed, (start, saved, cut, wide), refusal = rank["stand_in"]
+        assert len(set(norms)) == 3
+        assert resumed[0] == went_on[0]
+        assert equal(resumed[1], went_on[1])
+        assert not differences(saved, cut)
+        state, wider = open_state(saved), open_state(wide)
+        name = next(iter(state.weights.tensors))
+        assert state.step == wider.step == 3.0
+        assert open_state(start).step == 0.0
+        for field in ("exp_avg", "exp_avg_sq"):
+            moment = state.fields[field].read(name)
+            assert moment.dtype == torch.bfloat16
+            assert torch.equal(wider.fields[field].read(name), moment.float())
+        copy = state.fields["param"].read(name)
+        assert copy.dtype == torch.float32
+        assert torch.equal(copy.bfloat16(), state.weights.read(name))
+        assert not torch.equal(copy, state.weights.read(name).float())
+        assert "(exp_avg) was saved in" in refusal
+        assert "resume with the optimizer.moments that saved" in refusal
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"optimizer__kernels": "apex"}, "optimizer.kernels: apex: needs an NVIDIA GPU"),
+        ({"optimizer__kernels": "transformer_engine"}, "transformer_engine: needs an NVIDIA GPU"),
+        ({"optimizer__moments": "bfloat16"}, "optimizer.moments: bfloat16 with policy.precision"),
+        ({"optimizer__cpu_offload": 0.5}, "optimizer.cpu_offload: needs policy.precision bfloat16"),
+        (
+            {"optimizer__moments": "bfloat16", "policy__precision": "bfloat16"},
+            "optimizer.kernels auto is torch; use float32",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(keys: dict[str, Any], said: str) -> None:
+    from dapo_megatron.policy.optimizer import build_optimizer
+
+    with pytest.raises(ConfigError, match=said):
+        build_optimizer(tiny_config(**keys), [])
+
+
+def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo_megatron.policy import optimizer
+
+    auto = tiny_config().optimizer
+    assert optimizer.kernels(auto) == "torch"  # on a CPU, whatever is installed
+    monkeypatch.setattr(optimizer, "has_cuda", lambda: True)
+    for missing, chosen in [
+        ((), "transformer_engine"),
+        (("transformer_engine",), "apex"),
+        (("transformer_engine", "apex"), "torch"),
+    ]:
+        monkeypatch.setattr(
+            optimizer, "_why_not", lambda name, gone=missing: "gone" if name in gone else None
+        )
+        assert optimizer.kernels(auto) == chosen
+
+
+def test_a_strangers_apex_is_not_taken_for_nvidias(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from dapo_megatron.policy import optimizer
+
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(optimizer, "has_cuda", lambda: True)
+    assert "cannot be imported" in str(optimizer._why_not("apex"))
+    (tmp_path / "apex" / "optimizers.py").write_text("FusedAdam = object")
+    assert "has no fused AdamW" in str(optimizer._why_not("apex"))  # without NVIDIA's extensions
+
+
+def test_megatron_is_told_for_as_long_as_it_asks() -> None:
+    from megatron.core import optimizer as megatron
+    from megatron.core.optimizer import distrib_optimizer
+
+    from dapo_megatron.policy import optimizer
+
+    before = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
+    with optimizer._told(fused_adam.FusedAdam):
+        told = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
+        assert told == (fused_adam.FusedAdam, False, fused_adam.FusedAdam)
+    assert before == (megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam)
+
+
+def test_comparing_optimizers() -> None:
+    from dapo_megatron.policy import optimizer
+
+    numbers = tiny_config().optimizer
+    distance = optimizer.compare(numbers, "torch", num_elements=1000)
+    assert 0 < distance < 1e-4
