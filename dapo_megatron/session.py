@@ -25,7 +25,7 @@ from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import safe_text
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watch import Watch
-from dapo_megatron.config import Config, FileSource
+from dapo_megatron.config import Config, FileSource, read_model_config
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
 from dapo_megatron.layout import describe
@@ -154,6 +154,7 @@ def _train(session: Session, replay: Path | None) -> None:
     from dapo_megatron.rollout.open_step import OpenStep
 
     config, ranks, folder = session.config, session.ranks, session.folder
+    notes = _compatibility(config, has_engine=replay is None)
     state = read_state(session.resume_from) if session.resume_from else None
     progress = loop.Progress(**state["progress"]) if state else loop.Progress()
     if state is not None and replay is None and "replay" in state["coordinator"]:
@@ -164,6 +165,8 @@ def _train(session: Session, replay: Path | None) -> None:
     open_step = OpenStep.from_state(state and state.get("open_step"), config)
     together(ranks, lambda: begin_attempt(folder.attempts, progress.step))
     recorder = _open_recorder(session, progress.step)
+    for note in notes:
+        recorder.note(f"  {note}")
     with ExitStack() as at_end, _true_status(session, recorder), ExitStack() as stack:
         if replay is None:
             parts = _live_parts(session, recorder, stack)
@@ -186,6 +189,17 @@ def _train(session: Session, replay: Path | None) -> None:
             write_json(folder.summary, summary)
         recorder.keep(folder.summary)
     recorder.summary(summary, folder.path)
+
+
+def _compatibility(config: Config, *, has_engine: bool) -> list[str]:
+    """What this config has to be told on this machine. Raises ConfigError."""
+    import torch
+
+    from dapo_megatron.compatibility import Machine, check
+
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    machine = Machine.here(capability, torch.version.cuda)
+    return check(config, read_model_config(config), machine, has_engine=has_engine)
 
 
 def _live_parts(

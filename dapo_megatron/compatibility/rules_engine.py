@@ -6,6 +6,7 @@ from dapo_megatron.compatibility.rule import LATENT, Machine, Rule, Run, Verdict
 from dapo_megatron.compatibility.rules_policy import BFLOAT16, HOPPER, NO_GPU
 
 FUSED_ADAM = ("transformer_engine", "apex")
+NO_POOLS = ("expandable_segments:true", "expandable_segments:1", "backend:cudamallocasync")
 ENGINE_FP8 = "engine.quantization=fp8"
 
 
@@ -40,13 +41,11 @@ def _allocator(run: Run) -> str:
     """The setting of torch's allocator that memory pools of a sleeping engine cannot live in."""
     if run.machine is None or not (run.has_engine and run.config.engine.sleep and run.on_gpu):
         return ""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    given = [name for name in names if "expandable_segments:True" in _value(run, name)]
-    return f"{given[0]} has expandable_segments:True" if given else ""
-
-
-def _value(run: Run, name: str) -> str:
-    return run.machine.environment.get(name, "") if run.machine else ""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        for setting in run.machine.environment.get(name, "").replace(" ", "").split(","):
+            if setting.lower() in NO_POOLS:
+                return f"{name} has {setting}"
+    return ""
 
 
 # ------------------------------------------------------------------ the rules
@@ -105,16 +104,27 @@ _OPTIMIZER = (
         ("optimizer.moments=bfloat16", BFLOAT16, "optimizer.cpu_offload=0.5"),
     ),
     Rule(
-        "cpu-offload-twice",
-        ("optimizer.cpu_offload", "policy.offload"),
+        "cpu-offload-precision",
+        ("optimizer.cpu_offload", "policy.precision"),
         Verdict.REFUSED,
         lambda run: (
-            run.config.optimizer.cpu_offload > 0 and "optimizer" in run.config.policy.offload
+            run.config.optimizer.cpu_offload > 0 and run.config.policy.precision != "bfloat16"
         ),
-        "one keeps a share of the optimizer's state in host memory for good, the other moves all "
-        "of it there and back at each step",
-        "set optimizer.cpu_offload 0, or take optimizer out of policy.offload",
-        ("optimizer.cpu_offload=0.5", "policy.offload=[optimizer]"),
+        "of wider weights Megatron-core's distributed optimizer has views, which torch's AdamW "
+        "does not take",
+        "set policy.precision bfloat16, or optimizer.cpu_offload 0",
+        ("optimizer.cpu_offload=0.5", "policy.precision=float32"),
+    ),
+    Rule(
+        "cpu-offload-twice",
+        ("optimizer.cpu_offload", "policy.offload"),
+        Verdict.WARNED,
+        lambda run: (
+            run.config.optimizer.cpu_offload == 1.0 and "optimizer" in run.config.policy.offload
+        ),
+        "all of the optimizer's state lives in host memory already; there is nothing to move",
+        "take optimizer out of policy.offload, or lower optimizer.cpu_offload",
+        ("optimizer.cpu_offload=1.0", "policy.offload=[optimizer]", BFLOAT16),
     ),
     Rule(
         "optimizer-not-run",
@@ -217,11 +227,11 @@ _ENGINE = (
     Rule(
         "engine-sleep-allocator",
         ("engine.sleep", "machine"),
-        Verdict.WARNED,
+        Verdict.REFUSED,
         _allocator,
-        "the memory pools of a sleeping engine and torch's expandable segments exclude each other "
-        "(pytorch issue 147851): vLLM 0.32 turns them off around its pools, 0.24 refuses",
-        "unset it",
+        "the memory pools of a sleeping engine need torch's own allocator, without expandable "
+        "segments (pytorch issue 147851)",
+        "unset it, or set engine.sleep false",
         ("engine.sleep=true",),
         example_machine=Machine(
             (9, 0), (13, 0), environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -278,10 +278,23 @@ _FP8 = (
         ("policy.fp8.recipe",),
         Verdict.WARNED,
         lambda run: (fp8 := run.config.policy.fp8) is not None and fp8.recipe == "delayed",
-        "under delayed scaling every forward moves the scales, so the first update's log-probs "
-        "are not the old log-probs and its ratios not 1",
+        "delayed scales move with every micro-batch that has gradients, so ratios of the first "
+        "update are 1 in its first micro-batch alone",
         "set policy.fp8.recipe current or blockwise, or watch policy/approx_kl",
         (_fp8("delayed"), BFLOAT16),
+    ),
+    Rule(
+        "fp8-parameters-delayed",
+        ("policy.fp8.parameters", "policy.fp8.recipe"),
+        Verdict.REFUSED,
+        lambda run: (
+            (fp8 := run.config.policy.fp8) is not None
+            and fp8.parameters
+            and fp8.recipe == "delayed"
+        ),
+        "weights would be read from the checkpoint before there is a scale to round them by",
+        "set policy.fp8.recipe current or blockwise, or policy.fp8.parameters false",
+        (_fp8("delayed", "parameters: true"), BFLOAT16),
     ),
     Rule(
         "fp8-parameters-cpu-offload",
@@ -292,7 +305,7 @@ _FP8 = (
             and fp8.parameters
             and run.config.optimizer.cpu_offload > 0
         ),
-        "Megatron-core's optimizer in host memory makes its main copies of bfloat16 weights",
+        "Megatron-core's optimizer in host memory cannot read weights that are in FP8 alone",
         "set one of them off",
         (_fp8("current", "parameters: true"), BFLOAT16, "optimizer.cpu_offload=0.5"),
     ),
