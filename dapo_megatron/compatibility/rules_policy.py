@@ -36,6 +36,12 @@ def _asks_te(run: Run) -> bool:
     return run.config.policy.kernels == "transformer_engine"
 
 
+def _auto_means_te(run: Run) -> bool:
+    policy = run.config.policy
+    found = run.on_gpu and not run.lacks("transformer_engine")
+    return policy.kernels == "auto" and policy.precision == "bfloat16" and found
+
+
 def _asks_triton(run: Run) -> bool:
     return run.config.policy.logprob_head == "triton"
 
@@ -112,9 +118,9 @@ _KERNELS = (
         "kernels-latent",
         ("policy.kernels", "model"),
         Verdict.REFUSED,
-        _asks_te,
+        lambda run: _asks_te(run) or _auto_means_te(run),
         "latent attention runs in Megatron's own layers alone",
-        "set policy.kernels auto or local",
+        "set policy.kernels local",
         (TE, BFLOAT16),
         families=LATENT,
     ),

@@ -164,6 +164,15 @@ def test_auto_takes_what_the_machine_has() -> None:
     assert "rope-kernels" in names(Run(rope, QWEN3, NO_GPU))
 
 
+def test_latent_attention_must_name_its_kernels_where_auto_would_take_others() -> None:
+    latent, auto = QWEN3 | {"model_type": "deepseek_v3"}, config_of("policy.precision=bfloat16")
+    with pytest.raises(ConfigError, match="set policy.kernels local"):
+        check(auto, latent, H100)
+    assert check(auto, latent, NO_GPU) == []
+    local = config_of("policy.precision=bfloat16", "policy.kernels=local")
+    assert check(local, latent, H100)
+
+
 def test_doctor_layouts_has_no_engine_to_ask() -> None:
     config = config_of("policy.precision=float64")
     assert check(config, QWEN3, has_engine=False) == []
