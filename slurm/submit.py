@@ -312,7 +312,8 @@ def _show(config: Config, request: Request) -> None:
 
 
 def _show_memory(config: Config, request: Request, gpu_memory_gib: float) -> None:
-    from dapo_megatron.plan import make_plan, render  # imports torch, which takes seconds
+    # Imports torch, which takes seconds.
+    from dapo_megatron.plan import estimate_speed, make_plan, render
 
     made = make_plan(
         config,
@@ -320,7 +321,7 @@ def _show_memory(config: Config, request: Request, gpu_memory_gib: float) -> Non
         gpu_memory_gib=gpu_memory_gib,
         gpus_per_node=request.gpus_per_node,
     )
-    render(made, Console())
+    render(made, Console(), estimate_speed(made) if request.gpus_per_node else None)
     if found := list(made.problems()):
         raise _refused(found)
 

@@ -4,6 +4,7 @@ for the last tests."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -17,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.types import ConfigError
+from tests.helpers.published import PUBLISHED
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import REPOSITORY, SCRIPTS
 
-CONFIGS = sorted(path.name for path in (REPOSITORY / "model_configs").glob("*.yaml"))
+TINY_CONFIGS = sorted(path.name for path in (REPOSITORY / "model_configs").glob("tiny_*.yaml"))
 OVERLAYS = sorted((REPOSITORY / "model_configs/ladder").glob("*.yaml"))
 TINY = "model_configs/tiny_cpu.yaml"
 ON_CPU = ("--gpus-per-node", "0")
@@ -48,13 +50,41 @@ def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_the_plan_of_every_config(config: str) -> None:
+@pytest.mark.parametrize("config", TINY_CONFIGS)
+def test_the_plan_of_every_tiny_config(config: str) -> None:
     ran = run(f"model_configs/{config}", *ON_CPU, "--nodes=2", "--tasks-per-node=2", "--dry-run")
     assert ran.returncode == 0, ran.stderr
     assert "2 x 2 = 4 ranks" in ran.stdout
     assert "--ntasks-per-node=2 --gpus-per-node=0" in ran.stdout
     assert "optimizer" in ran.stdout, "no memory estimate"
+
+
+def of_the_paper(folder: Path) -> list[str]:
+    """The paper's config, over a folder that has of its model and data what a plan needs."""
+    data = folder / "data.parquet"
+    data.touch()
+    hf = PUBLISHED["Qwen2.5-32B"][1]
+    (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    paths = [f"{key}.0.path={data}" for key in ("data.train", "evaluation.sets")]
+    return ["model_configs/qwen2.5_32b_dapo.yaml", f"model.path={folder}", *paths, "--dry-run"]
+
+
+def test_the_plan_of_the_papers_run(tmp_path: Path) -> None:
+    ran = run(*of_the_paper(tmp_path), "--nodes=16", "--chain=10", COLUMNS="200")
+    assert ran.returncode == 0, ran.stderr
+    for text in (
+        "16 x 8 = 128 ranks, one per GPU", "TP x PP x CP x EP x DP = 8 x 1 x 2 x 1 x 8",
+        "32 of 4 ranks", "KV cache", "host memory of a node", "offloaded while generating",
+        "checkpoint", "a rollout step", "generate", "sync", "update", "--signal=B:USR1@960",
+    ):  # fmt: skip
+        assert text in ran.stdout, text
+
+
+def test_a_run_that_does_not_fit_is_not_submitted(tmp_path: Path) -> None:
+    ran = run(*of_the_paper(tmp_path), "--nodes=16", "--gpu-memory=40")
+    assert ran.returncode == 2, ran.stdout
+    assert "more than there is" in ran.stderr and "frees" in ran.stderr
+    assert "nothing was submitted" in ran.stderr
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
@@ -153,9 +183,9 @@ def waiting(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", TINY_CONFIGS)
 @pytest.mark.parametrize("machine", [(), (*ON_CPU, "--tasks-per-node=4")], ids=["gpu", "cpu"])
-def test_slurm_takes_every_config(
+def test_slurm_takes_every_tiny_config(
     waiting: Cluster, config: str, machine: tuple[str, ...], tmp_path: Path
 ) -> None:
     """By submit.py itself, `sbatch --test-only` included."""

@@ -1,0 +1,68 @@
+"""`python -m dapo_megatron plan`: what it prints, refuses and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.configs import REPOSITORY
+from tests.helpers.published import PUBLISHED
+
+CONFIG = "model_configs/qwen3_8b.yaml"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    hf = PUBLISHED["Qwen3-8B-Base"][1]
+    (tmp_path / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    return f"model.path={tmp_path}"
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dapo_megatron", "plan", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_plan_that_fits(model: str, tmp_path: Path) -> None:
+    figures = tmp_path / "plan.json"
+    ran = plan(CONFIG, model, "--json", str(figures), "--mfu", "0.2")
+    assert ran.returncode == 0, ran.stderr
+    for word in ("KV cache", "free", "host memory of a node", "checkpoint", "mfu 0.2", "seconds"):
+        assert word in ran.stdout, word
+    told = json.loads(figures.read_text(encoding="utf-8"))
+    assert told["fits"] and told["processes"] == 8
+    assert told["seconds"]["step"] > told["seconds"]["update"] > 0
+
+
+def test_what_does_not_fit_is_refused_by_phase_and_setting(model: str) -> None:
+    ran = plan(CONFIG, model, "policy.offload=[]", "train.max_tokens_per_microbatch=40960")
+    assert ran.returncode == 2
+    assert "update: every rank takes" in ran.stderr and "GiB, " in ran.stderr
+    assert "policy.recompute=full" in ran.stderr
+    assert "generate: every rank takes" in ran.stderr
+    assert "policy.offload=[weights,gradients,optimizer]" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("model.path=/nowhere",), "hf download OWNER/NAME config.json --local-dir /nowhere"),
+        (("policy.tensor_parallel=3",), "policy.tensor_parallel"),
+        (("--gpu", "T4"), "--gpu: T4 is not known; use H100"),
+    ],
+)
+def test_refusals(model: str, arguments: tuple[str, ...], said: str) -> None:
+    ran = plan(CONFIG, model, *arguments)
+    assert ran.returncode == 2, ran.stdout
+    assert said in ran.stderr
