@@ -58,7 +58,7 @@ def page() -> str:
     for verdict in Verdict:
         rules = [rule for rule in RULES if rule.verdict is verdict]
         parts += [
-            f"\n## {verdict.capitalize()}\n",
+            f"\n## {verdict[0].upper()}{verdict[1:]}\n",
             "| features | families | why | way out |",
             "|---|---|---|---|",
             *map(_row, rules),

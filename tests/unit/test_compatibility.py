@@ -166,7 +166,7 @@ def test_auto_takes_what_the_machine_has() -> None:
 
 def test_latent_attention_must_name_its_kernels_where_auto_would_take_others() -> None:
     latent, auto = QWEN3 | {"model_type": "deepseek_v3"}, config_of("policy.precision=bfloat16")
-    with pytest.raises(ConfigError, match="set policy.kernels local"):
+    with pytest.raises(ConfigError, match=r"set policy\.kernels local"):
         check(auto, latent, H100)
     assert check(auto, latent, NO_GPU) == []
     local = config_of("policy.precision=bfloat16", "policy.kernels=local")

@@ -53,7 +53,7 @@ class Check:
 
 
 CHECKS = (
-    Check("bf16", "training:bfloat16", 120, 16),
+    Check("bf16", "training:bfloat16", 200, 16),
     Check("head", "speed:head", 120, 60),
     Check("sync_0.6b", "engines:sync_06b", 150, 30, (VLLM,)),
     Check("te", "training:transformer_engine", 120, 16, (TE,), (8, 0), on_cpu=False),
@@ -62,7 +62,7 @@ CHECKS = (
     Check("sync_4b", "engines:sync_4b", 240, 70, (VLLM,)),
     Check("optimizers", "training:optimizers", 180, 20),
     Check("plan", "engines:plan", 150, 40, (VLLM,)),
-    Check("mfu_0.6b", "speed:mfu_06b", 150, 60),
+    Check("mfu_0.6b", "speed:mfu_06b", 150, 70),
     Check("offload", "training:offload", 120, 20),
     Check("tokens_eager", "engines:tokens_eager", 150, 40, (VLLM,)),
     Check("tokens_graphs", "engines:tokens_graphs", 200, 40, (VLLM,), on_cpu=False),

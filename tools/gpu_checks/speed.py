@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import bench_logprobs as bench
@@ -34,16 +35,22 @@ ROOM_FOR_4B_GIB = 120
 """States of 4.0 G parameters take 67 GiB (18 bytes each), a row of 16,384 tokens 45 more."""
 
 
+def _layers_of_4b() -> int:
+    """As many as a step of fits. Local kernels keep about twice as much of each layer."""
+    has_room = not has_gpu() or memory_gib() >= ROOM_FOR_4B_GIB
+    whole, half = (36, 18) if find_spec("transformer_engine") else (18, 9)
+    return whole if has_room else half
+
+
+def _model_of_4b() -> str:
+    count = _layers_of_4b()
+    return "4b" if count == 36 else f"4b_{count}_layers"
+
+
 def mfu_4b(setting: Setting) -> Iterator[Figure]:
     """Updates of the 4B model, bfloat16, the kernels that `auto` takes."""
-    model = "4b"
-    if has_gpu() and memory_gib() < ROOM_FOR_4B_GIB:
-        model = "4b_18_layers"  # the same matmuls, half as often
-    yield told("layers", 18 if model.endswith("layers") else 36)
-    ranks = one_rank()
-    for num_tokens in (FEW, MANY):
-        is_asked = num_tokens == MANY
-        yield from _updates(setting, ranks, model, num_tokens, judged=is_asked, rows=(num_tokens,))
+    yield told("layers of 36", _layers_of_4b())
+    yield from _updates(setting, one_rank(), _model_of_4b(), rows=(FEW, MANY), judged=MANY)
 
 
 def mfu_06b(setting: Setting) -> Iterator[Figure]:
@@ -51,34 +58,33 @@ def mfu_06b(setting: Setting) -> Iterator[Figure]:
     ranks = one_rank()
     for kernels in ("auto", "local"):
         overrides = f"policy.kernels={kernels}"
-        yield from _updates(setting, ranks, "0.6b", MANY, overrides, rows=(FEW, MANY), name=kernels)
+        yield from _updates(setting, ranks, "0.6b", overrides, rows=(FEW, MANY), name=kernels)
 
 
 def mfu_fp8(setting: Setting) -> Iterator[Figure]:
     """Updates of the 4B model in FP8 (MFU still of bfloat16's peak)."""
-    small = has_gpu() and memory_gib() < ROOM_FOR_4B_GIB
     fp8 = "policy.fp8={recipe: current}"
-    model = "4b_18_layers" if small else "4b"
-    yield from _updates(setting, one_rank(), model, MANY, fp8, rows=(MANY,), name="FP8")
+    yield told("layers of 36", _layers_of_4b())
+    yield from _updates(setting, one_rank(), _model_of_4b(), fp8, rows=(MANY,), name="FP8")
 
 
 def mfu_triton(setting: Setting) -> Iterator[Figure]:
     """Updates of the 0.6B model with the Triton head."""
     head = "policy.logprob_head=triton"
-    yield from _updates(setting, one_rank(), "0.6b", MANY, head, rows=(MANY,), name="triton head")
+    yield from _updates(setting, one_rank(), "0.6b", head, rows=(MANY,), name="triton head")
 
 
 def _updates(
     setting: Setting,
     ranks: Ranks,
     model: str,
-    row_tokens: int,
     *overrides: str,
     rows: tuple[int, ...],
     name: str = "",
-    judged: bool = False,
+    judged: int = 0,
 ) -> Iterator[Figure]:
-    policy = make_policy(make_config(setting, model, *overrides, row_tokens=row_tokens), ranks)
+    """Of packed rows of so many tokens; that of `judged` tokens has a target."""
+    policy = make_policy(make_config(setting, model, *overrides, row_tokens=max(rows)), ranks)
     for num_tokens in rows:
         length = setting.pick(LENGTH, 64)
         lengths = [length] * (setting.pick(num_tokens, 256) // length)
@@ -99,7 +105,7 @@ def _updates(
             scored = batch.num_loss_tokens
             flops = model_flops(policy.architecture, lengths, backward=True, num_scored=scored)
             share = flops / seconds / peak
-            if judged:
+            if num_tokens == judged:
                 yield at_least(f"{what}, MFU", share, TARGET_MFU)
             else:
                 yield told(f"{what}, MFU", share)
