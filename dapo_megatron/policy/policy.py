@@ -152,6 +152,9 @@ class MegatronPolicy:
         )
         with megatron_device():
             fp8.quantize_from_main(self._optimizer, self._chunks)
+            # Where they overlap, quantised weights are ready for use at the end of a gather alone.
+            start_gathers(self._chunks)
+        finish_gathers(self._chunks)
 
     def offload(self) -> None:
         """See protocols.Policy."""

@@ -28,10 +28,10 @@ from tests.parity.test_reshard import differences, equal, largest
 LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "dapo.json").read_text())["adamw"]
 SHARES = (0.0, 0.5, 1.0)
-TOLERANCES = {1: 1e-7, 3: 1e-4}
+TOLERANCES = {1: 1e-7, 3: 1e-6}
 """By number of updates, of float32 copies of weights, which each update of 1e-3 moves by as much:
-torch's AdamW for host memory is the fused one, which rounds in other places. From the second update
-on, what it differs by is rounded to bfloat16 or not."""
+torch's AdamW for host memory is the fused one, which rounds in other places. From the second
+update on, that may round a weight to another bfloat16. Seen: 3.0e-8 after both."""
 
 
 def config_of(model: Path, **keys: Any) -> Any:
