@@ -13,6 +13,7 @@ from dapo_megatron.config import Config, FileSource, read_model_config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.layout import check_layout
 from dapo_megatron.plan import Assumptions, estimate_speed, make_plan
+from dapo_megatron.plan.phases import PHASES
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.published import PUBLISHED
 
@@ -50,6 +51,7 @@ def test_fits_the_machines_it_names(name: str, tmp_path: Path) -> None:
         check_layout(config, nodes * gpus)
         plan = make_plan(config, nodes * gpus, gpus_per_node=gpus)
         assert not list(plan.problems())
+        assert min(plan.slack_gib(phase) or 0.0 for phase in PHASES) > 5.0  # docs/plan.md
     most = MACHINES[name][1][-1] if name != "qwen3_30b_a3b" else (2, 8)
     assert config.run.processes == most[0] * most[1]
 
