@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dapo_megatron.engine import device, memory
 from dapo_megatron.types import DapoError
+from tests.helpers.configs import tiny_config
 from tests.helpers.engines import (
     GAP,
     arrivals,
@@ -158,6 +159,43 @@ def _stale(engine: Any, folder: Path) -> Seen:
     return seen
 
 
+def _run(rank: int, folder: Path) -> Seen:
+    """Turns of a real policy, all of which leaves, and a quantised engine, as in a run."""
+    from dapo_megatron import build
+    from dapo_megatron.cluster.ranks import Ranks
+
+    config = tiny_config(
+        model__path=folder,
+        policy__tensor_parallel=2,
+        policy__offload="[weights,gradients,optimizer]",
+        sync__max_gap=3,
+        **FP8,
+    )
+    policy, engine, sync = build.build_models(config, Ranks(rank, 2, rank))
+    seen: Seen = {"reports": []}
+    for version in range(NUM_SYNCS):
+        engine.sleep()
+        policy.onload()
+        for shard in policy.shards():
+            shard.view.mul_(1.1)
+        seen["reports"].append(sync(version))
+        results = run(engine, requests(range(6), num_tokens=5))
+        seen["lengths"] = [len(one.tokens) for one in results.values()]
+    engine.sleep()
+    policy.onload()
+    seen["stale"] = _said(lambda: _without_quantising(lambda: sync(NUM_SYNCS)))
+    return seen
+
+
+def _without_quantising(call: Any) -> None:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    plain = layerwise._copy_and_restore_kernel_tensors
+    layerwise._copy_and_restore_kernel_tensors = layerwise._place_kernel_tensors
+    call()
+    layerwise._copy_and_restore_kernel_tensors = plain
+
+
 def _cast(whole: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.to(dtype) for name, tensor in whole.items()}
 
@@ -236,6 +274,19 @@ def test_a_quantised_engine_computes_with_what_it_was_sent_last(
 
 def test_a_layer_that_is_not_quantised_anew_is_named(alone: Seen) -> None:
     assert alone["stale"]["none"].startswith("model.layers.0.self_attn.qkv_proj.weight: not quant")
+
+
+def test_turns_of_a_policy_that_leaves_and_an_engine_that_quantises(tmp_path: Path) -> None:
+    first, second = run_ranks(_run, 2, make_random_model("qwen3", tmp_path))
+    for seen in (first, second):
+        assert [report.version for report in seen["reports"]] == [*range(NUM_SYNCS)]
+        # q, k, v, o, gate, up and down of two layers.
+        assert [report.unread_tensors for report in seen["reports"]] == [14] * NUM_SYNCS
+        gaps = [report.canary_gap for report in seen["reports"]]
+        assert len(set(gaps)) == NUM_SYNCS and min(gaps) > 1e-3  # other weights, another gap
+        assert len(seen["lengths"]) == 24 and all(seen["lengths"])
+        assert "model.layers.0.self_attn.qkv_proj.weight: not quantised anew" in seen["stale"]
+    assert first["stale"] == second["stale"]
 
 
 def test_wrong_scales_are_seen_by_the_log_probs(alone: Seen) -> None:
