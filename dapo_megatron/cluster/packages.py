@@ -21,7 +21,8 @@ class Installed(Protocol):
         """Version of a distribution, or None where it is not installed."""
 
     def folder(self, module: str) -> Path | None:
-        """Folder of a top-level module (or of its single file), or None where there is none."""
+        """Folder of a top-level module (or of its single file), or None where there is none. With
+        `module/path`: of the file in it whose name begins so."""
 
 
 class ThisPython:
@@ -34,16 +35,20 @@ class ThisPython:
             return None
 
     def folder(self, module: str) -> Path | None:
-        spec = util.find_spec(module)
+        top, _, inside = module.partition("/")
+        spec = util.find_spec(top)
         if spec is None:
             return None
+        folder = Path(spec.origin or ".").parent
         if spec.submodule_search_locations:
-            return Path(next(iter(spec.submodule_search_locations)))
-        return Path(spec.origin or ".").parent
+            folder = Path(next(iter(spec.submodule_search_locations)))
+        if not inside:
+            return folder
+        return next((file.parent for file in folder.glob(f"{inside}*")), None)
 
 
 class Pin(NamedTuple):
-    """The version that is tested, and the module the package must provide."""
+    """The version that is tested, and the module (or file of one) the package must provide."""
 
     version: str
     module: str
@@ -72,7 +77,9 @@ GPU_PINS = {
     "vllm": Pin("0.32.0", "vllm"),
     "transformer-engine": Pin("2.20.2", "transformer_engine"),
     "transformer-engine-cu13": Pin("2.20.2", "transformer_engine"),
-    "transformer-engine-torch": Pin("2.20.2", "transformer_engine_torch"),
+    "transformer-engine-torch": Pin(
+        "2.20.2", "transformer_engine/wheel_lib/transformer_engine_torch"
+    ),
     "nvidia-cudnn-frontend": Pin("1.32.0", "cudnn"),
     "torchvision": Pin("0.28.0", "torchvision"),
     "torchaudio": Pin("2.11.0", "torchaudio"),

@@ -17,7 +17,7 @@ import pytest
 
 from tests.contracts.names import check_arguments, check_name, find, imports_of
 
-if importlib.util.find_spec("transformer_engine_torch") is None:
+if importlib.util.find_spec("transformer_engine") is None:
     pytest.skip("Transformer Engine is not installed: CPU stack", allow_module_level=True)
 
 ADAM = "transformer_engine.pytorch.optimizers:FusedAdam"
@@ -39,7 +39,9 @@ GONE = {
     # Megatron-core 0.16.1 was made for versions 2.9 to 2.11, and asks for these if they are there:
     "transformer_engine.pytorch.attention:_SplitAlongDim",  # else it splits with torch
     "transformer_engine.pytorch.module.base:get_workspace",  # else routers of its own use torch
-    "transformer_engine.pytorch.attention:apply_rotary_pos_emb",  # asked of old versions alone
+    # And these it asks of old versions alone.
+    "transformer_engine.pytorch.attention:apply_rotary_pos_emb",
+    "transformer_engine.pytorch.cpp_extensions:cast_to_fp8",
 }
 """What Megatron-core imports from Transformer Engine, and does without."""
 

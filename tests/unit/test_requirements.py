@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.cluster.packages import CPU_PINS, GPU_PINS, SHARED_PINS
+from dapo_megatron.cluster.packages import CPU_PINS, GPU_PINS, SHARED_PINS, ThisPython
 
 ROOT = Path(__file__).parents[2]
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -89,6 +89,19 @@ def test_doctor_expects_the_locked_versions() -> None:
         locked = pins(file)
         expected = {name: pin.version for name, pin in table.items()}
         assert expected == {name: locked[name].split("+")[0] for name in expected}
+
+
+def test_doctor_finds_compiled_files_inside_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = tmp_path / "outer_package" / "lib"
+    inside.mkdir(parents=True)
+    (tmp_path / "outer_package" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert ThisPython().folder("outer_package/lib/compiled") is None
+    (inside / "compiled.cpython-312.so").touch()
+    assert ThisPython().folder("outer_package/lib/compiled") == inside
+    assert ThisPython().folder("outer_package") == tmp_path / "outer_package"
 
 
 def test_doctor_looks_at_every_direct_dependency() -> None:

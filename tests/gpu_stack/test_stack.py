@@ -1,0 +1,79 @@
+"""The H100 stack as it is installed (`make test-gpu-stack`): what is locked, and whether it goes
+together. No GPU is needed. In the CPU environment this is skipped."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+import torch
+
+from dapo_megatron.cluster.packages import ThisPython, check_apex, check_packages, stack_of
+from dapo_megatron.cluster.report import Status
+
+ROOT = Path(__file__).resolve().parents[2]
+
+if torch.version.cuda is None:
+    pytest.skip("not the H100 stack: torch is a CPU build", allow_module_level=True)
+
+
+def locked() -> dict[str, str]:
+    text = (ROOT / "requirements.txt").read_text()
+    return dict(re.findall(r"^([a-z0-9][^=\s]*)==(\S+)", text, flags=re.MULTILINE))
+
+
+def test_every_locked_package_is_installed_in_its_version() -> None:
+    wrong = {}
+    for name, wanted in locked().items():
+        try:
+            found = version(name).split("+")[0]
+        except PackageNotFoundError:
+            found = "not installed"
+        if found != wanted:
+            wrong[name] = (found, wanted)
+    assert wrong == {}
+
+
+def test_everything_imports_together() -> None:
+    child = subprocess.run(
+        [sys.executable, ROOT / "tools" / "check_extensions.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert "import together" in child.stdout
+
+
+def test_compiler_is_of_the_cuda_that_torch_was_built_with() -> None:
+    code = "import nvidia; print(list(nvidia.__path__)[0])"
+    packages = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    nvcc = Path(packages.strip()) / "cu13" / "bin" / "nvcc"
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    assert f"release {torch.version.cuda}," in said
+
+
+def test_doctor_finds_the_packages_sound() -> None:
+    here = ThisPython()
+    assert stack_of(here, has_gpu=False) == "gpu"
+    checks = [*check_packages(here, "gpu"), check_apex(here)]
+    assert [check for check in checks if check.status is not Status.OK] == []
+
+
+def test_doctor_env_of_this_place_finds_no_fault(tmp_path: Path) -> None:
+    """Without a GPU it says so, and nothing else."""
+    file = tmp_path / "env.json"
+    command = [sys.executable, "-m", "dapo_megatron", "doctor", "env", "--json", str(file)]
+    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert file.is_file(), child.stdout + child.stderr
+    failed = {
+        check["name"]: check["finding"]
+        for check in json.loads(file.read_text())["checks"]
+        if check["status"] == "fail" and check["name"] != "accelerator"
+    }
+    assert failed == {}
