@@ -180,7 +180,7 @@ def about(gpu: dict[str, Any] | None) -> dict[str, Any]:
 def rows_of(outcome: Outcome) -> Table:
     """A check and its figures, as a part of the table."""
     shown = Table(show_header=False, box=None, pad_edge=False)
-    for width in (14, 58, 16, 10, 8):
+    for width in (14, 52, 22, 10, 8):
         shown.add_column(width=width, overflow="fold")
     colour = {"ok": "green", "short": "yellow", "failed": "red", "skipped": "dim"}
     first = (outcome.check.name, outcome.reason or f"took {outcome.seconds:.0f} s")
