@@ -87,10 +87,12 @@ def a_gpu_without_memory() -> Iterator[None]:
     """A machine that says it has a GPU, which is the meta device."""
     import torch
 
-    from dapo_megatron.policy.device import _cpu_answers_for_cuda
+    from dapo_megatron.policy.device import _cpu_answers_for_cuda, _NoRandomness
 
     with ExitStack() as stack:
         stack.enter_context(_cpu_answers_for_cuda())
+        no = patch.object(_NoRandomness, "is_initialized", lambda _: False, create=True)
+        stack.enter_context(no)
         for name, answer in (
             ("is_available", True),
             ("current_device", torch.device("meta")),

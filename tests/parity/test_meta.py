@@ -4,8 +4,12 @@ the layouts that runs of them would have. (Transformer Engine's: tests/gpu_stack
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dapo_megatron.config import PolicyConfig
-from tests.helpers.meta import differences
+from dapo_megatron.config.file import load_config
+from tests.helpers.configs import REPOSITORY
+from tests.helpers.meta import Case, differences
 from tests.helpers.published import PUBLISHED
 from tests.helpers.ranks import run_ranks
 
@@ -36,13 +40,27 @@ LAYOUTS: dict[str, dict[str, int | bool]] = {
 }
 
 
-def test_published_sizes() -> None:
-    cases = [
-        (PUBLISHED[model][1], PolicyConfig(**layout, precision="bfloat16", kernels="local"))
+def published_cases() -> dict[str, Case]:
+    """The layouts above, and those of the files in model_configs that are of a published model."""
+    cases = {
+        model: (PUBLISHED[model][1], PolicyConfig(**layout, precision="bfloat16"))
         for model, layout in LAYOUTS.items()
-    ]
-    [results] = run_ranks(differences, 1, cases, False)
-    for model, found in zip(LAYOUTS, results, strict=True):
+    }
+    for path in sorted((REPOSITORY / "model_configs").glob("*.yaml")):
+        config = load_config(path)
+        model = Path(config.model.path).name
+        if model in PUBLISHED:
+            cases[path.name] = (PUBLISHED[model][1], config.policy)
+    assert len(cases) > len(LAYOUTS) + 4
+    return cases
+
+
+def test_published_sizes() -> None:
+    cases = published_cases()
+    local = {"kernels": "local", "fp8": None}
+    changed = [(hf, policy.model_copy(update=local)) for hf, policy in cases.values()]
+    [results] = run_ranks(differences, 1, changed, False)
+    for name, found in zip(cases, results, strict=True):
         for rank, (wrong, num_parameters) in found.items():
-            assert not wrong, (model, rank, wrong)
+            assert not wrong, (name, rank, wrong)
             assert num_parameters > 10
