@@ -123,7 +123,29 @@ def head(setting: Setting) -> Iterator[Figure]:
     for hidden in (2560, 1024):
         for num_tokens in (FEW, MANY):
             yield from _head(setting, hidden, num_tokens, variants)
+    yield from _agreement(setting, [name for name in variants if name in HEADS])
     yield from _tile_shapes(setting)
+
+
+HEADS = (bench.FUSED, bench.TRITON, bench.PLAIN)
+
+
+def _agreement(setting: Setting, names: list[str]) -> Iterator[Figure]:
+    """The heads' values against those of the first. Ours have float32 logits; plain torch rounds
+    them to bfloat16, so its distance is only told. Gradients are bfloat16: one unit of it is 0.008."""
+    sizes = setting.pick((FEW, 151_936, 1024), (64, 1000, 32))
+    values = {}
+    for name in names:
+        case = bench.Case(name, "bfloat16", *sizes)
+        inputs = bench.make_inputs(case, case.num_tokens)
+        logp_T, entropy_T = bench.run_head(case, inputs)
+        logp_T.backward(torch.linspace(-1.0, 1.0, case.num_tokens, device=logp_T.device))
+        values[name] = bench._values(inputs, logp_T, entropy_T)
+    for name in names[1:]:
+        for what, value in bench.difference(values[name], values[names[0]]).items():
+            figure = f"{name} - {names[0]}: {what}"
+            limit = 0.02 if "gradient" in what else 1e-4
+            yield told(figure, value) if name == bench.PLAIN else at_most(figure, value, limit)
 
 
 def _head(setting: Setting, hidden: int, num_tokens: int, names: list[str]) -> Iterator[Figure]:
