@@ -132,7 +132,8 @@ HEADS = (bench.FUSED, bench.TRITON, bench.PLAIN)
 
 def _agreement(setting: Setting, names: list[str]) -> Iterator[Figure]:
     """The heads' values against those of the first. Ours have float32 logits; plain torch rounds
-    them to bfloat16, so its distance is only told. Gradients are bfloat16: one unit of it is 0.008."""
+    them to bfloat16, so its distance is only told. Gradients are bfloat16,
+    whose steps are 0.008."""
     sizes = setting.pick((FEW, 151_936, 1024), (64, 1000, 32))
     values = {}
     for name in names:
