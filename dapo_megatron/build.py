@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -294,16 +294,23 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Store:
 
 
 def build_recorder(
-    config: Config, folder: RunFolder, console: RunConsole, *, step: int, num_devices: int
+    config: Config,
+    folder: RunFolder,
+    console: RunConsole,
+    *,
+    step: int,
+    num_devices: int,
+    tags: Mapping[str, str],
 ) -> RunRecorder:
-    """Rank 0's recorder; a run continued after `step` goes on in its own files and MLflow run."""
+    """Rank 0's recorder; a run continued after `step` goes on in its own files and MLflow run.
+    `tags`: more of them for MLflow."""
     # From the start, step 0 is evaluated anew.
     jsonl = JsonlTracker(folder.metrics, step or -1, console.warn)
     # Local files before servers.
     trackers: list[Tracker] = [jsonl, console]
     mlflow = None
     if config.tracking.mlflow:
-        mlflow = MlflowSpool(config, folder.attempt, _mlflow_run(folder), console.warn)
+        mlflow = MlflowSpool(config, folder.attempt, _mlflow_run(folder), console.warn, tags=tags)
         trackers.append(mlflow)
     return RunRecorder(
         tracker=CompositeTracker(*trackers),
@@ -313,6 +320,15 @@ def build_recorder(
         speedometer=_speedometer(config, num_devices),
         mlflow=mlflow,
     )
+
+
+def chosen(config: Config) -> dict[str, str]:
+    """What the policy computes with here: what `auto` was made of. Raises ConfigError."""
+    from dapo_megatron.policy import optimizer
+    from dapo_megatron.policy.kernels import kernels_chosen
+
+    adamw, head = optimizer.kernels(config.optimizer), config.policy.logprob_head
+    return {**kernels_chosen(config.policy), "adamw": adamw, "logprob_head": head}
 
 
 def _speedometer(config: Config, num_devices: int) -> Speedometer:

@@ -242,9 +242,15 @@ def _open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
     def make() -> RunRecorder:
         folder.config.write_text(dump_config(config), encoding="utf-8")
         console = RunConsole(num_steps=config.train.rollout_steps, file=session.terminal)
-        console.header(f"dapo_megatron {config.run.name}", _facts(session))
+        chosen = build.chosen(config)
+        console.header(f"dapo_megatron {config.run.name}", _facts(session, chosen))
         return build.build_recorder(
-            config, folder, console, step=step, num_devices=session.ranks.world_size
+            config,
+            folder,
+            console,
+            step=step,
+            num_devices=session.ranks.world_size,
+            tags={f"chosen.{key}": value for key, value in chosen.items()},
         )
 
     return together(session.ranks, make, tell=False) or SilentRecorder()
@@ -350,12 +356,15 @@ def _accuracy(figures: Mapping[str, float]) -> float | None:
     return fmean(values) if values else None
 
 
-def _facts(session: Session) -> dict[str, str]:
+def _facts(session: Session, chosen: Mapping[str, str]) -> dict[str, str]:
     config = session.config
     world = session.ranks.world_size
     facts = {
         "model": config.model.path,
         "policy": describe(config.policy, world),
+        "computed by": ", ".join(
+            value if key == "kernels" else f"{key} {value}" for key, value in chosen.items()
+        ),
         "engine": f"tensor {config.engine_tensor_parallel} x "
         f"{world // config.engine_tensor_parallel} replicas",
         "folder": str(session.folder.path),

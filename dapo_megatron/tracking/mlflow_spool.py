@@ -46,10 +46,17 @@ class MlflowSpool:
     run      the run to go on with, if the folder's own spool does not know it: what `run` was, or
              an MLflow run id
     warn     shows a line to the user
+    tags     more of them for the MLflow run
     """
 
     def __init__(
-        self, config: Config, attempt: str, run: str | None, warn: Callable[[str], None]
+        self,
+        config: Config,
+        attempt: str,
+        run: str | None,
+        warn: Callable[[str], None],
+        *,
+        tags: Mapping[str, str] | None = None,
     ) -> None:
         self._run_folder = config.folder
         self._folder = config.folder / spool.FOLDER
@@ -73,7 +80,7 @@ class MlflowSpool:
             experiment=config.tracking.experiment,
             name=config.run.name,
             params=dict(flatten(config.model_dump(mode="json"))),
-            tags=run_tags(config, attempt),
+            tags={**run_tags(config, attempt), **(tags or {})},
         )
         for source in (*config.data.train, *config.evaluation.sets):
             if isinstance(source, FileSource):

