@@ -32,8 +32,8 @@ def _engine_fp8_lacks(run: Run) -> str:
     if not _engine_in_fp8(run) or run.machine is None:
         return ""
     capability = run.machine.capability
-    if capability is None:
-        return "there is no GPU"
+    if capability is None:  # in plain torch, but for experts (engine/device.py)
+        return ""
     return "this one has {}.{}".format(*capability) if capability < (8, 9) else ""
 
 
@@ -199,7 +199,7 @@ _ENGINE = (
         ("engine.quantization", "machine"),
         Verdict.REFUSED,
         _engine_fp8_lacks,
-        "FP8 in the engine needs a GPU of compute capability 8.9 up",
+        "on a GPU, FP8 in the engine needs compute capability 8.9 up",
         "set engine.quantization none",
         (ENGINE_FP8, BFLOAT16),
         example_machine=Machine((8, 0), (13, 0)),
