@@ -66,16 +66,6 @@ def finish_gathers(chunks: Sequence[Any]) -> None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def forget_gradients(chunks: Sequence[Any]) -> None:
-    """A mini-batch was abandoned: what Megatron counted of its backward passes counts no more. (No
-    reduction is under way then: each starts in the last micro-batch's backward pass.)"""
-    for chunk in chunks:
-        for group in _groups(chunk):
-            group.per_param_grad_ready_counts = {}
-            group.grad_reduce_handle = None
-            group.is_last_microbatch = True
-
-
 def unshard_gradients(chunks: Sequence[Any]) -> None:
     """Give every data-parallel rank the whole reduced gradient (the optimizer needs a part)."""
     for chunk in chunks:

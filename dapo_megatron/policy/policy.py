@@ -23,7 +23,6 @@ from dapo_megatron.policy import checkpoint, fp8
 from dapo_megatron.policy.data_parallel import (
     distribute,
     finish_gathers,
-    forget_gradients,
     start_gathers,
     unshard_gradients,
 )
@@ -234,11 +233,9 @@ class MegatronPolicy:
         self._optimizer.zero_grad()
         balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
         set_balance_scale(self._chunks, balance)
-        try:
-            return self._runner.gradients(mini, self._microbatches(mini), loss, num_tokens)
-        except BaseException:
-            forget_gradients(self._chunks)
-            raise
+        # A loss may abandon the mini-batch (loop.stoppable): the reduction starts in the backward
+        # pass of the last micro-batch, after its loss, so nothing is under way then.
+        return self._runner.gradients(mini, self._microbatches(mini), loss, num_tokens)
 
     def _train(self, mode: bool) -> None:
         for chunk in self._chunks:
