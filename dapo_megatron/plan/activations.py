@@ -26,9 +26,8 @@ MIN_TILE_ENTRIES = 256
 WIDE_TILE_ENTRIES = 4096
 ERROR_BYTES = 256 * 2**20
 """As in policy/vocab_parallel.py."""
-NUM_TILES = 4
-"""A tile of logits lives as itself, as its exponential, and as their product; and the exponential
-of the micro-batch before is still there."""
+NUM_TILES = 3
+"""A tile of logits lives as itself, as its exponential, and as their product."""
 FLOAT32 = 4
 
 
@@ -237,10 +236,22 @@ def _tile_numbers(micro: Micro) -> int:
     return tokens * entries
 
 
-def forward_of_head(micro: Micro) -> float:
-    """Bytes that the head holds going forward, its input apart."""
+def hidden_states_of_head(micro: Micro) -> float:
+    """Bytes of hidden states that are there while the head goes forward and nothing is kept: the
+    last, those of the tokens that are scored, those that sequence parallelism has gathered, and
+    those that a pipeline stage was sent for each of its chunks."""
+    policy, one = micro.policy, micro.num_tokens * micro.width * micro.arch.hidden
+    sent = (policy.virtual_pipeline_parallel or 1) if policy.pipeline_parallel > 1 else 0
+    gathered = 1 if micro.by_tokens > 1 else 0
+    return one * (1 + gathered + (1 + sent) / micro.by_tokens)
+
+
+def forward_of_head(micro: Micro, *, backward: bool) -> float:
+    """Bytes that the head holds going forward, its input apart; with `backward` to follow, the
+    exponential of the micro-batch before is still there."""
+    num_tiles = NUM_TILES + 1 if backward else NUM_TILES
     product = micro.width if micro.width < FLOAT32 and not micro.on_gpu else 0
-    return _tile_numbers(micro) * (NUM_TILES * micro.exact_width + product)
+    return _tile_numbers(micro) * (num_tiles * micro.exact_width + product)
 
 
 def backward_of_head(micro: Micro) -> float:

@@ -235,12 +235,10 @@ def passing(stage: Stage, *, backward: bool) -> Part:
         gradient = max(count.largest_gradient(micro, layer) for layer in layers)
         candidates = {"a layer going backward": again + most(count.backward_of_layer) + gradient}
     if stage.is_last:
-        candidates["the head going forward"] = count.forward_of_head(micro)
+        candidates["the head going forward"] = count.forward_of_head(micro, backward=backward)
         if backward:
             candidates["the head going backward"] = count.backward_of_head(micro)
         else:
-            candidates["the head going forward"] += (
-                micro.num_tokens * micro.width * micro.arch.hidden
-            )
+            candidates["the head going forward"] += count.hidden_states_of_head(micro)
     where = max(candidates, key=lambda name: candidates[name])
     return Part(HEAD if "head" in where else "a layer's own", ceil(candidates[where]), where)

@@ -22,19 +22,21 @@ from tests.helpers.models import make_random_model
 from tests.helpers.peak import PeakMemory
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.timeout(2400)  # of the measurements, before the first test
+
 LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
 SIZES = {
-    "hidden_size": 512,
+    "hidden_size": 256,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 64,
-    "intermediate_size": 1536,
+    "head_dim": 32,
+    "intermediate_size": 768,
     "num_hidden_layers": 4,
-    "vocab_size": 32768,
+    "vocab_size": 2048,
     "max_position_embeddings": 4096,
 }
 LATENT_SIZES = {key: value for key, value in SIZES.items() if key != "head_dim"}
-OF_EXPERTS = {"moe_intermediate_size": 384}
+OF_EXPERTS = {"moe_intermediate_size": 192}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", SIZES),
     "plain": ("llama", SIZES),
@@ -65,7 +67,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "expert": ("experts", 2, {"policy__expert_parallel": 2}),
     "experts sequence": ("experts", 2, SEQUENCE),
 }
-TOKENS = 2048
+TOKENS = 1024
 """Of a rank's micro-batch: two sequences, or four with half of each on either rank."""
 
 
@@ -104,10 +106,10 @@ def measure(rank: int, models: Path, root: Path, case: str) -> dict[str, Any]:
         ),
     }
     # The optimizer makes its state in the first update.
-    policy.update(random_batch([32] * 8, vocab=30_000), LOSS, 1e-3)
+    policy.update(random_batch([32] * 8, vocab=2000), LOSS, 1e-3)
     num_micro = 2 * config.policy.pipeline_parallel
     rows = num_micro * data_parallel(config.policy, world) * config.policy.context_parallel
-    batch = random_batch([TOKENS // 2] * 2 * rows, vocab=30_000)
+    batch = random_batch([TOKENS // 2] * 2 * rows, vocab=2000)
     with PeakMemory() as peak:
         policy.update(batch, LOSS, 1e-3)
     found["update"] = peak.peak_bytes
