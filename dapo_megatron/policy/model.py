@@ -59,7 +59,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.qk_norm,
+        qk_layernorm=arch.qk_norm or _latent_norms(arch, config),
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         attention_dropout=0.0,
@@ -150,6 +150,12 @@ def _latent(arch: Architecture) -> dict[str, Any]:
         "rotary_scaling_factor": arch.rope.factor,
         "mscale_all_dim": arch.rope.sharpening,
     }
+
+
+def _latent_norms(arch: Architecture, config: PolicyConfig) -> bool:
+    """Whether to name the norms of latent attention to Megatron, as 0.19 demands. With them named
+    it adds up their gradients over tensor-parallel ranks, which is right by tokens alone."""
+    return arch.latent is not None and (config.tensor_parallel == 1 or config.sequence_parallel)
 
 
 def _leave_unset(weight: Tensor) -> Tensor:

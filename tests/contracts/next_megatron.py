@@ -8,11 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-KNOWN: dict[str, str] = {
-    "test_latent_attention_takes_our_down_projections": (
-        "0.19 refuses norms in a latent spec without qk_layernorm in the config (policy/model.py)"
-    ),
-}
+KNOWN: dict[str, str] = {}
 """Part of a test's name, as a pattern -> why it fails."""
 
 
