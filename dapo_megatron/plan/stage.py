@@ -65,10 +65,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Parameters of a rank: those of experts, those in linear layers of FP8, and the rest."""
+    """Parameters of a rank: those of experts, and the rest; among these, biases of routers, which
+    are not trained, and among all, those in linear layers of FP8."""
 
     dense: int
     of_experts: int
+    untrained: int
     in_fp8: int
 
     @property
@@ -79,7 +81,7 @@ class Numbers:
 
 def numbers(stage: Stage) -> Numbers:
     """Counted over the tensors of the rank."""
-    dense = of_experts = in_fp8 = 0
+    dense = of_experts = untrained = in_fp8 = 0
     policy = stage.policy
     for number, layers in enumerate(stage.chunks):
         place = Place(
@@ -96,12 +98,14 @@ def numbers(stage: Stage) -> Numbers:
                 of_experts += prod(slot.shape)
             else:
                 dense += prod(slot.shape)
+            if name.endswith(".expert_bias"):
+                untrained += prod(slot.shape)
             if ".linear_" in name and len(slot.shape) == 2 and policy.fp8:
                 in_fp8 += prod(slot.shape)
     if policy.fp8 and stage.arch.num_layers:
         kept = policy.fp8.bf16_first_layers + policy.fp8.bf16_last_layers
         in_fp8 = round(in_fp8 * max(1 - kept / stage.arch.num_layers, 0.0))
-    return Numbers(dense, of_experts, in_fp8)
+    return Numbers(dense, of_experts, untrained, in_fp8)
 
 
 def weights(stage: Stage) -> Part:
@@ -109,7 +113,7 @@ def weights(stage: Stage) -> Part:
     found, width, fp8 = numbers(stage), stage.micro.width, stage.policy.fp8
     experts = f" ({found.of_experts:,} of experts)" if found.of_experts else ""
     how = f"{found.total:,} parameters{experts} of {width} bytes"
-    num_bytes = found.total * width
+    num_bytes = found.total * width + found.untrained * (stage.micro.exact_width - width)
     if fp8 and fp8.parameters:
         num_bytes -= found.in_fp8 * (width - 1)
         how += f", but {found.in_fp8:,} of 1 byte"
@@ -128,8 +132,8 @@ def quantised_copies(stage: Stage) -> Part | None:
 
 def gradients(stage: Stage) -> Part:
     """Megatron's buffers."""
-    wide = stage.micro.exact_width
-    return Part(GRADIENTS, numbers(stage).total * wide, f"{wide} bytes each")
+    wide, found = stage.micro.exact_width, numbers(stage)
+    return Part(GRADIENTS, (found.total - found.untrained) * wide, f"{wide} bytes each")
 
 
 def optimizer(stage: Stage) -> Part:
@@ -176,7 +180,7 @@ def _copies(stage: Stage) -> tuple[int, int]:
 def _shared_out(stage: Stage) -> float:
     """Parameters whose optimizer state is this rank's."""
     found, (copies, of_experts) = numbers(stage), _copies(stage)
-    return found.dense / copies + found.of_experts / of_experts
+    return (found.dense - found.untrained) / copies + found.of_experts / of_experts
 
 
 # ------------------------------------------------------------------ activations
