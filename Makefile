@@ -12,7 +12,7 @@ CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families
           tests/parity/test_latent.py tests/parity/test_checkpoint.py tests/parity/test_transfer.py
 
 .PHONY: help env env-gpu quickstart ladder test test-long test-layouts test-sync test-slurm \
-        test-contracts test-gpu-stack lint mlflow-ui clean
+        test-contracts test-triton test-gpu-stack lint mlflow-ui clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +57,15 @@ $(NEXT)/.ready: $(READY)
 	rm -rf $(NEXT)
 	$(VENV)/bin/pip install -qq --no-deps --only-binary :all: --python-version 3.12 \
 		--target $(NEXT) megatron-core==$(NEXT_MEGATRON)
+	touch $@
+
+test-triton: env build/triton/.ready  ## the Triton kernels of the log-prob head, in Triton's interpreter
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(VENV)/bin/python -m pytest tests/unit/test_head_kernels.py $(ARGS)
+
+# Beside the environment: vLLM on CPU behaves otherwise where Triton is installed.
+build/triton/.ready: $(READY)
+	$(VENV)/bin/pip install -qq --no-deps --upgrade --target build/triton \
+		$(shell sed -n 's/^\(triton==[^ ]*\).*/\1/p' requirements.txt)
 	touch $@
 
 test-gpu-stack: env-gpu  ## the H100 stack of requirements.txt in .venv-gpu: PYTHON=python3.12, 10 GB, no GPU needed

@@ -162,11 +162,18 @@ def train_step(
 def check_gap(
     config: Config, batch: TokenBatch, groups: list[Group], version: int
 ) -> GapStatistics:
-    """The gap on what the weights `version`, the policy's own, sampled. Raises SyncError naming
-    the worst token."""
+    """The gap on what the weights `version`, the policy's own, sampled. Raises SyncError, naming
+    the worst token if one is above its bound."""
     assert batch.old_logprobs is not None
     fresh = fresh_mask(groups, version=version, overlong=config.overlong)
     gap = gap_statistics(batch.engine_logprobs, batch.old_logprobs, fresh)
+    mean_bound = config.sync.max_mean_gap
+    if mean_bound is not None and gap.mean > mean_bound:
+        raise SyncError(
+            f"weights {version}: engine and policy disagree by {gap.mean:.3g} on the mean of "
+            f"{gap.num_tokens} tokens; sync.max_mean_gap is {mean_bound:g}. The engine samples "
+            "from other weights than are trained, or computes them too coarsely"
+        )
     if gap.max > config.sync.max_gap and gap.worst_token is not None:
         where = gap.worst_token
         ends = batch.lengths.cumsum(0)

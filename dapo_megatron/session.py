@@ -227,7 +227,7 @@ def _replay_parts(
 
     recorder.note(f"  replays {replay}, without an engine")
     config = session.config
-    sync = config.sync.model_copy(update={"max_gap": math.inf})
+    sync = config.sync.model_copy(update={"max_gap": math.inf, "max_mean_gap": None})
     parts = build.build_replay(session, recorder, replay)
     return config.model_copy(update={"sync": sync}), parts
 

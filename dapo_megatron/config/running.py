@@ -30,6 +30,10 @@ class SyncConfig(Section):
     max_gap: Positive
     """Largest |log-prob by engine - by policy| allowed on a step's fresh tokens, and on fixed
     sequences after each sync; above, the run stops. About 1e-5 in float32; bfloat16 needs more."""
+    max_mean_gap: Positive | None = None
+    """Largest mean of it allowed over a step's fresh tokens; null: not judged. Among millions of
+    tokens in bfloat16 or FP8 a few are off by nats in a healthy run: then this is what to go by,
+    and max_gap is for the grossest faults."""
     fingerprint_every: Count | None = None
     """Syncs from one comparison of all weights in policy and engines to the next; null: 1 for
     models of up to 200 million parameters, else 10. The first after a start or resume always."""

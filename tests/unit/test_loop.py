@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dapo_megatron import loop
 from dapo_megatron.rollout.open_step import OpenStep
 from dapo_megatron.rollout.replay import no_sync
-from dapo_megatron.types import StarvedError, Stopped, SyncReport
+from dapo_megatron.types import StarvedError, Stopped, SyncError, SyncReport
 from tests.helpers.configs import tiny_config
 
 
@@ -134,3 +136,33 @@ def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
         f"{error}. Saved after step 3: resume=auto goes on from there",
     ]  # fmt: skip
     assert journal.states[-1]["open_step"]["metrics"] == {"accuracy/raw": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        ({"max_gap": 1.0}, None),
+        ({"max_gap": 0.5}, "disagree by 0.8 on 7/1, token 1"),
+        ({"max_gap": 1.0, "max_mean_gap": 0.3}, None),
+        ({"max_gap": 1.0, "max_mean_gap": 0.2}, "disagree by 0.25 on the mean of 4 tokens"),
+        ({"max_gap": 0.5, "max_mean_gap": 0.2}, "sync.max_mean_gap is 0.2"),
+    ],
+)
+def test_engine_and_policy_may_be_apart_by_so_much(
+    bounds: dict[str, float], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    batch: Any = SimpleNamespace(
+        old_logprobs=policy,
+        engine_logprobs=policy + torch.tensor([0.1, 0.1, 0.0, -0.8]),
+        lengths=torch.tensor([2, 2]),
+        sequence_names=["7/0", "7/1"],
+        tokens=torch.tensor([5, 6, 7, 8]),
+    )
+    monkeypatch.setattr(loop, "fresh_mask", lambda *_, **__: torch.ones(4, dtype=torch.bool))
+    config = tiny_config(**{f"sync__{key}": value for key, value in bounds.items()})
+    if said is None:
+        assert loop.check_gap(config, batch, [], version=3).mean == pytest.approx(0.25)
+    else:
+        with pytest.raises(SyncError, match=re.escape(said)):
+            loop.check_gap(config, batch, [], version=3)
