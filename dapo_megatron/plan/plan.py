@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dapo_megatron.bridge.families import Architecture, read_architecture
 from dapo_megatron.config import Config
+from dapo_megatron.config.kernels import kernels_for
 from dapo_megatron.plan.activations import Kernels, micro_of
 from dapo_megatron.plan.engine import Engine, engine_of
 from dapo_megatron.plan.host import disk_parts, host_parts
@@ -136,10 +137,8 @@ def make_plan(
 
 def kernels_of(config: Config, arch: Architecture, *, has_gpu: bool) -> Kernels:
     """What policy.kernels comes to on the machine that is planned for, with the package there."""
-    chosen = config.policy.kernels
-    if chosen == "auto":
-        fused = has_gpu and config.policy.precision == "bfloat16" and arch.latent is None
-        chosen = "transformer_engine" if fused else "local"
+    is_latent = arch.latent is not None
+    chosen = kernels_for(config.policy, has_gpu=has_gpu, is_installed=True, is_latent=is_latent)
     if config.policy.fp8 and chosen == "local":
         raise ConfigError("policy.fp8: needs Transformer Engine's layers, on GPUs; use null")
     return chosen
