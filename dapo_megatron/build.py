@@ -328,7 +328,11 @@ def chosen(config: Config) -> dict[str, str]:
     from dapo_megatron.policy.kernels import kernels_chosen
 
     adamw, head = optimizer.kernels(config.optimizer), config.policy.logprob_head
-    return {**kernels_chosen(config.policy), "adamw": adamw, "logprob_head": head}
+    return {
+        **kernels_chosen(config.policy, read_architecture(config)),
+        "adamw": adamw,
+        "logprob_head": head,
+    }
 
 
 def _speedometer(config: Config, num_devices: int) -> Speedometer:

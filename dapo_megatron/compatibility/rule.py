@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from dapo_megatron.config import Config
+from dapo_megatron.config.kernels import kernels_for
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 """As in bridge/families (heavy to import)."""
@@ -67,17 +68,15 @@ class Run:
 
     @property
     def fused(self) -> bool:
-        """Whether Transformer Engine computes the layers, as far as is known: `auto` takes it on a
-        GPU in bfloat16 if installed, and never for latent attention."""
-        policy, machine = self.config.policy, self.machine
-        if policy.kernels != "auto":
-            return policy.kernels == "transformer_engine"
-        if policy.precision != "bfloat16" or self.family in LATENT:
-            return False
-        # Without a machine: what would be on the one that the config is for.
-        return machine is None or (
-            machine.capability is not None and "transformer_engine" in machine.packages
+        """Whether Transformer Engine computes the layers, as far as is known: without a machine,
+        as on the one that the config is for."""
+        chosen = kernels_for(
+            self.config.policy,
+            has_gpu=self.machine is None or self.on_gpu,
+            is_installed=not self.lacks("transformer_engine"),
+            is_latent=self.family in LATENT,
         )
+        return chosen == "transformer_engine"
 
     @property
     def on_gpu(self) -> bool:

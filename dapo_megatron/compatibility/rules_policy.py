@@ -36,12 +36,6 @@ def _asks_te(run: Run) -> bool:
     return run.config.policy.kernels == "transformer_engine"
 
 
-def _auto_means_te(run: Run) -> bool:
-    policy = run.config.policy
-    found = run.on_gpu and not run.lacks("transformer_engine")
-    return policy.kernels == "auto" and policy.precision == "bfloat16" and found
-
-
 def _asks_triton(run: Run) -> bool:
     return run.config.policy.logprob_head == "triton"
 
@@ -118,9 +112,9 @@ _KERNELS = (
         "kernels-latent",
         ("policy.kernels", "model"),
         Verdict.REFUSED,
-        lambda run: _asks_te(run) or _auto_means_te(run),
+        _asks_te,
         "latent attention runs in Megatron's own layers alone",
-        "set policy.kernels local",
+        "set policy.kernels auto or local",
         (TE, BFLOAT16),
         families=LATENT,
     ),

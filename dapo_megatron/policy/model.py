@@ -46,7 +46,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
     Fused activations stay off, and fused rope by default: with them, spikes of log-probs are on
     record (NVIDIA-NeMo/RL issue 1801)."""
     dtype = getattr(torch, config.precision)
-    fused = kernels(config) == "transformer_engine"
+    fused = kernels(config, arch) == "transformer_engine"
     make = MLATransformerConfig if arch.latent else TransformerConfig
     return make(
         num_layers=arch.num_layers,

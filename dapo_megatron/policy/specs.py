@@ -26,7 +26,6 @@ from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.latent import LatentAttention
 from dapo_megatron.policy.moe import BiasedRouter, ExpertLayer, Router
 from dapo_megatron.policy.norm import RMSNorm
-from dapo_megatron.types import ConfigError
 
 
 def block_spec(
@@ -34,7 +33,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The given layers, by their numbers in the model, and the norm after the last layer of all."""
     norm: Any = RMSNorm
-    if kernels(config) == "transformer_engine":
+    if kernels(config, arch) == "transformer_engine":
         # Without the package its names are there, of stand-ins.
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -44,9 +43,9 @@ def block_spec(
 
 
 def layer_spec(arch: Architecture, config: PolicyConfig, number: int) -> ModuleSpec:
-    """A layer, by its number in the model. Raises ConfigError."""
+    """A layer, by its number in the model."""
     num_experts = arch.num_experts if arch.has_experts(number) else None
-    fused = kernels(config) == "transformer_engine"
+    fused = kernels(config, arch) == "transformer_engine"
     spec = _fused(arch, num_experts) if fused else _local(arch, num_experts)
     if num_experts:
         spec.submodules.mlp = _experts(spec.submodules.mlp, arch)
@@ -54,10 +53,6 @@ def layer_spec(arch: Architecture, config: PolicyConfig, number: int) -> ModuleS
 
 
 def _fused(arch: Architecture, num_experts: int | None) -> ModuleSpec:
-    if arch.latent:
-        raise ConfigError(
-            f"policy.kernels: {arch.family} runs in Megatron's own layers alone; set local"
-        )
     return get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm
     )

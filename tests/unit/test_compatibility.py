@@ -164,13 +164,14 @@ def test_auto_takes_what_the_machine_has() -> None:
     assert "rope-kernels" in names(Run(rope, QWEN3, NO_GPU))
 
 
-def test_latent_attention_must_name_its_kernels_where_auto_would_take_others() -> None:
+def test_auto_means_megatrons_own_layers_for_latent_attention() -> None:
     latent, auto = QWEN3 | {"model_type": "deepseek_v3"}, config_of("policy.precision=bfloat16")
-    with pytest.raises(ConfigError, match=r"set policy\.kernels local"):
-        check(auto, latent, H100)
+    assert not Run(auto, latent, H100).fused
     assert check(auto, latent, NO_GPU) == []
     local = config_of("policy.precision=bfloat16", "policy.kernels=local")
-    assert check(local, latent, H100)
+    assert check(auto, latent, H100) == check(local, latent, H100) != []
+    with pytest.raises(ConfigError, match=r"set policy\.kernels auto or local"):
+        check(config_of("policy.precision=bfloat16", "policy.kernels=transformer_engine"), latent)
 
 
 def test_doctor_layouts_has_no_engine_to_ask() -> None:

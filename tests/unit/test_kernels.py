@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
+from dapo_megatron.bridge.families import Architecture, architecture
+from dapo_megatron.compatibility import Machine, Run
 from dapo_megatron.config import PolicyConfig
+from dapo_megatron.config.file import load_config
+from dapo_megatron.plan.plan import kernels_of
 from dapo_megatron.policy import kernels as module
 from dapo_megatron.policy.kernels import kernels, kernels_chosen
 from dapo_megatron.types import ConfigError
+from tests.helpers.configs import TINY
+from tests.helpers.published import PUBLISHED
 
 
 @pytest.fixture
@@ -23,6 +29,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return has
 
 
+def model(family: str = "qwen3") -> Architecture:
+    return architecture(next(hf for _, hf in PUBLISHED.values() if hf["model_type"] == family))
+
+
 def policy(**keys: Any) -> PolicyConfig:
     return PolicyConfig(**{"precision": "bfloat16", **keys})
 
@@ -33,26 +43,52 @@ def policy(**keys: Any) -> PolicyConfig:
 def test_auto(machine: Any, gpu: bool, installed: bool, precision: str) -> None:
     machine(gpu, installed)
     fused = gpu and installed and precision == "bfloat16"
-    assert kernels(policy(precision=precision)) == ("transformer_engine" if fused else "local")
-    assert kernels(policy(precision=precision, kernels="local")) == "local"
+    assert kernels(policy(precision=precision), model()) == (
+        "transformer_engine" if fused else "local"
+    )
+    assert kernels(policy(precision=precision, kernels="local"), model()) == "local"
 
 
 @pytest.mark.parametrize(("gpu", "installed"), [(False, True), (True, False)])
 def test_what_is_not_there_is_refused(machine: Any, gpu: bool, installed: bool) -> None:
     machine(gpu, installed)
     with pytest.raises(ConfigError, match=r"policy\.kernels: transformer_engine needs"):
-        kernels(policy(kernels="transformer_engine"))
+        kernels(policy(kernels="transformer_engine"), model())
     with pytest.raises(ConfigError, match=r"policy\.fp8: needs Transformer Engine"):
-        kernels(policy(fp8={"recipe": "current"}))
+        kernels(policy(fp8={"recipe": "current"}), model())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("asked", ["auto", "local"])
+def test_policy_plan_and_compatibility_agree(
+    machine: Any, gpu: bool, family: str, asked: str
+) -> None:
+    machine(gpu, True)
+    config = load_config(TINY, ["policy.precision=bfloat16", f"policy.kernels={asked}"])
+    arch = model(family)
+    chosen = kernels(config.policy, arch)
+    assert kernels_of(config, arch, has_gpu=gpu) == chosen
+    here = Machine((9, 0) if gpu else None, (13, 0), frozenset({"transformer_engine"}))
+    assert Run(config, {"model_type": family}, here).fused == (chosen == "transformer_engine")
+    assert (chosen == "transformer_engine") == (gpu and asked == "auto" and family == "qwen3")
+
+
+def test_latent_attention_in_fused_layers_is_refused(machine: Any) -> None:
+    machine(True, True)
+    with pytest.raises(ConfigError, match=r"policy\.kernels: deepseek_v3 runs in.*auto or local"):
+        kernels(policy(kernels="transformer_engine"), model("deepseek_v3"))
+    with pytest.raises(ConfigError, match=r"policy\.fp8.*latent attention"):
+        kernels(policy(fp8={"recipe": "current"}), model("deepseek_v3"))
 
 
 def test_what_is_logged(machine: Any) -> None:
     machine(True, True)
-    said = kernels_chosen(policy(fp8={"recipe": "blockwise", "bf16_last_layers": 2}))
+    said = kernels_chosen(policy(fp8={"recipe": "blockwise", "bf16_last_layers": 2}), model())
     assert said["kernels"].startswith("transformer_engine ")
     assert said["rope"] == "plain"
     assert said["fp8"] == ("blockwise, 0 first and 2 last layers in bfloat16, weights in bfloat16")
     machine(False, True)
-    said = kernels_chosen(policy(fused_rope=True))
+    said = kernels_chosen(policy(fused_rope=True), model())
     assert said["kernels"].startswith("local (Megatron-core 0.")
     assert (said["rope"], said["fp8"]) == ("plain", "none")
