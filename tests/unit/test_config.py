@@ -258,7 +258,8 @@ def test_an_overlay_that_is_not_there_is_named(tmp_path: Path) -> None:
         ("evaluation.sets.0.sed=1", "evaluation.sets.0.sed: unknown key; did you mean 'seed'?"),
         (
             "sync.speed=3",
-            "sync.speed: unknown key; known here: max_gap, max_mean_gap, fingerprint_every, canary_tokens",
+            "sync.speed: unknown key; known here: max_gap, max_mean_gap, fingerprint_every, "
+            "canary_tokens",
         ),
         # What another kind of source knows is no help here.
         (
