@@ -111,7 +111,7 @@ PAPER: dict[str, Any] = {
     "loss.tis_cap": None,
     "loss.advantage_eps": 1e-6,
     "optimizer.lr": 1e-6,
-    "optimizer.warmup_rollout_steps": 10,
+    "optimizer.warmup_rollout_steps": 20,
     "optimizer.weight_decay": 0.1,
     "optimizer.beta1": 0.9,
     "optimizer.beta2": 0.999,
