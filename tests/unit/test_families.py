@@ -36,8 +36,9 @@ from dapo_megatron.bridge.families import (
     shards_of,
 )
 from dapo_megatron.bridge.shards import Piece, Region
-from dapo_megatron.engine.device import check_model, has_cuda
+from dapo_megatron.engine.device import check_config, has_cuda
 from dapo_megatron.types import ConfigError
+from tests.helpers.configs import tiny_config
 from tests.helpers.models import FAMILIES, make_random_model
 from tests.helpers.published import PUBLISHED
 from tools.make_tiny_model import make_config, make_tokenizer
@@ -530,9 +531,11 @@ def test_an_engine_is_refused_by_the_heads_that_the_model_has() -> None:
         pytest.skip("only vLLM on CPU takes a few sizes")
     absent = config("qwen3", hidden_size=64)
     del absent["head_dim"]
-    check_model({**absent, "attn_scale": 0.5})  # 128; the field is model.ignore_fields' business
+    check_config(
+        tiny_config(), {**absent, "attn_scale": 0.5}
+    )  # 128; the field is model.ignore_fields' business
     with pytest.raises(ConfigError, match="attention heads of 16"):
-        check_model({**absent, "head_dim": None})
+        check_config(tiny_config(), {**absent, "head_dim": None})
 
 
 LLAMA3 = {
