@@ -30,7 +30,7 @@ class Knob:
 
 
 def knobs(plan: Plan, phase: str) -> list[Knob]:
-    """Changes that free memory of `phase`, most first."""
+    """Changes that free memory of `phase` (or of the host, plan.HOST), most first."""
     from dapo_megatron.plan.plan import make_plan
 
     found = []
@@ -43,6 +43,7 @@ def knobs(plan: Plan, phase: str) -> list[Knob]:
                 num_processes,
                 gpu_memory_gib=(plan.gpu_memory_bytes or 0.0) / GIB,
                 gpus_per_node=plan.gpus_per_node,
+                host_memory_gib=(plan.host_memory_bytes or 0.0) / GIB,
             )
         except ConfigError:
             continue
@@ -95,6 +96,9 @@ def _of_policy(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "policy", {"offload": (*policy.offload, part)}
     if set(policy.offload) != {"weights", "gradients", "optimizer"}:
         yield "policy", {"offload": ("weights", "gradients", "optimizer")}
+    for part in policy.offload:
+        # More on the GPU, less on the host.
+        yield "policy", {"offload": tuple(one for one in policy.offload if one != part)}
     if policy.fp8 and not policy.fp8.parameters:
         yield "policy", {"fp8": policy.fp8.model_copy(update={"parameters": True})}
 
@@ -107,6 +111,10 @@ def _of_the_rest(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     fp8_alone = policy.fp8 is not None and policy.fp8.parameters
     if optimizer.cpu_offload < 1.0 and optimizer.moments == "float32" and not fp8_alone:
         yield "optimizer", {"cpu_offload": 1.0}
+    if optimizer.cpu_offload:
+        yield "optimizer", {"cpu_offload": 0.0}
+    if config.rewards.workers > 1:
+        yield "rewards", {"workers": config.rewards.workers // 2}
     bound = config.train.max_tokens_per_microbatch
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     least = round_up(longest, row_multiple(policy)) // policy.context_parallel

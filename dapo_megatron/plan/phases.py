@@ -1,10 +1,17 @@
 """Which parts are on the device in which phase of a rollout step, given what sleeps and what is
-offloaded."""
+offloaded.
+
+A phase has moments, at which other parts are there: a layer at work or the output head, in a sync
+first both models and then the engine alone. A phase takes what its fullest moment takes.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+from dapo_megatron.bridge.canary import NUM_SEQUENCES
 from dapo_megatron.bridge.plan import BUCKET_BYTES
-from dapo_megatron.layout import data_parallel
+from dapo_megatron.layout import data_parallel, round_up, row_multiple
 from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.engine import Engine
 from dapo_megatron.plan.parts import GIB, Part, size
@@ -18,40 +25,90 @@ NCCL_GIB = 0.2
 NUM_BUCKETS = 2
 """One sent, one received (bridge/transfer.py)."""
 
-Phases = dict[str, tuple[Part, ...]]
+
+@dataclass(frozen=True)
+class Moment:
+    """What is on a device at one time of a phase."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """All parts together."""
+        return size(self.parts)
+
+
+Phases = dict[str, tuple[Moment, ...]]
+
+
+def fullest(moments: tuple[Moment, ...]) -> Moment:
+    """The one that a phase takes its memory for."""
+    return max(moments, key=lambda moment: moment.num_bytes)
 
 
 def phases_of(stage: Stage, engine: Engine, *, has_gpu: bool) -> Phases:
-    """The parts on a device of this stage, phase by phase."""
+    """What is on a device of this stage, phase by phase."""
     always = (_overhead(stage),) if has_gpu else ()
-    trained = (policy.weights(stage), policy.gradients(stage), policy.optimizer(stage))
-    left = tuple(
-        part
-        for name, part in zip(("weights", "gradients", "optimizer"), trained, strict=True)
-        if name not in stage.policy.offload
-    )
     sleeps = has_gpu and stage.config.engine.sleep
     awake = () if sleeps else engine.parts
-    # The engine is built first, alone, then sleeps; then the policy is.
-    start = (*trained, *awake)
-    if sleeps and size(engine.parts) > size(trained):
-        start = engine.parts
-    moving = engine.parts if not sleeps else (engine.weights,)
-    buckets = Part("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
-    copies = policy.quantised_copies(stage)
-    computing = (*trained, *((copies,) if copies else ()), *awake)
+    made = (policy.weights(stage), policy.gradients(stage), policy.optimizer(stage))
+    copies = tuple(filter(None, (policy.quantised_copies(stage),)))
+    # Kept from one micro-batch to the next, so also while weights move.
+    whole = (*always, *made, *copies)
+    generating = Moment("engine awake", (*always, *_left(stage, made, copies), *engine.parts))
+
+    # The engine is built first, alone, then sleeps; then the policy is. Of bfloat16 weights there
+    # are no copies before the first pass.
+    at_first = copies if stage.policy.fp8 and stage.policy.fp8.parameters else ()
+    start = [Moment("policy made", (*always, *made, *at_first, *awake))]
+    if sleeps:
+        start.insert(0, Moment("engine made", (*always, *engine.parts)))
     return {
-        "start": (*always, *start),
-        "generate": (*always, *left, *engine.parts),
-        "sync": (*always, *trained, *moving, buckets),
-        "logprobs": (*always, *computing, policy.passing(stage, backward=False)),
-        "update": (
-            *always,
-            *computing,
-            policy.kept(stage),
-            policy.passing(stage, backward=True),
+        "start": tuple(start),
+        "generate": (generating,),
+        "sync": (*_turning(stage, whole, awake or (engine.weights,)), generating),
+        "logprobs": tuple(
+            Moment(_where(part), (*whole, *awake, part))
+            for part in policy.passing(stage, backward=False)
+        ),
+        "update": tuple(
+            Moment(_where(part), (*whole, *awake, policy.kept(stage), part))
+            for part in policy.passing(stage, backward=True)
         ),
     }
+
+
+def _left(stage: Stage, made: tuple[Part, ...], copies: tuple[Part, ...]) -> tuple[Part, ...]:
+    """What stays while engines generate. Copies of weights are dropped where anything leaves."""
+    if not stage.policy.offload:
+        return (*made, *copies)
+    names = ("weights", "gradients", "optimizer")
+    return tuple(
+        part for name, part in zip(names, made, strict=True) if name not in stage.policy.offload
+    )
+
+
+def _turning(
+    stage: Stage, whole: tuple[Part, ...], engine: tuple[Part, ...]
+) -> tuple[Moment, Moment]:
+    """The policy and the engine's weights, before the policy leaves (bridge/sync.py): weights move,
+    then the policy scores the fixed sequences."""
+    buckets = Part("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
+    config, micro = stage.config, stage.micro
+    length = min(config.sync.canary_tokens, config.max_sequence_tokens)
+    tokens = round_up(NUM_SEQUENCES * length, row_multiple(stage.policy))
+    few = min(tokens // stage.policy.context_parallel, micro.num_tokens)
+    scoring = replace(stage, micro=replace(micro, num_tokens=max(few, 1)))
+    passing = max(policy.passing(scoring, backward=False), key=lambda part: part.num_bytes)
+    return (
+        Moment("weights move", (*whole, *engine, buckets)),
+        Moment("check", (*whole, *engine, passing)),
+    )
+
+
+def _where(part: Part) -> str:
+    return "head" if part.name == policy.HEAD else "layer"
 
 
 def _overhead(stage: Stage) -> Part:

@@ -12,16 +12,23 @@ from dapo_megatron.plan.activations import Kernels, micro_of
 from dapo_megatron.plan.engine import Engine, engine_of
 from dapo_megatron.plan.host import disk_parts, host_parts
 from dapo_megatron.plan.parts import GIB, Part, size
-from dapo_megatron.plan.phases import PHASES, Phases, phases_of
+from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import ConfigError
+
+GPU_MEMORY_GIB, HOST_MEMORY_GIB = 80.0, 1024.0
+"""Where nothing is said. Nodes of eight H100 have 1 TiB and mostly 2."""
+GPU_MARGIN, HOST_MARGIN = 0.05, 0.10
+"""What is left free without a warning."""
+HOST = "host"
+"""The memory of a node, where phases are named."""
 
 
 @dataclass(frozen=True)
 class Excess:
-    """A phase in which ranks of a kind would need more than there is."""
+    """Phases in which ranks of a kind would need more than there is, just as much in each."""
 
-    phase: str
+    phases: tuple[str, ...]
     kind: str
     num_bytes: int
 
@@ -34,13 +41,14 @@ class Excess:
 @dataclass(frozen=True)
 class Plan:
     """Memory of a run. `kinds`: the phases of a rank of each pipeline stage, by its name.
-    `gpu_memory_bytes` is None without GPUs, where no limit is known."""
+    `gpu_memory_bytes` and `host_memory_bytes` are None without GPUs, where no limit is known."""
 
     config: Config
     arch: Architecture
     num_processes: int
     gpus_per_node: int
     gpu_memory_bytes: float | None
+    host_memory_bytes: float | None
     kernels: Kernels
     stages: tuple[Stage, ...]
     kinds: dict[str, Phases]
@@ -48,14 +56,22 @@ class Plan:
     host: tuple[Part, ...]
     disk: tuple[Part, ...]
 
-    def fullest(self, phase: str) -> tuple[str, tuple[Part, ...]]:
-        """The kind of rank that takes most in a phase, and its parts."""
-        kind = max(self.kinds, key=lambda name: size(self.kinds[name][phase]))
-        return kind, self.kinds[kind][phase]
+    def fullest(self, phase: str) -> tuple[str, Moment]:
+        """The kind of rank that takes most in a phase, and what it holds then."""
+        moments = {kind: fullest(phases[phase]) for kind, phases in self.kinds.items()}
+        kind = max(moments, key=lambda name: moments[name].num_bytes)
+        return kind, moments[kind]
 
     def num_bytes(self, phase: str) -> int:
-        """That a rank of the fullest kind takes."""
-        return size(self.fullest(phase)[1])
+        """That a rank of the fullest kind takes in a phase; of HOST, a node of its memory."""
+        if phase == HOST:
+            return self.host_bytes
+        return self.fullest(phase)[1].num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """That the ranks of a node take of its memory."""
+        return size(self.host)
 
     def slack_gib(self, phase: str) -> float | None:
         """What a phase leaves free; negative if it does not fit, None without GPUs."""
@@ -64,19 +80,31 @@ class Plan:
         return (self.gpu_memory_bytes - self.num_bytes(phase)) / GIB
 
     def excesses(self) -> list[Excess]:
-        """Phases that do not fit."""
+        """Phases that do not fit, those together that are full of the same."""
         room = self.gpu_memory_bytes
         if room is None:
             return []
+        found: dict[tuple[str, int], tuple[str, ...]] = {}
+        for phase in PHASES:
+            if (num_bytes := self.num_bytes(phase)) > room:
+                key = self.fullest(phase)[0], num_bytes
+                found[key] = (*found.get(key, ()), phase)
         return [
-            Excess(phase, self.fullest(phase)[0], int(self.num_bytes(phase) - room))
-            for phase in PHASES
-            if self.num_bytes(phase) > room
+            Excess(phases, kind, int(num_bytes - room))
+            for (kind, num_bytes), phases in found.items()
         ]
 
     def fits(self) -> bool:
-        """Whether every phase fits, and a sequence of full length into an engine's cache."""
-        return not self.excesses() and self.sequences >= 1
+        """Whether every phase fits, a sequence of full length into an engine's cache, and what is
+        on the host into it."""
+        return not self.excesses() and self.sequences >= 1 and self.host_excess_gib <= 0
+
+    @property
+    def host_excess_gib(self) -> float:
+        """That a node's memory is short of; negative if some is left."""
+        if self.host_memory_bytes is None:
+            return 0.0
+        return (self.host_bytes - self.host_memory_bytes) / GIB
 
     @property
     def sequences(self) -> int:
@@ -88,9 +116,11 @@ class Plan:
         from dapo_megatron.plan.knobs import advice
 
         for excess in self.excesses():
+            phase = excess.phases[0]
             yield (
-                f"{excess.phase}: {excess.kind} takes {self.num_bytes(excess.phase) / GIB:.1f} "
-                f"GiB, {excess.gib:.1f} more than there is\n{advice(self, excess.phase)}"
+                f"{', '.join(excess.phases)}: {excess.kind} takes "
+                f"{self.num_bytes(phase) / GIB:.1f} GiB, {excess.gib:.1f} more than there is\n"
+                f"{advice(self, phase)}"
             )
         if self.sequences < 1:
             length = self.config.max_sequence_tokens
@@ -98,13 +128,42 @@ class Plan:
                 f"generate: the KV cache of {self.engine.cache.gib:.1f} GiB cannot hold one "
                 f"sequence of {length:,} tokens\n{advice(self, 'generate')}"
             )
+        if self.host_excess_gib > 0:
+            yield (
+                f"host: the ranks of a node take {self.host_bytes / GIB:.0f} GiB, "
+                f"{self.host_excess_gib:.0f} more than there is (--host-memory-gib)\n"
+                f"{advice(self, HOST)}"
+            )
+
+    def warnings(self) -> Iterator[str]:
+        """What fits, with little to spare."""
+        room, host = self.gpu_memory_bytes, self.host_memory_bytes
+        if room is not None:
+            for phase in PHASES:
+                free = room - self.num_bytes(phase)
+                if 0 <= free < GPU_MARGIN * room:
+                    yield (
+                        f"{phase} leaves {free / GIB:.1f} of {room / GIB:g} GiB: under "
+                        f"{GPU_MARGIN:.0%}. Memory is lost to fragments, and a GPU of 80 GB offers "
+                        "79.1 to 79.6 GiB"
+                    )
+        if host is not None and 0 <= host - self.host_bytes < HOST_MARGIN * host:
+            yield (
+                f"the ranks of a node take {self.host_bytes / GIB:.0f} of its {host / GIB:g} GiB: "
+                f"over {1 - HOST_MARGIN:.0%}. The file cache and grading need some too"
+            )
 
 
 def make_plan(
-    config: Config, num_processes: int, *, gpu_memory_gib: float = 80.0, gpus_per_node: int = 8
+    config: Config,
+    num_processes: int,
+    *,
+    gpu_memory_gib: float = GPU_MEMORY_GIB,
+    gpus_per_node: int = 8,
+    host_memory_gib: float = HOST_MEMORY_GIB,
 ) -> Plan:
-    """What `num_processes` ranks take, one per GPU of `gpu_memory_gib`; `gpus_per_node` 0: ranks
-    without GPUs.
+    """What `num_processes` ranks take, one per GPU of `gpu_memory_gib`, on nodes of
+    `host_memory_gib`; `gpus_per_node` 0: ranks without GPUs, whose memory is not judged.
 
     The layout must fit the processes (layout.check_layout). Raises ConfigError on a config.json
     that is not understood.
@@ -126,6 +185,7 @@ def make_plan(
         num_processes=num_processes,
         gpus_per_node=gpus_per_node,
         gpu_memory_bytes=memory,
+        host_memory_bytes=host_memory_gib * GIB if has_gpu else None,
         kernels=kernels,
         stages=stages,
         kinds={stage.name: phases_of(stage, engine, has_gpu=has_gpu) for stage in stages},

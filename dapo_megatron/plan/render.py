@@ -1,18 +1,24 @@
-"""A plan for people, and for programs."""
+"""A plan for people, and for programs.
+
+A table for each kind of rank. A phase takes what its fullest moment takes: what is there at others
+alone stands in brackets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from dapo_megatron.layout import describe
-from dapo_megatron.plan.parts import GIB, Part
-from dapo_megatron.plan.phases import PHASES
+from dapo_megatron.plan.parts import GIB, Part, size
+from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest
 from dapo_megatron.plan.plan import Plan
 from dapo_megatron.plan.speed import Speed
+from dapo_megatron.plan.stage import ACTIVATIONS
 
 
 def render(plan: Plan, console: Console, speed: Speed | None = None) -> None:
@@ -26,7 +32,8 @@ def render(plan: Plan, console: Console, speed: Speed | None = None) -> None:
         highlight=False,
         markup=False,
     )
-    console.print(_memory(plan))
+    for title, phases in _kinds(plan):
+        console.print(_memory(plan, title, phases))
     for title, parts in (("host memory of a node", plan.host), ("disk", plan.disk)):
         console.print(_parts(title, parts))
     tokens = _tokens(plan, speed)
@@ -37,6 +44,8 @@ def render(plan: Plan, console: Console, speed: Speed | None = None) -> None:
     )
     if speed is not None:
         _render_speed(speed, console)
+    for text in plan.warnings():
+        console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _tokens(plan: Plan, speed: Speed | None) -> float:
@@ -48,31 +57,62 @@ def _tokens(plan: Plan, speed: Speed | None) -> float:
     )
 
 
-def _memory(plan: Plan) -> Table:
-    """A column per phase, of the kind of rank that is fullest in it."""
-    limit = "" if plan.gpu_memory_bytes is None else f" of {plan.gpu_memory_bytes / GIB:g} GiB"
-    table = Table(title=f"memory of the fullest rank{limit}, GiB")
+def _kinds(plan: Plan) -> Iterator[tuple[str, Phases]]:
+    """The kinds of ranks by name. Neighbouring stages that differ by nothing but their activations
+    are one kind: the first of them holds most micro-batches."""
+    for _, group in groupby(plan.kinds.items(), key=lambda item: _weighed(item[1])):
+        alike = list(group)
+        first, phases = alike[0]
+        more = f", and {len(alike) - 1} more like it, with fewer activations"
+        yield first + (more if len(alike) > 1 else ""), phases
+
+
+def _weighed(phases: Phases) -> list[tuple[str, int]]:
+    """What tells kinds apart."""
+    return [
+        (part.name, part.num_bytes)
+        for moments in phases.values()
+        for moment in moments
+        for part in moment.parts
+        if part.name != ACTIVATIONS
+    ]
+
+
+def _memory(plan: Plan, title: str, phases: Phases) -> Table:
+    """A column per phase."""
+    room = plan.gpu_memory_bytes
+    limit = "" if room is None else f" of {room / GIB:g} GiB"
+    table = Table(title=f"memory of {title}{limit}, GiB")
     table.add_column("part")
     for phase in PHASES:
         table.add_column(phase, justify="right")
     table.add_column("how")
-    phases = {phase: {part.name: part for part in plan.fullest(phase)[1]} for phase in PHASES}
-    every = {name: part for parts in phases.values() for name, part in parts.items()}
-    for name, any_part in every.items():
-        sizes = [f"{parts[name].gib:.2f}" if name in parts else "" for parts in phases.values()]
-        table.add_row(name, *sizes, any_part.how)
+    most = {phase: fullest(phases[phase]) for phase in PHASES}
+    every = [part for moments in phases.values() for one in moments for part in one.parts]
+    for name in dict.fromkeys(part.name for part in every):
+        shown = [_shown(name, phases[phase], most[phase]) for phase in PHASES]
+        largest = max((p for p in every if p.name == name), key=lambda part: part.num_bytes)
+        table.add_row(name, *shown, largest.how)
     table.add_section()
-    table.add_row("all", *[f"{plan.num_bytes(phase) / GIB:.1f}" for phase in PHASES], "")
-    if plan.gpu_memory_bytes is not None:
-        table.add_row("free", *[f"{plan.slack_gib(phase):.1f}" for phase in PHASES], "")
-    if len(plan.kinds) > 1:
-        kinds = [plan.fullest(phase)[0] for phase in PHASES]
-        told = "; ".join(
-            f"{kind}: {', '.join(p for p, k in zip(PHASES, kinds, strict=True) if k == kind)}"
-            for kind in dict.fromkeys(kinds)
-        )
-        table.caption = f"fullest is {told}"
+    table.add_row("all", *[f"{most[phase].num_bytes / GIB:.1f}" for phase in PHASES], "")
+    if room is not None:
+        free = [(room - most[phase].num_bytes) / GIB for phase in PHASES]
+        table.add_row("free", *[f"{gib:.1f}" for gib in free], "")
+    names = [most[phase].name if len(phases[phase]) > 1 else "" for phase in PHASES]
+    table.add_row("fullest at", *names, "(in brackets: at another moment, not in the sum)")
     return table
+
+
+def _shown(name: str, moments: Iterable[Moment], counted: Moment) -> str:
+    """The size of a part in a phase, in brackets if it is not of the moment that counts."""
+    sizes = {
+        moment.name: size(part for part in moment.parts if part.name == name) / GIB
+        for moment in moments
+    }
+    if here := sizes[counted.name]:
+        return f"{here:.2f}"
+    elsewhere = max(sizes.values())
+    return f"({elsewhere:.2f})" if elsewhere else ""
 
 
 def _parts(title: str, parts: Iterable[Part]) -> Table:
@@ -99,18 +139,24 @@ def _render_speed(speed: Speed, console: Console) -> None:
 
 def to_json(plan: Plan, speed: Speed | None = None) -> dict[str, Any]:
     """The same figures, in bytes and seconds."""
+    fullest_of_all = {phase: plan.fullest(phase) for phase in PHASES}
     return {
         "processes": plan.num_processes,
         "gpu_memory_bytes": plan.gpu_memory_bytes,
+        "host_memory_bytes": plan.host_memory_bytes,
         "fits": plan.fits(),
         "problems": list(plan.problems()),
+        "warnings": list(plan.warnings()),
         "kinds": {
-            kind: {phase: _rows(parts) for phase, parts in phases.items()}
+            kind: {
+                phase: {moment.name: _rows(moment.parts) for moment in moments}
+                for phase, moments in phases.items()
+            }
             for kind, phases in plan.kinds.items()
         },
         "phases": {
-            phase: {"kind": plan.fullest(phase)[0], "bytes": plan.num_bytes(phase)}
-            for phase in PHASES
+            phase: {"kind": kind, "moment": moment.name, "bytes": moment.num_bytes}
+            for phase, (kind, moment) in fullest_of_all.items()
         },
         "sequences": plan.sequences,
         "host": _rows(plan.host),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, prod
 
 from dapo_megatron.bridge.families import Architecture, Place, layout_of
@@ -15,7 +16,7 @@ from dapo_megatron.plan.activations import Micro
 from dapo_megatron.plan.parts import Part
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "policy weights", "gradients", "optimizer"
-ACTIVATIONS, HEAD = "activations", "logits"
+ACTIVATIONS, LAYER, HEAD = "activations", "a layer at work", "logits, at the head"
 MOMENTS = 2
 """Of AdamW, per parameter."""
 FLOAT32 = 4
@@ -50,6 +51,11 @@ class Stage:
         """Its layers, counted over the model; several ranges where the schedule is interleaved."""
         return stage_layers(self.policy, self.arch.num_layers)[self.number]
 
+    @cached_property
+    def numbers(self) -> Numbers:
+        """Of its parameters."""
+        return _numbers(self)
+
     @property
     def name(self) -> str:
         """For people."""
@@ -79,7 +85,7 @@ class Numbers:
         return self.dense + self.of_experts
 
 
-def numbers(stage: Stage) -> Numbers:
+def _numbers(stage: Stage) -> Numbers:
     """Counted over the tensors of the rank."""
     dense = of_experts = untrained = in_fp8 = 0
     policy = stage.policy
@@ -110,7 +116,7 @@ def numbers(stage: Stage) -> Numbers:
 
 def weights(stage: Stage) -> Part:
     """The policy's weights, as it computes with them."""
-    found, width, fp8 = numbers(stage), stage.micro.width, stage.policy.fp8
+    found, width, fp8 = stage.numbers, stage.micro.width, stage.policy.fp8
     experts = f" ({found.of_experts:,} of experts)" if found.of_experts else ""
     how = f"{found.total:,} parameters{experts} of {width} bytes"
     num_bytes = found.total * width + found.untrained * (stage.micro.exact_width - width)
@@ -125,14 +131,14 @@ def quantised_copies(stage: Stage) -> Part | None:
     its rows and along its columns, made anew from bfloat16, or the columns from the rows."""
     if stage.policy.fp8 is None:
         return None
-    found, copies = numbers(stage), 1 if stage.policy.fp8.parameters else 2
+    found, copies = stage.numbers, 1 if stage.policy.fp8.parameters else 2
     how = f"{found.in_fp8:,} weights, {copies} bytes each"
     return Part("FP8 copies of weights", found.in_fp8 * copies, how)
 
 
 def gradients(stage: Stage) -> Part:
     """Megatron's buffers."""
-    wide, found = stage.micro.exact_width, numbers(stage)
+    wide, found = stage.micro.exact_width, stage.numbers
     return Part(GRADIENTS, (found.total - found.untrained) * wide, f"{wide} bytes each")
 
 
@@ -179,7 +185,7 @@ def _copies(stage: Stage) -> tuple[int, int]:
 
 def _shared_out(stage: Stage) -> float:
     """Parameters whose optimizer state is this rank's."""
-    found, (copies, of_experts) = numbers(stage), _copies(stage)
+    found, (copies, of_experts) = stage.numbers, _copies(stage)
     return (found.dense - found.untrained) / copies + found.of_experts / of_experts
 
 
@@ -222,8 +228,9 @@ def waiting_layers(policy: PolicyConfig, stage: int, layers_of_chunk: int) -> in
     return (2 * behind + (num_chunks - 1) * policy.pipeline_parallel + 1) * layers_of_chunk
 
 
-def passing(stage: Stage, *, backward: bool) -> Part:
-    """What is held for a while: by a layer, going forward or backward, or by the head."""
+def passing(stage: Stage, *, backward: bool) -> tuple[Part, ...]:
+    """What is held for a while, by a layer, and on the last stage by the head: never both at
+    once."""
     micro = stage.micro
     layers = [layer for chunk in stage.chunks for layer in chunk]
 
@@ -231,18 +238,27 @@ def passing(stage: Stage, *, backward: bool) -> Part:
         return micro.num_tokens * max(per_token(micro, layer) for layer in layers)
 
     if not backward:
-        candidates = {"a layer going forward": most(count.forward_of_layer)}
+        found = [Part(LAYER, ceil(most(count.forward_of_layer)), "going forward")]
     else:
         again = 0.0
         if stage.policy.recompute == "full":
             again = most(count.kept_by_layer) - micro.num_tokens * count.layer_input(micro)
         gradient = max(count.largest_gradient(micro, layer) for layer in layers)
-        candidates = {"a layer going backward": again + most(count.backward_of_layer) + gradient}
+        of_layer = again + most(count.backward_of_layer) + gradient
+        found = [Part(LAYER, ceil(of_layer), "going backward")]
     if stage.is_last:
-        candidates["the head going forward"] = count.forward_of_head(micro, backward=backward)
-        if backward:
-            candidates["the head going backward"] = count.backward_of_head(micro)
-        else:
-            candidates["the head going forward"] += count.hidden_states_of_head(micro)
-    where = max(candidates, key=lambda name: candidates[name])
-    return Part(HEAD if "head" in where else "a layer's own", ceil(candidates[where]), where)
+        found.append(_head(micro, backward=backward))
+    return tuple(found)
+
+
+def _head(micro: Micro, *, backward: bool) -> Part:
+    """The output head, with its tiles of logits."""
+    forward = count.forward_of_head(micro, backward=backward)
+    if not backward:
+        forward += count.hidden_states_of_head(micro)
+    sizes = {"forward": forward}
+    if backward:
+        sizes["backward"] = count.backward_of_head(micro)
+    where = max(sizes, key=lambda name: sizes[name])
+    as_torch = ", counted as torch's" if micro.policy.logprob_head == "triton" else ""
+    return Part(HEAD, ceil(sizes[where]), f"the output head going {where}{as_torch}")

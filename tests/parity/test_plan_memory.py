@@ -16,6 +16,7 @@ from dapo_megatron.config import Config
 from dapo_megatron.layout import data_parallel
 from dapo_megatron.plan import Plan, make_plan
 from dapo_megatron.plan.parts import Part
+from dapo_megatron.plan.phases import fullest
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
@@ -156,9 +157,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 
 def of_stage(plan: Plan, phase: str, rank: int) -> dict[str, Part]:
-    """The parts of this rank; without pipeline stages all have the same."""
+    """The parts of this rank at the phase's fullest moment; without pipeline stages all have the
+    same."""
     kinds = list(plan.kinds.values())
-    return {part.name: part for part in kinds[rank if len(kinds) > 1 else 0][phase]}
+    moment = fullest(kinds[rank if len(kinds) > 1 else 0][phase])
+    return {part.name: part for part in moment.parts}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_refused_by_phase_and_setting(model: str) -> None:
     assert ran.returncode == 2
     assert "update: every rank takes" in ran.stderr and "GiB, " in ran.stderr
     assert "policy.recompute=full" in ran.stderr
-    assert "generate: every rank takes" in ran.stderr
+    assert "generate, sync: every rank takes" in ran.stderr
     assert "policy.offload=[weights,gradients,optimizer]" in ran.stderr
 
 

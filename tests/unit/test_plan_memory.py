@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dapo_megatron.bridge.families import architecture
 from dapo_megatron.config import Config
-from dapo_megatron.plan import Plan, activations, estimate_speed, make_plan, render, to_json
+from dapo_megatron.plan import Plan, Speed, activations, estimate_speed, make_plan, render, to_json
 from dapo_megatron.plan.knobs import knobs
 from dapo_megatron.plan.parts import GIB, Part
 from dapo_megatron.plan.phases import PHASES
@@ -42,12 +42,12 @@ def config_of(folder: Path, hf: dict[str, Any] = DENSE_HF, **overrides: Any) -> 
 
 
 def part(of: Plan, phase: str, name: str) -> Part:
-    [found] = [one for one in of.fullest(phase)[1] if one.name == name]
+    [found] = [one for one in of.fullest(phase)[1].parts if one.name == name]
     return found
 
 
 def names(of: Plan, phase: str) -> set[str]:
-    return {one.name for one in of.fullest(phase)[1]}
+    return {one.name for one in of.fullest(phase)[1].parts}
 
 
 def test_one_gpu_holds_every_parameter(tmp_path: Path) -> None:
@@ -121,7 +121,14 @@ def test_who_is_there_when(tmp_path: Path) -> None:
     engine = {"engine weights", "engine workspace", "KV cache"}
     found = make_plan(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
     assert names(found, "generate") == engine | {"CUDA and NCCL"}
-    assert names(found, "sync") == trained | {"engine weights", "CUDA and NCCL", "sync buckets"}
+    moments = {
+        moment.name: {one.name for one in moment.parts}
+        for moment in found.kinds["every rank"]["sync"]
+    }
+    both = trained | {"engine weights", "CUDA and NCCL"}
+    assert moments["weights move"] == both | {"sync buckets"}
+    assert moments["check"] - both <= {"logits, at the head", "a layer at work"}
+    assert moments["engine awake"] == engine | {"CUDA and NCCL"}
     assert names(found, "logprobs") & (trained | engine) == trained
     assert names(found, "update") & (trained | engine) == trained
     stays = make_plan(config_of(tmp_path, policy__offload="[gradients]"), 8)
@@ -129,6 +136,59 @@ def test_who_is_there_when(tmp_path: Path) -> None:
     awake = make_plan(config_of(tmp_path, engine__sleep=False), 8)
     for phase in PHASES:
         assert engine <= names(awake, phase)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "copies"),
+    [("{recipe: current}", 2), ("{recipe: current, parameters: true}", 1)],
+)
+@pytest.mark.parametrize("offload", ["[]", "[gradients]"])
+def test_copies_in_fp8_are_there_until_something_leaves(
+    tmp_path: Path, fp8: str, copies: int, offload: str
+) -> None:
+    config = config_of(tmp_path, policy__fp8=fp8, policy__offload=offload)
+    phases = make_plan(config, 1).kinds["every rank"]
+    found = {
+        (phase, moment.name): sum(
+            part.num_bytes for part in moment.parts if part.name == "FP8 copies of weights"
+        )
+        for phase, moments in phases.items()
+        for moment in moments
+    }
+    whole = copies * (DENSE - 2 * 151936 * 4096)
+    for when in [("update", "layer"), ("sync", "weights move"), ("sync", "check")]:
+        assert found[when] == pytest.approx(whole, rel=0.001)
+    stays = whole if offload == "[]" else 0
+    for when in [("sync", "engine awake"), ("generate", "engine awake")]:
+        assert found[when] == pytest.approx(stays, rel=0.001)
+    # Bfloat16 weights are quantised by the first pass.
+    assert (found["start", "policy made"] > 0) == ("parameters" in fp8)
+
+
+def test_a_sync_takes_what_its_fullest_moment_takes(tmp_path: Path) -> None:
+    """As it is measured: from both models' weights to the engine's cache."""
+    keys = {"policy__tensor_parallel": 4, "engine__memory_fraction": 0.9}
+    found = make_plan(config_of(tmp_path, policy__offload=ALL_PARTS, **keys), 8)
+    assert found.fullest("sync")[1].name == "engine awake"
+    assert found.num_bytes("sync") == found.num_bytes("generate")
+    small = make_plan(config_of(tmp_path, policy__offload=ALL_PARTS), 1, gpu_memory_gib=40.0)
+    moments = {one.name: one.num_bytes for one in small.kinds["every rank"]["sync"]}
+    assert small.num_bytes("sync") == max(moments.values()) == moments["weights move"]
+    # Of few tokens.
+    assert moments["check"] < small.num_bytes("logprobs") + small.engine.weights.num_bytes
+
+
+def test_layer_and_head_are_not_there_at_once(tmp_path: Path) -> None:
+    found = make_plan(
+        config_of(tmp_path, policy__pipeline_parallel=2, engine__tensor_parallel=1), 2
+    )
+    first, last = found.kinds.values()
+    for phase in ("logprobs", "update"):
+        assert [moment.name for moment in first[phase]] == ["layer"]
+        assert [moment.name for moment in last[phase]] == ["layer", "head"]
+        for moment in last[phase]:
+            here = {part.name for part in moment.parts}
+            assert len(here & {"a layer at work", "logits, at the head"}) == 1
 
 
 def test_cache_holds_what_the_weights_leave(tmp_path: Path) -> None:
@@ -229,10 +289,39 @@ def test_what_does_not_fit_is_said_with_what_frees_it(tmp_path: Path) -> None:
     assert not list(fits.problems()) and fits.fits()
 
 
+def test_a_host_too_small_is_said(tmp_path: Path) -> None:
+    keys = {"policy__offload": ALL_PARTS, "policy__recompute": "full"}
+    keys |= {"policy__tensor_parallel": 2}
+    config = config_of(tmp_path, **keys)
+    found = make_plan(config, 8, host_memory_gib=1024.0)
+    taken = found.host_bytes / GIB
+    assert found.fits() and not list(found.warnings())
+    [warning] = make_plan(config, 8, host_memory_gib=taken / 0.95).warnings()
+    assert "the ranks of a node take" in warning
+    short = make_plan(config, 8, host_memory_gib=taken - 10.0)
+    assert not short.fits() and not short.excesses()
+    [problem] = short.problems()
+    assert "10 more than there is (--host-memory-gib)" in problem
+    freed = {knob.change: knob for knob in knobs(short, "host")}
+    assert freed["policy.offload=[weights,gradients]"].freed_gib > 80
+    assert not make_plan(config, 8, gpus_per_node=0, host_memory_gib=1.0).host_excess_gib
+
+
+@pytest.mark.parametrize(("left_gib", "warned"), [(3.9, True), (4.1, False)])
+def test_little_room_is_warned_of(tmp_path: Path, left_gib: float, warned: bool) -> None:
+    """5% of 80 GiB; the cache does not matter, it is a share."""
+    config = config_of(tmp_path, policy__offload=ALL_PARTS, policy__recompute="full")
+    roomy = make_plan(config, 8, gpu_memory_gib=80.0)
+    update = roomy.num_bytes("update") / GIB
+    room = update + left_gib * update / (80.0 - left_gib)
+    warnings = list(make_plan(config, 8, gpu_memory_gib=room).warnings())
+    assert any(text.startswith("update leaves") for text in warnings) == warned
+
+
 def test_knobs_free_what_they_say(tmp_path: Path) -> None:
     """Each is an override: applied, the plan is smaller by just that."""
     found = make_plan(config_of(tmp_path), 8)
-    for phase in ("generate", "update"):
+    for phase in ("generate", "update", "host"):
         freed = knobs(found, phase)
         assert freed == sorted(freed, key=lambda knob: (-knob.freed_gib, knob.change))
         for knob in freed:
@@ -263,14 +352,40 @@ def test_without_gpus_nothing_is_refused() -> None:
     assert found.slack_gib("update") is None
 
 
+def printed(plan: Plan, speed: Speed | None = None) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    render(plan, console, speed)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_table_for_each_kind_of_rank(tmp_path: Path) -> None:
+    """Four stages: the two in the middle differ by nothing but their activations."""
+    keys = {"policy__pipeline_parallel": 4, "policy__recompute": "full"}
+    text = printed(make_plan(config_of(tmp_path, engine__tensor_parallel=1, **keys), 8))
+    titles = [line.strip() for line in text.splitlines() if line.strip().startswith("memory of")]
+    assert [title.removesuffix(" of 80 GiB, GiB") for title in titles] == [
+        "memory of pipeline stage 1 of 4 (embedding)",
+        "memory of pipeline stage 2 of 4, and 1 more like it, with fewer activations",
+        "memory of pipeline stage 4 of 4 (output head)",
+    ]
+    # Layer and head, of the last stage alone; one of them in brackets.
+    rows = {
+        name: [line.split("│") for line in text.splitlines() if name in line]
+        for name in ("a layer at work", "logits, at the head")
+    }
+    assert [len(found) for found in rows.values()] == [3, 1]
+    for column in (5, 6):
+        cells = [found[-1][column].strip() for found in rows.values()]
+        assert sum(cell.startswith("(") for cell in cells) == 1
+
+
 def test_figures_for_people_and_programs(tmp_path: Path) -> None:
     found = make_plan(config_of(tmp_path), 8)
     speed = estimate_speed(found)
-    console = Console(file=io.StringIO(), width=160)
-    render(found, console, speed)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = printed(found, speed)
     assert all(word in text for word in (*PHASES, "KV cache", "host memory", "mfu", "free"))
     told = json.loads(json.dumps(to_json(found, speed)))
     assert told["phases"]["update"]["bytes"] == found.num_bytes("update")
     assert told["seconds"]["step"] == pytest.approx(speed.step_seconds)
+    assert told["phases"]["update"]["moment"] in told["kinds"]["every rank"]["update"]
     assert told["fits"] is False and told["problems"]
