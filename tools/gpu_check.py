@@ -1,14 +1,18 @@
 """Verify on a machine with one NVIDIA GPU what cannot be verified without one.
 
-    python tools/gpu_check.py                        # all that fits, at most 9 minutes
+    python tools/gpu_check.py                        # all that fits, at most 30 minutes
     python tools/gpu_check.py --only bf16 --only head
     python tools/gpu_check.py --list
 
 Each check runs in a process of its own, with a limit of time: one that crashes or takes all memory
 ends no other, and the GPU is really free for the next. Rows are printed as they come; the last line
 is one JSON object with everything. Models have published shapes and random weights, made on the
-spot. What is not installed, or does not fit, is skipped by name. The table's verdicts: ok; short
-(it ran, and misses a target); failed; skipped. Exit status 1 if any check failed, else 0.
+spot. What is not installed, or does not fit, is skipped by name. Checks run in the order of their
+importance; before the first, it says how far the minutes should reach.
+
+The table's verdicts: ok; short (it ran, and misses a target); failed; skipped; of a figure also
+"not judged": its target is stated for an H100 or H200 and a whole model, and this is another. Exit
+status 1 if any check failed, else 0.
 
 Without a GPU it says what it would have run, and what each check needs.
 """
@@ -36,8 +40,6 @@ from rich.console import Console
 from rich.table import Table
 
 LEAVE_SECONDS = 5.0
-MIN_SECONDS = 20.0
-"""With less time left no check is begun."""
 LOG_LINES = 4
 CPU_PATIENCE = 5
 
@@ -50,6 +52,8 @@ class Outcome:
     figures: list[Figure] = field(default_factory=list)
     reason: str = ""
     failed: bool = False
+    cut: bool = False
+    """By the end of the session's minutes."""
     seconds: float = 0.0
 
     @property
@@ -102,8 +106,43 @@ def reason_not_to_run(check: Check, gpu: dict[str, Any] | None, allow_cpu: bool)
     return ""
 
 
-def run_check(check: Check, workspace: Path, options: list[str], limit: float) -> Outcome:
-    """In a process of its own; whatever it started is ended with it."""
+def plan(
+    checks: list[Check], gpu: dict[str, Any] | None, allow_cpu: bool, minutes: float
+) -> tuple[list[Check], list[Check]]:
+    """Those that can run here: what the minutes should be enough for, and what they are not. One
+    that is too long is left out for shorter ones after it."""
+    reached, missed, left = [], [], minutes * 60.0
+    for check in checks:
+        if reason_not_to_run(check, gpu, allow_cpu):
+            continue
+        if check.guess <= left:
+            reached.append(check)
+            left -= check.guess
+        else:
+            missed.append(check)
+    return reached, missed
+
+
+def plan_text(reached: list[Check], missed: list[Check], minutes: float) -> str:
+    """For people."""
+
+    def named(checks: list[Check]) -> str:
+        return ", ".join(f"{check.name} ({check.guess} s)" for check in checks)
+
+    lines = [f"\nIn {minutes:g} minutes, by guesses: {named(reached) or 'nothing'}."]
+    if missed:
+        needed = sum(check.guess for check in (*reached, *missed)) / 60.0
+        only = " ".join(f"--only {check.name}" for check in missed)
+        lines.append(f"Not reached: {named(missed)}.")
+        lines.append(f"All would take --minutes {needed:.0f}; these alone: {only}")
+    return "\n".join([*lines, ""])
+
+
+def run_check(
+    check: Check, workspace: Path, options: list[str], limit: float, left: float = float("inf")
+) -> Outcome:
+    """In a process of its own; whatever it started is ended with it. `left`: seconds of the whole
+    session; a check that these end has not failed."""
     outcome, started = Outcome(check), time.monotonic()
     figures, log = workspace / f"{check.name}.jsonl", workspace / f"{check.name}.log"
     figures.write_text("")
@@ -116,15 +155,18 @@ def run_check(check: Check, workspace: Path, options: list[str], limit: float) -
             start_new_session=True,
         )
         try:
-            process.wait(timeout=limit)
+            process.wait(timeout=min(limit, left))
         except subprocess.TimeoutExpired:
-            outcome.reason = f"not done after {limit:.0f} s"
+            outcome.reason = f"not done after {min(limit, left):.0f} s"
+            outcome.cut = left < limit
         finally:
             _end(process)
     outcome.seconds = time.monotonic() - started
     lines = figures.read_text(encoding="utf-8").splitlines()
     outcome.figures = [Figure(**json.loads(line)) for line in lines]
-    if process.returncode != 0:
+    if outcome.cut:
+        outcome.reason += ", the end of --minutes"
+    elif process.returncode != 0:
         outcome.failed = True
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         outcome.reason = outcome.reason or " | ".join(last[-LOG_LINES:])[-400:]
@@ -180,9 +222,10 @@ def about(gpu: dict[str, Any] | None) -> dict[str, Any]:
 def rows_of(outcome: Outcome) -> Table:
     """A check and its figures, as a part of the table."""
     shown = Table(show_header=False, box=None, pad_edge=False)
-    for width in (14, 52, 22, 10, 8):
+    for width in (22, 52, 18, 10, 10):
         shown.add_column(width=width, overflow="fold")
     colour = {"ok": "green", "short": "yellow", "failed": "red", "skipped": "dim"}
+    colour["not judged"] = "dim"
     first = (outcome.check.name, outcome.reason or f"took {outcome.seconds:.0f} s")
     if outcome.verdict == "skipped":
         first = (outcome.check.name, f"{outcome.check.title()} [yellow]{outcome.reason}[/]")
@@ -206,16 +249,19 @@ def check_all(
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
     if gpu is None and not allow_cpu:
         console.print("\nNo NVIDIA GPU here. What would have run, and what it needs:\n")
+    else:
+        text = plan_text(*plan(checks, gpu, allow_cpu, minutes), minutes)
+        console.print(text, highlight=False)
     outcomes = []
     for check in checks:
         left = deadline - time.monotonic()
         if reason := reason_not_to_run(check, gpu, allow_cpu):
             outcome = Outcome(check, reason=reason)
-        elif left < MIN_SECONDS:
+        elif left < check.guess:
             outcome = Outcome(check, reason=f"no time left of {minutes:g} minutes: --only it")
         else:
             limit = check.seconds * (CPU_PATIENCE if gpu is None else 1)
-            outcome = run_check(check, workspace, options, min(limit, left))
+            outcome = run_check(check, workspace, options, limit, left)
         outcomes.append(outcome)
         console.print(rows_of(outcome), highlight=False)
         with (workspace / "outcomes.jsonl").open("a", encoding="utf-8") as kept:
@@ -229,8 +275,8 @@ def main(
         bool, typer.Option("--list", help="Names, and what each needs.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write it here.")] = None,
-    quick: Annotated[bool, typer.Option(help="Only checks that take under two minutes.")] = False,
-    minutes: Annotated[float, typer.Option(help="No check is running after these.")] = 9.0,
+    quick: Annotated[bool, typer.Option(help="Only short checks: a minute or less.")] = False,
+    minutes: Annotated[float, typer.Option(help="No check is running after these.")] = 30.0,
     workspace: Annotated[
         Path | None, typer.Option(help="Keep models, logs and figures here (12 GB).")
     ] = None,
@@ -247,10 +293,10 @@ def main(
         run_child(BY_NAME[child], workspace, shapes == "tiny", quick, figures)
         return
     checks = [BY_NAME[name] for name in only] if only else list(SHOWN)
-    checks = [check for check in checks if not quick or check.seconds <= 120]
+    checks = [check for check in checks if not quick or check.guess <= 60]
     if list_checks:
         for check in checks:
-            print(f"{check.name:16} {check.title()}\n{'':16} needs {check.needs()}")
+            print(f"{check.name:22} {check.title()}\n{'':22} needs {check.needs()}")
         return
     options = ["--shapes", shapes, *(["--quick"] if quick else [])]
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as temporary:

@@ -54,7 +54,7 @@ def test_the_list_says_what_each_check_does() -> None:
     assert ran.returncode == 0, ran.stderr
     for check in SHOWN:
         assert len(check.title()) > 20, check.name
-        assert f"{check.name:16} {check.title()}" in ran.stdout
+        assert f"{check.name:22} {check.title()}" in ran.stdout
     assert "reference" not in {check.name for check in SHOWN}
 
 
@@ -72,12 +72,12 @@ def test_every_entry_of_the_catalogue_can_be_imported() -> None:
 @pytest.mark.parametrize(
     ("gpu", "check", "said"),
     [
-        (None, Check("x", "", 1, 8.0), "needs an NVIDIA GPU with 8 GiB"),
-        (H100, Check("x", "", 1, 8.0), ""),
-        (H100, Check("x", "", 1, 100.0), "needs 100 GiB, there are 79"),
-        (H100, Check("x", "", 1, packages=("no_such_one",)), "no_such_one is not installed"),
-        (H100, Check("x", "", 1, capability=(10, 0)), "needs an NVIDIA GPU with 8 GiB of compute "
-                                                       "capability 10.0"),
+        (None, Check("x", "", 1, 1, 8.0), "needs an NVIDIA GPU with 8 GiB"),
+        (H100, Check("x", "", 1, 1, 8.0), ""),
+        (H100, Check("x", "", 1, 1, 100.0), "needs 100 GiB, there are 79"),
+        (H100, Check("x", "", 1, 1, packages=("no_such_one",)), "no_such_one is not installed"),
+        (H100, Check("x", "", 1, 1, capability=(10, 0)),
+         "needs an NVIDIA GPU with 8 GiB of compute capability 10.0"),
     ],
 )  # fmt: skip
 def test_why_a_check_is_skipped(gpu: dict[str, Any] | None, check: Check, said: str) -> None:
@@ -88,12 +88,31 @@ def test_the_worst_figure_is_the_verdict() -> None:
     check = SHOWN[0]
     fine, short = at_most("a", 1.0, 2.0), at_least("b", 1.0, 2.0)
     assert (fine.verdict, short.verdict) == ("ok", "short")
-    assert at_most("a", 3.0, 2.0, binding=False).verdict == "ok"
+    assert at_most("a", 3.0, 2.0, binding=False).verdict == "not judged"
     assert gpu_check.Outcome(check, [fine]).verdict == "ok"
     assert gpu_check.Outcome(check, [fine, short]).verdict == "short"
     assert gpu_check.Outcome(check, [fine], failed=True).verdict == "failed"
     assert gpu_check.Outcome(check, reason="no").verdict == "skipped"
     assert Figure("a", 1.0).target == ""
+
+
+def test_a_plan_leaves_out_what_the_minutes_are_too_few_for() -> None:
+    checks = [Check(name, "", 99, guess) for name, guess in (("a", 50), ("b", 70), ("c", 10))]
+    checks.append(Check("d", "", 99, 1, gib=1000.0))
+    reached, missed = gpu_check.plan(checks, H100, False, 1.0)
+    assert ([one.name for one in reached], [one.name for one in missed]) == (["a", "c"], ["b"])
+    text = gpu_check.plan_text(reached, missed, 1.0)
+    assert "Not reached: b (70 s)." in text and "--minutes 2; these alone: --only b" in text
+
+
+def test_the_hopper_plan_of_half_an_hour_reaches_all_that_shipped_configs_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Check, "missing", lambda _: [])
+    reached, missed = gpu_check.plan(list(SHOWN), H100, False, 30.0)
+    names = [one.name for one in reached]
+    assert {"bf16", "te", "fp8_shipped", "moe", "checkpoint", "mfu_4b", "sync_4b"} <= set(names)
+    assert {one.name for one in (*reached, *missed)} == {one.name for one in SHOWN}
 
 
 def test_one_that_crashes_or_hangs_fails_and_keeps_its_figures(
@@ -114,6 +133,9 @@ def test_one_that_crashes_or_hangs_fails_and_keeps_its_figures(
     hung = gpu_check.run_check(BY_NAME["te"], tmp_path, [], 1.0)
     assert (hung.verdict, len(hung.figures)) == ("failed", 1)
     assert hung.reason == "not done after 1 s" and hung.seconds < 30.0
+    cut = gpu_check.run_check(BY_NAME["te"], tmp_path, [], 60.0, left=1.0)
+    assert (cut.verdict, len(cut.figures)) == ("skipped", 1)
+    assert cut.reason == "not done after 1 s, the end of --minutes"
 
 
 def tiny(tmp_path: Path, *names: str) -> dict[str, dict[str, Any]]:
@@ -131,7 +153,7 @@ def tiny(tmp_path: Path, *names: str) -> dict[str, dict[str, Any]]:
 def test_policy_checks_run_in_a_tiny_shape(tmp_path: Path) -> None:
     found = tiny(tmp_path, "bf16", "head")
     assert {one["verdict"] for one in found.values()} == {"ok"}
-    assert len(found["bf16"]["figures"]) == 6 and len(found["head"]["figures"]) > 10
+    assert len(found["bf16"]["figures"]) == 9 and len(found["head"]["figures"]) > 10
 
 
 @pytest.mark.long

@@ -21,6 +21,8 @@ class Check:
     where: str
     seconds: int
     """It is ended after these."""
+    guess: int
+    """Seconds that it takes, not measured yet: by these a session is planned."""
     gib: float = 8.0
     """Of GPU memory."""
     packages: tuple[str, ...] = ()
@@ -52,32 +54,49 @@ class Check:
         return [name for name in self.packages if find_spec(name) is None]
 
 
+_FP8 = {"gib": 16.0, "packages": (TE,), "capability": HOPPER, "on_cpu": False}
+_FUSED = _FP8 | {"capability": (8, 0)}
+
 CHECKS = (
-    Check("bf16", "training:bfloat16", 200, 16),
-    Check("head", "speed:head", 120, 60),
-    Check("sync_0.6b", "engines:sync_06b", 150, 30, (VLLM,)),
-    Check("te", "training:transformer_engine", 120, 16, (TE,), (8, 0), on_cpu=False),
-    Check("fp8_current", "training:fp8_current", 120, 16, (TE,), HOPPER, on_cpu=False),
-    Check("mfu_4b", "speed:mfu_4b", 180, 70),
-    Check("sync_4b", "engines:sync_4b", 240, 70, (VLLM,)),
-    Check("optimizers", "training:optimizers", 180, 20),
-    Check("plan", "engines:plan", 150, 40, (VLLM,)),
-    Check("mfu_0.6b", "speed:mfu_06b", 150, 70),
-    Check("offload", "training:offload", 120, 20),
-    Check("tokens_eager", "engines:tokens_eager", 150, 40, (VLLM,)),
-    Check("tokens_graphs", "engines:tokens_graphs", 200, 40, (VLLM,), on_cpu=False),
-    Check("engine_fp8", "engines:engine_fp8", 200, 30, (VLLM,), (8, 9), on_cpu=False),
-    Check("end_to_end", "machine:end_to_end", 180, 20, (VLLM,)),
-    Check("rope", "training:rope", 120, 16, (TE,), (8, 0), on_cpu=False),
-    Check("fp8_delayed", "training:fp8_delayed", 120, 16, (TE,), HOPPER, on_cpu=False),
-    Check("fp8_blockwise", "training:fp8_blockwise", 120, 16, (TE,), HOPPER, on_cpu=False),
-    Check("fp8_ends", "training:fp8_ends", 120, 16, (TE,), HOPPER, on_cpu=False),
-    Check("fp8_parameters", "training:fp8_parameters", 120, 16, (TE,), HOPPER, on_cpu=False),
-    Check("mfu_fp8", "speed:mfu_fp8", 180, 70, (TE,), HOPPER, on_cpu=False),
-    Check("mfu_triton", "speed:mfu_triton", 120, 60, (TRITON,), (8, 0), on_cpu=False),
-    Check("smi", "machine:smi", 60, 0, on_cpu=False),
-    Check("preflight", "machine:preflight", 120, 8),
-    Check("reference", "training:reference", 300, hidden=True),
+    # What a run with the shipped configs rests on.
+    Check("bf16", "training:bfloat16", 240, 90, 16),
+    Check("te", "training:transformer_engine", 240, 60, **_FUSED),
+    Check("sync_0.6b", "engines:sync_06b", 180, 70, 30, (VLLM,)),
+    Check("head", "speed:head", 120, 40, 60),
+    Check("fp8_shipped", "fp8:shipped", 180, 40, **_FP8),
+    Check("mfu_4b", "speed:mfu_4b", 240, 110, 70),
+    Check("checkpoint", "states:checkpoint", 180, 60, 20),
+    Check("moe", "training:experts", 180, 60, 16),
+    Check("sync_4b", "engines:sync_4b", 300, 130, 70, (VLLM,)),
+    Check("optimizers", "training:optimizers", 240, 80, 20),
+    Check("end_to_end", "machine:end_to_end", 240, 90, 20, (VLLM,)),
+    Check("plan", "engines:plan", 180, 80, 40, (VLLM,)),
+    # What else can be configured.
+    Check("fp8_current", "fp8:current", 180, 40, **_FP8),
+    Check("fp8_parameters", "fp8:shipped_parameters", 180, 40, **_FP8),
+    Check("recompute", "states:recompute", 180, 50, 16),
+    Check("padded", "training:padded", 180, 40, 16),
+    Check("checkpoint_fp8", "states:checkpoint_fp8", 180, 60, **(_FP8 | {"gib": 20.0})),
+    Check("recompute_fp8", "states:recompute_fp8", 180, 60, **_FP8),
+    Check("moe_fp8", "fp8:experts", 180, 50, **_FP8),
+    Check("offload", "states:offload", 120, 40, 20),
+    Check("tokens_graphs", "engines:tokens_graphs", 240, 120, 40, (VLLM,), on_cpu=False),
+    Check("engine_fp8", "engines:engine_fp8", 240, 80, 30, (VLLM,), (8, 9), on_cpu=False),
+    Check("mfu_fp8", "speed:mfu_fp8", 240, 100, **(_FP8 | {"gib": 70.0})),
+    Check("fp8_padded", "fp8:padded", 120, 40, **_FP8),
+    Check("fp8_delayed", "fp8:delayed", 120, 40, **_FP8),
+    Check("fp8_current_parameters", "fp8:parameters", 120, 40, **_FP8),
+    Check("fp8_blockwise", "fp8:blockwise", 120, 40, **_FP8),
+    Check("fp8_ends", "fp8:ends", 120, 40, **_FP8),
+    # What is only of interest.
+    Check("mfu_0.6b", "speed:mfu_06b", 180, 60, 70),
+    Check("rope", "training:rope", 120, 50, **_FUSED),
+    Check("tokens_eager", "engines:tokens_eager", 180, 70, 40, (VLLM,)),
+    Check("mfu_triton", "speed:mfu_triton", 120, 50, 60, (TRITON,), (8, 0), on_cpu=False),
+    Check("smi", "machine:smi", 60, 10, 0, on_cpu=False),
+    Check("preflight", "machine:preflight", 120, 40, 8),
+    Check("reference", "steps:reference", 300, 60, hidden=True),
+    Check("reference_moe", "steps:reference_moe", 300, 30, hidden=True),
 )
 BY_NAME = {check.name: check for check in CHECKS}
 SHOWN = tuple(check for check in CHECKS if not check.hidden)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["ok", "short", "failed", "skipped"]
-WORST: tuple[Verdict, ...] = ("failed", "short", "ok", "skipped")
+Verdict = Literal["ok", "short", "not judged", "failed", "skipped"]
+WORST: tuple[Verdict, ...] = ("failed", "short", "ok", "not judged", "skipped")
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,22 @@ def told(name: str, value: float, unit: str = "") -> Figure:
 def at_most(
     name: str, value: float, limit: float, unit: str = "", *, binding: bool = True
 ) -> Figure:
-    """One that should not pass a limit; on other hardware than that of the limit (`binding` false)
-    it is told beside it, and not judged."""
-    verdict: Verdict = "ok" if value <= limit or not binding else "short"
-    return Figure(name, float(value), unit, f"<= {limit:g}", verdict)
+    """One that should not pass a limit; on other hardware or models than those of the limit
+    (`binding` false) it is told beside it, and not judged."""
+    return Figure(name, float(value), unit, f"<= {limit:g}", _verdict(value <= limit, binding))
 
 
 def at_least(
     name: str, value: float, limit: float, unit: str = "", *, binding: bool = True
 ) -> Figure:
     """See `at_most`."""
-    verdict: Verdict = "ok" if value >= limit or not binding else "short"
-    return Figure(name, float(value), unit, f">= {limit:g}", verdict)
+    return Figure(name, float(value), unit, f">= {limit:g}", _verdict(value >= limit, binding))
+
+
+def _verdict(is_met: bool, binding: bool) -> Verdict:
+    if not binding:
+        return "not judged"
+    return "ok" if is_met else "short"
 
 
 def holds(name: str, is_so: bool) -> Figure:

@@ -29,6 +29,25 @@ _QWEN3 = _QWEN | {
     "head_dim": 128,
     "num_key_value_heads": 8,
 }
+_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     # As config.json of Qwen/Qwen2.5-0.5B, Qwen/Qwen3-0.6B-Base and Qwen/Qwen3-4B-Base has them.
@@ -56,17 +75,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
-    "tiny": _QWEN3
+    # The kind of Qwen/Qwen3-30B-A3B, with its experts' width; the rest is smaller.
+    "moe": _QWEN3
+    | _EXPERTS
     | {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 512,
-        "max_position_embeddings": 512,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 32_768,
     },
+    "tiny": _QWEN3 | _TINY,
+    "tiny_moe": _QWEN3 | _TINY | _EXPERTS | {"moe_intermediate_size": 48},
 }
 # Parts of the 4B model, for GPUs that do not hold a step of it: the same matmuls, fewer of them.
 SHAPES |= {f"4b_{count}_layers": SHAPES["4b"] | {"num_hidden_layers": count} for count in (9, 18)}

@@ -17,6 +17,7 @@ from gpu_checks.rig import (
     GIB,
     Setting,
     has_gpu,
+    is_judged,
     likelihood,
     make_config,
     make_policy,
@@ -50,7 +51,11 @@ def _model_of_4b() -> str:
 def mfu_4b(setting: Setting) -> Iterator[Figure]:
     """Updates of the 4B model, bfloat16, the kernels that `auto` takes."""
     yield told("layers of 36", _layers_of_4b())
-    yield from _updates(setting, one_rank(), _model_of_4b(), rows=(FEW, MANY), judged=MANY)
+    # The target is that of the whole model: of fewer layers, the head has another share.
+    binding = _layers_of_4b() == 36 and is_judged()
+    yield from _updates(
+        setting, one_rank(), _model_of_4b(), rows=(FEW, MANY), target=MANY, binding=binding
+    )
 
 
 def mfu_06b(setting: Setting) -> Iterator[Figure]:
@@ -81,9 +86,11 @@ def _updates(
     *overrides: str,
     rows: tuple[int, ...],
     name: str = "",
-    judged: int = 0,
+    target: int = 0,
+    binding: bool = False,
 ) -> Iterator[Figure]:
-    """Of packed rows of so many tokens; that of `judged` tokens has a target."""
+    """Of packed rows of so many tokens; the MFU of that of `target` tokens has a target, and is
+    held to it if `binding`."""
     policy = make_policy(make_config(setting, model, *overrides, row_tokens=max(rows)), ranks)
     for num_tokens in rows:
         length = setting.pick(LENGTH, 64)
@@ -105,8 +112,8 @@ def _updates(
             scored = batch.num_loss_tokens
             flops = model_flops(policy.architecture, lengths, backward=True, num_scored=scored)
             share = flops / seconds / peak
-            if num_tokens == judged:
-                yield at_least(f"{what}, MFU", share, TARGET_MFU)
+            if num_tokens == target:
+                yield at_least(f"{what}, MFU", share, TARGET_MFU, binding=binding)
             else:
                 yield told(f"{what}, MFU", share)
     policy.close()
@@ -163,7 +170,7 @@ def _head(setting: Setting, hidden: int, num_tokens: int, names: list[str]) -> I
         if name in seconds:
             ratio = seconds[name] / alone
             # The target is stated for a 4B model's head; a small one's matmuls hide less.
-            binding = hidden == 2560 and has_gpu()
+            binding = hidden == 2560 and is_judged()
             yield at_most(f"{what}: {name} / matmuls", ratio, TARGET_HEAD, binding=binding)
             yield told(f"{what}: {name}, memory on top", gib[name], "GiB")
     if bench.TILES in seconds:
