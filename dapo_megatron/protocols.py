@@ -102,6 +102,11 @@ class Policy(Protocol):
         time they are the current weights. Not collective."""
         ...
 
+    def rewrite(self, change: Callable[[Sequence[Shard]], None]) -> None:
+        """Let `change` write into shards: in place of the weights, from what they are, all of them
+        or some. Whatever form they are kept in, and the optimizer's copies of them, follow."""
+        ...
+
     def snapshot(self) -> Snapshot:
         """Copy this rank's weights, optimizer and RNG state to host memory. Not collective."""
         ...

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -305,7 +306,7 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
         core = build.build_core(config, ranks)
         try:
             if store is not None:
-                read_into(store, core.policy.shards())
+                core.policy.rewrite(partial(read_into, store))
             core.sync(0)
             figures = build.build_evaluator(config, prompts, core).run()
         finally:

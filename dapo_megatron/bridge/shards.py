@@ -102,7 +102,7 @@ class QuantizedShard(Shard):
 
     def write(self, value: Tensor) -> None:
         """Refused: a parameter is quantised as one, and piece by piece would round what is there
-        again and again. Its owner has another place to read into (policy/fp8.py)."""
+        again and again. Its owner has another place to write into (protocols.Policy.rewrite)."""
         raise TypeError(
             f"{self.piece.name}: a quantised parameter cannot be written piece by piece"
         )

@@ -279,7 +279,8 @@ _FP8 = (
         Verdict.WARNED,
         lambda run: (fp8 := run.config.policy.fp8) is not None and fp8.recipe == "delayed",
         "delayed scales move with every micro-batch that has gradients, so ratios of the first "
-        "update are 1 in its first micro-batch alone",
+        "update are 1 in its first micro-batch alone; the first scales are those of the random "
+        "tokens that the first sync is checked with",
         "set policy.fp8.recipe current or blockwise, or watch policy/approx_kl",
         (_fp8("delayed"), BFLOAT16),
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,15 @@ def load(
             folder,
         )
     _set_group_steps(optimizer, params, targets)
+
+
+@torch.no_grad()
+def copy_to_main(optimizer: Any, values: Callable[[Tensor], Tensor]) -> None:
+    """The optimizer's float32 copies, where it has any, from what `values` gives for a whole
+    parameter."""
+    for one in _owned(optimizer):
+        if one.copy is not None:
+            one.copy.copy_(values(one.param).reshape(-1)[one.start : one.stop])
 
 
 def _is_own(

@@ -11,7 +11,8 @@ update give the same log-probs. Those of `delayed` follow from what was seen bef
 with each micro-batch that has gradients, stay in those that have none, and are 1 before the first
 of them (Transformer Engine 2.20, FP8GlobalStateManager.autocast_exit). So the old log-probs and
 an update's first micro-batch see the same scales, its later ones do not; and the first pass of
-log-probs, after a resume too, is preceded by one with gradients (policy/step.py).
+log-probs, after a resume too, is preceded by two that find scales (policy/step.py). In a run that
+is the one over the fixed sequences of the first sync: random tokens (bridge/canary.py).
 """
 
 from __future__ import annotations
@@ -90,24 +91,36 @@ def is_quantized(parameter: Tensor) -> bool:
     return bool(is_float8tensor(parameter))
 
 
-def before_rounding(parameter: Any) -> Tensor:
-    """Where a checkpoint is read into, before the optimizer is made: the parameter itself; of a
-    quantised one, the bfloat16 values on the host that it was made from and from which the
-    distributed optimizer makes its float32 copies (distrib_optimizer.py,
-    _build_model_and_main_param_groups)."""
-    if not is_quantized(parameter):
-        return parameter
-    value: Tensor = parameter.get_high_precision_init_val()
-    return value
+class Unrounded:
+    """Where to write the values of parameters: into the parameter itself; of a quantised one, into
+    bfloat16 values on the host, which `round` then brings in.
 
+    Before the optimizer is made those are the ones that the parameter was made from, and from which
+    the distributed optimizer makes its float32 copies (distrib_optimizer.py,
+    _build_model_and_main_param_groups); afterwards, copies of what it has.
+    """
 
-@torch.no_grad()
-def quantize(models: Iterable[torch.nn.Module]) -> None:
-    """Once a checkpoint is read: quantised parameters from the values before rounding."""
-    for model in models:
-        for parameter in model.parameters():
-            if is_quantized(parameter):
-                parameter.copy_(before_rounding(parameter))
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[Any, Tensor]] = {}
+
+    @torch.no_grad()
+    def __call__(self, parameter: Any) -> Tensor:
+        """The values of one, the same tensor each time."""
+        if not is_quantized(parameter):
+            value: Tensor = parameter
+            return value
+        if id(parameter) not in self._values:
+            value = parameter.get_high_precision_init_val()
+            if value is None:  # the optimizer has taken it
+                value = parameter.dequantize().cpu()
+            self._values[id(parameter)] = parameter, value
+        return self._values[id(parameter)][1]
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Quantise what has been written."""
+        for parameter, value in self._values.values():
+            parameter.copy_(value)
 
 
 def quantize_from_main(optimizer: Any, chunks: Iterable[Any]) -> None:
@@ -124,10 +137,33 @@ def quantize_from_main(optimizer: Any, chunks: Iterable[Any]) -> None:
 
 
 def drop_cached_weights(models: Iterable[torch.nn.Module]) -> None:
-    """Free the FP8 copies (up to 2 bytes per weight) that Transformer Engine keeps of bfloat16
-    weights from one micro-batch to the next; the next run of the schedule makes them anew."""
+    """Free what Transformer Engine makes anew when it is needed: the FP8 copies (up to 2 bytes per
+    weight) that it keeps of bfloat16 weights from one micro-batch to the next, and the transposed
+    copies (1 byte per weight) of weights that are in FP8 alone."""
     for model in models:
         for module in model.modules():
             workspaces = getattr(module, "_fp8_workspaces", None)
             if workspaces:
                 workspaces.clear()
+        for parameter in filter(is_quantized, model.parameters()):
+            parameter.update_usage(rowwise_usage=True, columnwise_usage=False)  # type: ignore[attr-defined]
+
+
+def tensors_of(parameter: Any) -> Iterable[Tensor]:
+    """What a quantised parameter is made of: numbers, scales, a transposed copy if there is one."""
+    return filter(torch.is_tensor, parameter.get_metadata().values())
+
+
+# ------------------------------------------------------------------ delayed scaling
+
+
+def update_scales() -> None:
+    """Scales of `delayed` from what passes have seen since the last time. Collective.
+
+    Transformer Engine does so itself after each micro-batch that has gradients. Without, maxima are
+    noted all the same (module/base.py, prepare_forward). To find scales in a pass with gradients is
+    no way: one without recomputation keeps all activations, and one with it leaves scales in a
+    queue, that the next backward pass would take for its own (fp8_tensors_recompute_buffer)."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)

@@ -18,6 +18,7 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, UntypedStorage
 
+from dapo_megatron.policy import fp8
 from dapo_megatron.policy.device import device, has_cuda
 
 CHUNK_BYTES = 2**28
@@ -144,8 +145,11 @@ def _weights(chunks: Sequence[Any]) -> Iterator[Tensor]:
     for chunk in chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             yield buffer.param_data
-        # What is not trained is in no buffer.
-        yield from (one for one in chunk.module.parameters() if not one.requires_grad)
+        for parameter in chunk.module.parameters():
+            if fp8.is_quantized(parameter):
+                yield from fp8.tensors_of(parameter)  # its scales are in no buffer
+            elif not parameter.requires_grad:
+                yield parameter  # nor is what is not trained
 
 
 def _gradients(chunks: Sequence[Any]) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ class MegatronPolicy:
             initialize_parallel(config.policy, config.seed)
             chunks = build_model(self.architecture, config.policy)
             store = open_store(Path(config.model.path), config.model.ignore_fields)
-            read_into(store, self._shards_of(chunks, fp8.before_rounding))
-            fp8.quantize(chunks)
+            values = fp8.Unrounded()
+            read_into(store, self._shards_of(chunks, values))
+            values.round()
             self._chunks = distribute(chunks, config.policy)
             self._optimizer = build_optimizer(config, self._chunks)
         self._memory = Offload(config.policy.offload, self._chunks, self._optimizer)
@@ -111,6 +112,15 @@ class MegatronPolicy:
     def shards(self) -> list[Shard]:
         """See protocols.Policy. (After an update or `offload`, `onload` comes before reading.)"""
         return self._shards_of(self._models())
+
+    def rewrite(self, change: Callable[[Sequence[Shard]], None]) -> None:
+        """See protocols.Policy."""
+        self._settle()
+        values = fp8.Unrounded()
+        with megatron_device():
+            change(self._shards_of(self._models(), values))
+            values.round()
+            checkpoint.copy_to_main(self._optimizer, values)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight by HF name, whole, on every rank. For parity checks; collective."""

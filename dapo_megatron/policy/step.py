@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from dapo_megatron.policy import fp8
 from dapo_megatron.policy.rows import Rows
 from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs, reductions
 from dapo_megatron.protocols import LossFn
@@ -84,12 +85,14 @@ class Runner:
             logp, entropy = self._head(hidden, rows, scored, model, temperature)
             return torch.zeros((), device=hidden.device), (rows.predicts[scored], logp, entropy)
 
-        if self._needs_scales:
-            # Delayed scaling begins with 1 for all, and moves in passes with gradients alone.
-            with torch.enable_grad():
-                self._run(micro, output, forward_only=True)
-            self._needs_scales = False
         with torch.no_grad():
+            if self._needs_scales:
+                # Delayed scaling begins with 1 for all: what comes of it gives rough scales, and
+                # what comes of those good ones.
+                for _ in range(2):
+                    self._run(micro, output, forward_only=True)
+                    fp8.update_scales()
+                self._needs_scales = False
             return self._run(micro, output, forward_only=True)
 
     def gradients(

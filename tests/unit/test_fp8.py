@@ -22,23 +22,41 @@ def policy(**fp8: Any) -> PolicyConfig:
 
 
 class Rounded(Tensor):
-    """bfloat16 to look at; 255 steps of one scale inside. Nothing but `dequantize` reads it."""
+    """bfloat16 to look at; 255 steps of one scale inside, and a transposed copy like Transformer
+    Engine's. Nothing but `dequantize` reads it, nothing but `copy_` writes."""
 
     codes: Tensor
     scale: Tensor
+    transposed: Tensor | None
+    exact: Tensor | None
 
     @staticmethod
     def __new__(cls, value: Tensor) -> Rounded:
         made: Rounded = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=torch.bfloat16)
         made.become(value)
+        made.exact = value.bfloat16()
         return made
 
     def become(self, value: Tensor) -> None:
         self.scale = value.abs().max() / 127
         self.codes = (value / self.scale).round()
+        self.transposed = self.codes.T.contiguous()
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         return (self.codes * self.scale).bfloat16()
+
+    def copy_(self, value: Tensor) -> None:  # type: ignore[override]
+        self.become(value.float())
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        return self.exact
+
+    def update_usage(self, *, rowwise_usage: bool, columnwise_usage: bool) -> None:
+        assert rowwise_usage and not columnwise_usage
+        self.transposed = None
+
+    def get_metadata(self) -> dict[str, Any]:
+        return {"data": self.codes, "scale": self.scale, "more": self.transposed, "name": "e4m3"}
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:
@@ -76,6 +94,99 @@ def test_a_quantised_parameter_gives_what_is_computed_with() -> None:
     assert worst() < 0.02
     with pytest.raises(TypeError, match=r"k_proj.*piece by piece"):
         next(shard for shard in rounded if "k_proj" in shard.piece.name).write(exact)
+
+
+@pytest.fixture
+def fp8(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """policy/fp8.py, with `Rounded` for Transformer Engine's classes."""
+    from dapo_megatron.policy import fp8 as module
+
+    monkeypatch.setattr(module, "is_quantized", lambda parameter: isinstance(parameter, Rounded))
+    return module
+
+
+def test_values_are_written_where_they_are_not_rounded_and_then_brought_in(fp8: Any) -> None:
+    plain, quantised = torch.randn(4, 3), Rounded(torch.randn(4, 3))
+    values = fp8.Unrounded()
+    assert values(plain) is plain
+    # As a checkpoint is read: into what the optimizer will take.
+    assert values(quantised) is values(quantised) is quantised.exact
+    read = torch.randn(4, 3).bfloat16()
+    values(quantised).copy_(read)
+    values.round()
+    step = float(quantised.scale)
+    assert (quantised.dequantize() - read).abs().max() <= 2 * step
+    # Once it has, from what the parameter is.
+    quantised.exact = None
+    values = fp8.Unrounded()
+    assert torch.equal(values(quantised), quantised.dequantize())
+    assert values(quantised) is values(quantised)
+    values(quantised).mul_(-3)
+    before = quantised.dequantize()
+    values.round()
+    assert (quantised.dequantize() + 3 * before).abs().max() <= 0.02 * 3 * float(before.abs().max())
+
+
+def test_nothing_of_a_quantised_parameter_stays_on_the_device(fp8: Any) -> None:
+    from types import SimpleNamespace
+
+    from dapo_megatron.policy.offload import Offload
+
+    buffer = torch.zeros(20)
+    quantised = Rounded(torch.randn(4, 3))
+    quantised.codes = buffer[:12].view(4, 3).copy_(quantised.codes)  # Megatron's flat buffer
+    plain = torch.nn.Parameter(buffer[12:15])
+    fixed = torch.nn.Parameter(torch.randn(2), requires_grad=False)
+    workspaces = torch.nn.Module()
+    workspaces._fp8_workspaces = {"weight": torch.randn(3)}  # type: ignore[assignment]
+    module = SimpleNamespace(
+        parameters=lambda: [quantised, plain, fixed], modules=lambda: [workspaces]
+    )
+    gradients = SimpleNamespace(param_data=buffer, grad_data=torch.zeros(20))
+    chunk = SimpleNamespace(buffers=[gradients], expert_parallel_buffers=[], module=module)
+    held = [buffer, quantised.codes, quantised.scale, fixed.data]
+    before, shown = [one.clone() for one in held], quantised.dequantize()
+    memory = Offload(["weights"], [chunk], SimpleNamespace(chained_optimizers=[]))
+    fp8.drop_cached_weights([module])
+    memory.leave()
+    assert not workspaces._fp8_workspaces and quantised.transposed is None
+    assert all(one.untyped_storage().nbytes() == 0 for one in held)
+    assert list(map(id, fp8.tensors_of(quantised))) == [id(quantised.codes), id(quantised.scale)]
+    memory.come_back()
+    assert all(map(torch.equal, held, before))
+    assert torch.equal(quantised.dequantize(), shown)
+
+
+def test_delayed_scales_are_found_without_gradients_before_the_first_log_probs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from types import SimpleNamespace
+
+    from dapo_megatron.policy import fp8 as module
+    from dapo_megatron.policy.step import Runner
+
+    seen: list[str] = []
+
+    class Watched(Runner):
+        def _run(self, *_: Any, **keys: Any) -> list[Any]:
+            assert keys["forward_only"] and not torch.is_grad_enabled()
+            seen.append("pass")
+            return []
+
+    monkeypatch.setattr(module, "update_scales", lambda: seen.append("scales"))
+
+    def passes(recipe: str | None) -> list[list[str]]:
+        settings = SimpleNamespace(num_moe_experts=None, fp8=recipe and "hybrid", fp8_recipe=recipe)
+        runner = Watched([SimpleNamespace(config=settings)], temperature=1.0, vocab=8)
+        told = []
+        for _ in range(2):
+            seen.clear()
+            runner.logprobs([])
+            told.append(list(seen))
+        return told
+
+    assert passes("delayed") == [["pass", "scales", "pass", "scales", "pass"], ["pass"]]
+    assert passes("tensorwise") == passes(None) == [["pass"], ["pass"]]
 
 
 RECIPES = [
