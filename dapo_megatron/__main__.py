@@ -113,6 +113,7 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1)] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
     gpu_memory_gib: Annotated[float, typer.Option(min=1.0)] = 80.0,
+    host_memory_gib: Annotated[float, typer.Option(min=1.0, help="Of a node.")] = 1024.0,
     gpu: Annotated[str, typer.Option(help="For the estimate of time: H100, H200, A100.")] = "H100",
     mfu: Annotated[
         float,
@@ -129,22 +130,21 @@ def plan(
     from dapo_megatron import plan as planning
 
     checked = load_config(config, overrides or [], overlay or [])
-    num_processes = nodes * gpus_per_node
     if not (Path(checked.model.path) / "config.json").exists():
         raise ConfigError(
             f"model.path: {checked.model.path} has no config.json, all that a plan needs of the "
             f"model: `hf download OWNER/NAME config.json --local-dir {checked.model.path}`"
         )
-    check_layout(checked, num_processes)
+    machines = planning.Machines(gpus_per_node, gpu_memory_gib, host_memory_gib)
+    planning.check_layout_and_memory(checked, nodes, machines)
     check_compatibility(checked, read_model_config(checked))
-    made = planning.make_plan(
-        checked, num_processes, gpu_memory_gib=gpu_memory_gib, gpus_per_node=gpus_per_node
-    )
+    made = machines.plan(checked, nodes * gpus_per_node)
     given = planning.Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
     speed = planning.estimate_speed(made, given)
     planning.render(made, Console(), speed)
     _write(json_file, planning.to_json(made, speed))
-    refuse(made.problems())
+    if found := list(made.problems()):
+        refuse([*found, planning.way_out(checked, nodes, machines)])
 
 
 @app.command()

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -31,6 +31,9 @@ from dapo_megatron.config import Config, FileSource, read_model_config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.layout import check_layout, describe
 from dapo_megatron.types import ConfigError
+
+if TYPE_CHECKING:
+    from dapo_megatron.plan import Machines
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "slurm/train.sbatch"
@@ -61,6 +64,9 @@ class Request:
     """DAPO_* variables of the job script."""
     arguments: tuple[str, ...] = ()
     """CONFIG, overlays and overrides."""
+    gpu_memory_gib: float = 80.0
+    host_memory_gib: float = 1024.0
+    """Of a node; both for the plan of memory."""
 
     @property
     def world_size(self) -> int:
@@ -94,13 +100,29 @@ def seconds_of(time: str) -> int | None:
 def problems(config: Config, request: Request) -> Iterator[str]:
     """Everything that would make the job fail, or lose work."""
     try:
-        check_layout(config, request.world_size)
+        _check_layout(config, request)
         check_compatibility(config, read_model_config(config))
     except ConfigError as error:
         yield str(error)
     yield from _time_problems(config, request)
     yield from _step_problems(config, request)
     yield from _missing_files(config, request.environment)
+
+
+def _check_layout(config: Config, request: Request) -> None:
+    if not request.gpus_per_node:
+        check_layout(config, request.world_size)
+        return
+    # Imports torch, which takes seconds.
+    from dapo_megatron.plan import check_layout_and_memory
+
+    check_layout_and_memory(config, request.nodes, _machines(request))
+
+
+def _machines(request: Request) -> Machines:
+    from dapo_megatron.plan import Machines
+
+    return Machines(request.gpus_per_node, request.gpu_memory_gib, request.host_memory_gib)
 
 
 def _time_problems(config: Config, request: Request) -> Iterator[str]:
@@ -238,6 +260,7 @@ def submit(
         bool, typer.Option(help="Leave out nodes that a check has found bad, now and later.")
     ] = False,
     gpu_memory: Annotated[float, typer.Option(help="GiB per GPU, for the estimate.")] = 80.0,
+    host_memory: Annotated[float, typer.Option(help="GiB per node, for the estimate.")] = 1024.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")] = False,
 ) -> None:
     """Check a run and submit it to Slurm."""
@@ -281,11 +304,13 @@ def submit(
             *(word for path in shown for word in ("--overlay", path)),
             *texts,
         ),
+        gpu_memory_gib=gpu_memory,
+        host_memory_gib=host_memory,
     )
     _show(loaded, request)
     if found := list(problems(loaded, request)):
         raise _refused(found)
-    _show_memory(loaded, request, gpu_memory)
+    _show_memory(loaded, request)
     if not dry_run:
         _submit(sbatch_command(loaded, request), request)
 
@@ -311,18 +336,15 @@ def _show(config: Config, request: Request) -> None:
     console.print(f"  command {' '.join(variables)} {shlex.join(sbatch_command(config, request))}")
 
 
-def _show_memory(config: Config, request: Request, gpu_memory_gib: float) -> None:
-    # Imports torch, which takes seconds.
-    from dapo_megatron.plan import estimate_speed, make_plan, render
+def _show_memory(config: Config, request: Request) -> None:
+    from dapo_megatron.plan import estimate_speed, render, way_out
 
-    made = make_plan(
-        config,
-        request.world_size,
-        gpu_memory_gib=gpu_memory_gib,
-        gpus_per_node=request.gpus_per_node,
-    )
+    machines = _machines(request)
+    made = machines.plan(config, request.world_size)
     render(made, Console(), estimate_speed(made) if request.gpus_per_node else None)
     if found := list(made.problems()):
+        if request.gpus_per_node:
+            found.append(way_out(config, request.nodes, machines))
         raise _refused(found)
 
 

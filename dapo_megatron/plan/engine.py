@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -40,16 +41,10 @@ class Engine:
 def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) -> Engine:
     """An engine on GPUs of `memory_bytes` each; None: without GPUs."""
     size, dtype = config.engine_tensor_parallel, getattr(torch, config.policy.precision)
-    pieces = engine_pieces(arch, 0, size, dtype, expert_parallel=config.engine.expert_parallel)
-    weights = sum(piece.nbytes for piece in pieces)
+    weights, small = _weights(arch, size, dtype, config.engine.expert_parallel)
     how = f"over {size} ranks"
     if config.engine.quantization == "fp8":
         # Linear layers alone: not embedding, head and norms; scales are a thousandth.
-        small = sum(
-            piece.nbytes
-            for piece in pieces
-            if piece.name.endswith("_proj.weight") and len(piece.global_shape) == 2
-        )
         weights -= small - small // dtype.itemsize
         how += ", linear layers in FP8"
     token_bytes = cache_numbers(arch, size) * dtype.itemsize
@@ -66,6 +61,20 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
         Part(WORKSPACE, workspace, "a step of most tokens, logits, CUDA graphs: assumed"),
         token_bytes,
     )
+
+
+@lru_cache(maxsize=256)
+def _weights(
+    arch: Architecture, size: int, dtype: torch.dtype, expert_parallel: bool
+) -> tuple[int, int]:
+    """Bytes of a rank's weights, and of those in linear layers."""
+    pieces = engine_pieces(arch, 0, size, dtype, expert_parallel=expert_parallel)
+    linear = [
+        piece.nbytes
+        for piece in pieces
+        if piece.name.endswith("_proj.weight") and len(piece.global_shape) == 2
+    ]
+    return sum(piece.nbytes for piece in pieces), sum(linear)
 
 
 def _workspace(config: Config, arch: Architecture) -> int:

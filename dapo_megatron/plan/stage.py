@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil, prod
 
 from dapo_megatron.bridge.families import Architecture, Place, layout_of
@@ -87,31 +87,46 @@ class Numbers:
 
 def _numbers(stage: Stage) -> Numbers:
     """Counted over the tensors of the rank."""
-    dense = of_experts = untrained = in_fp8 = 0
     policy = stage.policy
-    for number, layers in enumerate(stage.chunks):
-        place = Place(
-            tp_rank=0,
-            tp_size=policy.tensor_parallel,
-            first_layer=layers.start,
-            num_layers=len(layers),
-            has_embedding=stage.number == 0 and number == 0,
-            has_head=stage.is_last and number == len(stage.chunks) - 1,
-            ep_size=policy.expert_parallel,
+    counted = [
+        _count(
+            stage.arch,
+            Place(
+                tp_rank=0,
+                tp_size=policy.tensor_parallel,
+                first_layer=layers.start,
+                num_layers=len(layers),
+                has_embedding=stage.number == 0 and number == 0,
+                has_head=stage.is_last and number == len(stage.chunks) - 1,
+                ep_size=policy.expert_parallel,
+            ),
         )
-        for name, slot in layout_of(stage.arch, place).items():
-            if ".mlp.experts." in name:
-                of_experts += prod(slot.shape)
-            else:
-                dense += prod(slot.shape)
-            if name.endswith(".expert_bias"):
-                untrained += prod(slot.shape)
-            if ".linear_" in name and len(slot.shape) == 2 and policy.fp8:
-                in_fp8 += prod(slot.shape)
-    if policy.fp8 and stage.arch.num_layers:
+        for number, layers in enumerate(stage.chunks)
+    ]
+    dense, of_experts, untrained, linear = map(sum, zip(*counted, strict=True))
+    in_fp8 = 0
+    if policy.fp8:
         kept = policy.fp8.bf16_first_layers + policy.fp8.bf16_last_layers
-        in_fp8 = round(in_fp8 * max(1 - kept / stage.arch.num_layers, 0.0))
+        in_fp8 = round(linear * max(1 - kept / stage.arch.num_layers, 0.0))
     return Numbers(dense, of_experts, untrained, in_fp8)
+
+
+@lru_cache(maxsize=1024)
+def _count(arch: Architecture, place: Place) -> tuple[int, int, int, int]:
+    """Of a chunk, as `Numbers` has them; all linear layers. Kept: plans of other settings share
+    it, and experts have tens of thousands of tensors."""
+    dense = of_experts = untrained = linear = 0
+    for name, slot in layout_of(arch, place).items():
+        number = prod(slot.shape)
+        if ".mlp.experts." in name:
+            of_experts += number
+        else:
+            dense += number
+        if name.endswith(".expert_bias"):
+            untrained += number
+        if ".linear_" in name and len(slot.shape) == 2:
+            linear += number
+    return dense, of_experts, untrained, linear
 
 
 def weights(stage: Stage) -> Part:

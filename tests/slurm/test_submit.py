@@ -87,6 +87,16 @@ def test_a_run_that_does_not_fit_is_not_submitted(tmp_path: Path) -> None:
     assert "nothing was submitted" in ran.stderr
 
 
+def test_too_few_nodes_are_refused_with_how_many_would_do(tmp_path: Path) -> None:
+    ran = run(*of_the_paper(tmp_path), "--nodes=1")
+    assert ran.returncode == 2, ran.stdout
+    assert "does not fit 8 GPUs of 80 GiB" in ran.stderr
+    assert "4 nodes of 8 would do" in ran.stderr
+    ran = run(*of_the_paper(tmp_path), "--nodes=16", "--host-memory=100")
+    assert ran.returncode == 2, ran.stdout
+    assert "more than there is (--host-memory-gib)" in ran.stderr
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 def test_the_plan_of_every_overlay(overlay: Path) -> None:
     ran = run("model_configs/tiny_ladder.yaml", *ON_CPU, "--overlay", str(overlay), "--dry-run")

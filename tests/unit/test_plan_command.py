@@ -66,3 +66,37 @@ def test_refusals(model: str, arguments: tuple[str, ...], said: str) -> None:
     ran = plan(CONFIG, model, *arguments)
     assert ran.returncode == 2, ran.stdout
     assert said in ran.stderr
+
+
+def on(folder: Path, name: str) -> str:
+    """A folder with what a plan needs of a published model."""
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name][1]), encoding="utf-8")
+    return f"model.path={folder}"
+
+
+def test_too_few_nodes_are_refused_in_words(tmp_path: Path) -> None:
+    """The layout does not suit 8 GPUs; those that do are too big for them."""
+    paper = "model_configs/qwen2.5_32b_dapo.yaml", on(tmp_path, "Qwen2.5-32B")
+    ran = plan(*paper, "--nodes", "1")
+    assert ran.returncode == 2, ran.stdout
+    assert "does not divide the 8 processes" in ran.stderr
+    assert "the run does not fit 8 GPUs of 80 GiB" in ran.stderr
+    assert "4 nodes of 8 would do, as it is configured" in ran.stderr
+    assert plan(*paper, "--nodes", "4").returncode == 0
+    # A layout that suits them, in which memory is short.
+    ran = plan(*paper, "--nodes", "2", "--gpu-memory-gib", "60")
+    assert ran.returncode == 2
+    assert "more than there is" in ran.stderr and "nodes of 8 would do" in ran.stderr
+
+
+def test_a_small_host_is_refused_by_setting(model: str) -> None:
+    ran = plan(CONFIG, model, "--host-memory-gib", "200")
+    assert ran.returncode == 2
+    assert "host: the ranks of a node take" in ran.stderr
+    assert "policy.offload=[weights,gradients]" in ran.stderr
+
+
+def test_little_room_is_warned_of(model: str) -> None:
+    ran = plan(CONFIG, model, "--gpu-memory-gib", "73")
+    assert ran.returncode == 0, ran.stderr
+    assert "warning: " in ran.stdout and "under 5%" in ran.stdout

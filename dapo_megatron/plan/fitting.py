@@ -1,0 +1,102 @@
+"""Where a run would fit: layouts near the asked one that do in memory too, and how many nodes are
+enough. Each is tried by planning it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dapo_megatron.bridge.families import read_architecture
+from dapo_megatron.compatibility import check as check_compatibility
+from dapo_megatron.config import Config, PolicyConfig, read_model_config
+from dapo_megatron.config.rules import check_values
+from dapo_megatron.layout import check_layout, policy_problems
+from dapo_megatron.layout_search import nearest
+from dapo_megatron.plan.plan import GPU_MEMORY_GIB, HOST_MEMORY_GIB, Plan, make_plan
+from dapo_megatron.types import ConfigError
+
+MAX_NODES = 128
+NUM_TRIED = 12
+"""Layouts planned for a number of GPUs, the nearest ones that suit it. More take long where there
+are many experts."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Nodes as they are bought."""
+
+    gpus_per_node: int = 8
+    gpu_memory_gib: float = GPU_MEMORY_GIB
+    host_memory_gib: float = HOST_MEMORY_GIB
+
+    def plan(self, config: Config, num_processes: int) -> Plan:
+        """What `num_processes` ranks take of them."""
+        return make_plan(
+            config,
+            num_processes,
+            gpu_memory_gib=self.gpu_memory_gib,
+            gpus_per_node=self.gpus_per_node,
+            host_memory_gib=self.host_memory_gib,
+        )
+
+
+def check_layout_and_memory(config: Config, nodes: int, machines: Machines) -> None:
+    """layout.check_layout of a rank per GPU, whose suggestions know nothing of memory; what does
+    know is added. Raises ConfigError."""
+    read_architecture(config)
+    try:
+        check_layout(config, nodes * machines.gpus_per_node)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{way_out(config, nodes, machines)}") from None
+
+
+def way_out(config: Config, nodes: int, machines: Machines) -> str:
+    """In words: which layouts fit these nodes, memory included, or else how many nodes do."""
+    world = nodes * machines.gpus_per_node
+    gpus = f"{world} GPUs of {machines.gpu_memory_gib:g} GiB"
+    if near := fitting_layouts(config, world, machines):
+        return "\n  ".join([f"memory included, these fit {gpus}:", *near])
+    told = (
+        f"memory: the run does not fit {gpus}, in this layout or in one near it (others above are "
+        "chosen by their numbers alone)"
+    )
+    enough = least_nodes(config, machines)
+    if enough is None:
+        return f"{told}; nor does it fit {MAX_NODES} nodes or fewer"
+    number, layout = enough
+    nodes_of = f"{number} node{'s' if number > 1 else ''} of {machines.gpus_per_node}"
+    return f"{told}; {nodes_of} would do, {f'with {layout}' if layout else 'as it is configured'}"
+
+
+def least_nodes(config: Config, machines: Machines) -> tuple[int, str] | None:
+    """The least power of two of nodes that a run fits, and the layout's overrides ("" for its own).
+    None: not up to MAX_NODES."""
+    number = 1
+    while number <= MAX_NODES:
+        if near := fitting_layouts(config, number * machines.gpus_per_node, machines, count=1):
+            return number, near[0]
+        number *= 2
+    return None
+
+
+def fitting_layouts(config: Config, world: int, machines: Machines, *, count: int = 3) -> list[str]:
+    """Up to `count` layouts near the asked one that suit model, number of ranks and memory, nearest
+    first, as overrides with only what changes; with room to spare (Plan.warnings)."""
+    hf, arch = read_model_config(config), read_architecture(config)
+    num_tried = 0
+
+    def fits(policy: PolicyConfig) -> bool:
+        nonlocal num_tried
+        if num_tried == NUM_TRIED or any(policy_problems(policy, world, hf)):
+            return False
+        changed = config.model_copy(update={"policy": policy})
+        try:
+            check_values(changed)
+            check_layout(changed, world)
+            check_compatibility(changed, hf)
+        except ConfigError:
+            return False
+        num_tried += 1
+        plan = machines.plan(changed, world)
+        return plan.fits() and not any(plan.warnings())
+
+    return nearest(config.policy, world, arch.num_layers, arch.num_experts, fits, count=count)
