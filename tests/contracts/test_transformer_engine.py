@@ -21,6 +21,7 @@ if importlib.util.find_spec("transformer_engine") is None:
     pytest.skip("Transformer Engine is not installed: CPU stack", allow_module_level=True)
 
 ADAM = "transformer_engine.pytorch.optimizers:FusedAdam"
+SCALES = "transformer_engine.pytorch.quantization:FP8GlobalStateManager."
 EXTENSIONS = "megatron.core.extensions.transformer_engine:"
 
 NAMES = {
@@ -33,6 +34,7 @@ NAMES = {
     "transformer_engine.common.recipe:DelayedScaling": "policy/fp8.py",
     "transformer_engine.common.recipe:Float8CurrentScaling": "policy/fp8.py",
     "transformer_engine.common.recipe:Float8BlockScaling": "policy/fp8.py",
+    SCALES + "reduce_and_update_fp8_tensors": "policy/fp8.py",
 }
 
 GONE = {

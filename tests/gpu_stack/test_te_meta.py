@@ -84,3 +84,80 @@ def test_a_shard_of_transformer_engines_own_tensor_is_dequantised() -> None:
     read = shard.read()
     assert read.dtype == torch.bfloat16 and not is_quantized(read) and not read.requires_grad
     assert read.float().tolist() == (values[1:] * 0.5).tolist()
+
+
+def blockwise(values: Any) -> Any:
+    """Of Transformer Engine's own class, with the transposed copy that an update leaves."""
+    import torch
+    from transformer_engine.pytorch import DType
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
+        Float8BlockQuantizer,
+        Float8BlockwiseQTensor,
+    )
+
+    number = DType.kFloat8E4M3
+    return Float8BlockwiseQTensor(
+        shape=values.shape,
+        dtype=torch.bfloat16,
+        rowwise_data=values.to(torch.float8_e4m3fn).view(torch.uint8),
+        rowwise_scale_inv=torch.full((1, 4), 0.5),
+        columnwise_data=values.T.to(torch.float8_e4m3fn).contiguous().view(torch.uint8),
+        columnwise_scale_inv=torch.full((1, 4), 0.5),
+        fp8_dtype=number,
+        quantizer=Float8BlockQuantizer(fp8_dtype=number, rowwise=True, columnwise=True),
+        is_2D_scaled=True,
+        device=torch.device("cpu"),
+    )
+
+
+def test_nothing_of_transformer_engines_own_tensor_stays_on_the_device() -> None:
+    from types import SimpleNamespace
+
+    import torch
+    from transformer_engine.pytorch.tensor.utils import replace_raw_data
+
+    from dapo_megatron.policy import fp8
+    from dapo_megatron.policy.offload import Offload
+
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(blockwise(torch.randn(128, 128)))
+    buffer = torch.zeros(128 * 128 + 7, dtype=torch.uint8)
+    replace_raw_data(model.weight, buffer[: 128 * 128].view(128, 128))  # as Megatron does
+    shown = model.weight.dequantize()
+    flat = SimpleNamespace(param_data=buffer, grad_data=torch.zeros(4))
+    chunk = SimpleNamespace(buffers=[flat], expert_parallel_buffers=[], module=model)
+    memory = Offload(["weights"], [chunk], SimpleNamespace(chained_optimizers=[]))
+    fp8.drop_cached_weights([model])
+    memory.leave()
+    held = {key: one for key, one in model.weight.get_metadata().items() if torch.is_tensor(one)}
+    assert held.keys() == {"rowwise_data", "rowwise_scale_inv"}
+    assert all(one.untyped_storage().nbytes() == 0 for one in held.values())
+    memory.come_back()
+    assert torch.equal(model.weight.dequantize(), shown)
+
+
+def test_delayed_scales_follow_what_was_seen_without_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+    from transformer_engine.common.recipe import DelayedScaling, Format
+    from transformer_engine.pytorch.quantization import (
+        DelayedScalingRecipeState,
+        FP8GlobalStateManager,
+    )
+
+    from dapo_megatron.policy.fp8 import update_scales
+
+    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")  # the fused one runs on GPUs alone
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=4, reduce_amax=False)
+    state = DelayedScalingRecipeState(
+        recipe, mode="forward", num_quantizers=2, device=torch.device("cpu")
+    )
+    meta = {"scaling_fwd": state, "recipe": recipe, "fp8_group": None}
+    key = FP8GlobalStateManager.get_unique_autocast_key(recipe, None)
+    FP8GlobalStateManager.quantization_state.autocast_arguments[key] = (recipe, None)
+    with torch.no_grad():
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
+        state.amax_history[0] = torch.tensor([7.0, 0.5])  # what the kernels note
+        update_scales()
+    assert state.scale.tolist() == [448 / 7.0, 448 / 0.5]
