@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from gpu_checks.figures import Figure
 
@@ -61,7 +62,7 @@ class Check:
         return [name for name in self.packages if find_spec(name) is None]
 
 
-_FP8 = {"gib": 16.0, "packages": (TE,), "capability": HOPPER, "on_cpu": False}
+_FP8: dict[str, Any] = {"gib": 16.0, "packages": (TE,), "capability": HOPPER, "on_cpu": False}
 _FUSED = _FP8 | {"capability": (8, 0)}
 
 CHECKS = (

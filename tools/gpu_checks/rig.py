@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ class Setting:
 
 def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
+
+
+def has_te() -> bool:
+    """Whether Transformer Engine's layers can run here, in bfloat16."""
+    installed = find_spec("transformer_engine") is not None
+    return installed and has_gpu() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def is_judged() -> bool:

@@ -18,6 +18,7 @@ from gpu_checks.rig import (
     GIB,
     Setting,
     has_gpu,
+    has_te,
     likelihood,
     make_config,
     make_policy,
@@ -79,7 +80,7 @@ def checkpoint(setting: Setting) -> Iterator[Figure]:
     """A checkpoint in bfloat16, by the AdamW that `auto` takes: saved, loaded, gone on with."""
     ranks = one_rank()
     yield from _round_trip(setting, ranks, "auto", SHORT)
-    if has_gpu():
+    if has_te():
         fused = ("optimizer.kernels=transformer_engine", "optimizer.moments=bfloat16")
         yield from _round_trip(setting, ranks, "bfloat16 moments", SHORT, *fused)
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from gpu_checks.figures import Figure, at_most, told
-from gpu_checks.rig import Setting, has_gpu, one_rank
+from gpu_checks.rig import Setting, has_gpu, has_te, one_rank
 from gpu_checks.steps import (
     BFLOAT16_LIMITS,
     EXPERTS,
@@ -24,11 +24,6 @@ from gpu_checks.steps import (
 )
 
 HOPPER = (9, 0)
-
-
-def has_te() -> bool:
-    """Whether Transformer Engine's layers can run here."""
-    return has_gpu() and find_spec("transformer_engine") is not None
 
 
 def bfloat16(setting: Setting) -> Iterator[Figure]:
