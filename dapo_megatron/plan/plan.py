@@ -17,7 +17,7 @@ from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import ConfigError
 
 GPU_MEMORY_GIB, HOST_MEMORY_GIB = 80.0, 1024.0
-"""Where nothing is said. Nodes of eight H100 have 1 TiB and mostly 2."""
+"""Where nothing is said; of a host a guess at the low end."""
 GPU_MARGIN, HOST_MARGIN = 0.05, 0.10
 """What is left free without a warning."""
 HOST = "host"

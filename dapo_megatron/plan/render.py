@@ -81,8 +81,8 @@ def _weighed(phases: Phases) -> list[tuple[str, int]]:
 def _memory(plan: Plan, title: str, phases: Phases) -> Table:
     """A column per phase."""
     room = plan.gpu_memory_bytes
-    limit = "" if room is None else f" of {room / GIB:g} GiB"
-    table = Table(title=f"memory of {title}{limit}, GiB")
+    limit = "" if room is None else f" of {room / GIB:g}"
+    table = Table(title=f"memory of {title}: GiB{limit}")
     table.add_column("part")
     for phase in PHASES:
         table.add_column(phase, justify="right")

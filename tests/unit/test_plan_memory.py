@@ -363,7 +363,7 @@ def test_a_table_for_each_kind_of_rank(tmp_path: Path) -> None:
     keys = {"policy__pipeline_parallel": 4, "policy__recompute": "full"}
     text = printed(make_plan(config_of(tmp_path, engine__tensor_parallel=1, **keys), 8))
     titles = [line.strip() for line in text.splitlines() if line.strip().startswith("memory of")]
-    assert [title.removesuffix(" of 80 GiB, GiB") for title in titles] == [
+    assert [title.removesuffix(": GiB of 80") for title in titles] == [
         "memory of pipeline stage 1 of 4 (embedding)",
         "memory of pipeline stage 2 of 4, and 1 more like it, with fewer activations",
         "memory of pipeline stage 4 of 4 (output head)",
