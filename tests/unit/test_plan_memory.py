@@ -25,6 +25,7 @@ from tests.helpers.published import PUBLISHED
 DENSE, DENSE_HF = PUBLISHED["Qwen3-8B"]
 EXPERTS, EXPERTS_HF = PUBLISHED["Qwen3-30B-A3B"]
 ALL_PARTS = "[weights,gradients,optimizer]"
+HEADS = ("torch", "triton")
 
 
 def config_of(folder: Path, hf: dict[str, Any] = DENSE_HF, **overrides: Any) -> Config:
@@ -356,6 +357,11 @@ def printed(plan: Plan, speed: Speed | None = None) -> str:
     console = Console(file=io.StringIO(), width=200)
     render(plan, console, speed)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_whose_head_is_counted_is_said(tmp_path: Path) -> None:
+    plans = [make_plan(config_of(tmp_path, policy__logprob_head=one), 1) for one in HEADS]
+    assert ["counted as torch's" in printed(plan) for plan in plans] == [False, True]
 
 
 def test_a_table_for_each_kind_of_rank(tmp_path: Path) -> None:
