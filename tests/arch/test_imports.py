@@ -31,7 +31,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 
 EVERYTHING = (
-    "types codec files config compatibility layout flops plan memory protocols algo data rewards "
+    "types codec files config compatibility layout flops plan protocols algo data rewards "
     "bridge policy engine rollout parts loop tracking cluster checkpoints run_folder session build "
     "doctor"
 )
@@ -44,10 +44,9 @@ ROOMS = {
     # bridge for the names of the families alone.
     "compatibility": room("types config bridge"),
     "flops": room("types bridge"),
-    "plan": room("types config layout bridge flops", "torch rich"),
+    "plan": room("types config compatibility layout layout_search bridge flops", "torch rich"),
     "layout": room("types config layout_search"),
     "layout_search": room("types config"),
-    "memory": room("types config layout bridge", "torch rich"),
     # bridge for annotations alone: pieces and shards are what policy and engine hand over.
     "protocols": room("types bridge", "torch"),
     "algo": room("types", "torch"),

@@ -56,6 +56,7 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_grader_that_always_raises_is_named_and_the_run_goes_on_with_another(
     tmp_path: Path, rows: Path
 ) -> None:

@@ -68,6 +68,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "expert": ("experts", 2, {"policy__expert_parallel": 2}),
     "experts sequence": ("experts", 2, SEQUENCE),
 }
+EVERY_DAY = {"dense bfloat16", "full", "experts", "sequence", "pipeline", "context"}
+"""The others are marked `long`."""
 TOKENS = 1024
 """Of a rank's micro-batch: two sequences, or four with half of each on either rank."""
 
@@ -143,14 +145,26 @@ def all_cases(rank: int, models: Path, root: Path, cases: list[str]) -> dict[str
 Measured = tuple[Path, dict[str, list[dict[str, Any]]]]
 
 
+def every_case() -> list[Any]:
+    """(case, whether it is an everyday one): what is measured together."""
+    return [
+        pytest.param(case, case in EVERY_DAY, marks=() if case in EVERY_DAY else pytest.mark.long)
+        for case in CASES
+    ]
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     models, root = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("saved")
     for name, (family, sizes) in MODELS.items():
         make_random_model(family, models / name, **sizes)
     found = {}
     for world in (1, 2):
-        cases = [case for case in CASES if CASES[case][1] == world]
+        cases = [
+            case
+            for case, (_, size, _) in CASES.items()
+            if size == world and (case in EVERY_DAY) == request.param
+        ]
         ranks = run_ranks(all_cases, world, models, root, cases, timeout=1200.0)
         found |= {case: [of_rank[case] for of_rank in ranks] for case in cases}
     return models, found
@@ -164,7 +178,7 @@ def of_stage(plan: Plan, phase: str, rank: int) -> dict[str, Part]:
     return {part.name: part for part in moment.parts}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "measured"), every_case(), indirect=["measured"])
 def test_what_is_counted_is_what_is_there(case: str, measured: Measured) -> None:
     models, found = measured
     plan, ranks = plan_of(models, case), found[case]
@@ -181,7 +195,7 @@ def test_what_is_counted_is_what_is_there(case: str, measured: Measured) -> None
     assert disk["checkpoint, a rank's part"] == pytest.approx(max(files), rel=0.02)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "measured"), every_case(), indirect=["measured"])
 @pytest.mark.parametrize("phase", ["update", "logprobs"])
 def test_peaks_are_as_planned(case: str, phase: str, measured: Measured) -> None:
     """Of what comes and goes; weights, gradients and optimizer are there all the time."""
