@@ -32,7 +32,7 @@ quickstart: env  ## train the tiny model on this machine; more arguments with AR
 ladder: env  ## the paper's ladder on the tiny task, six rungs and three seeds (half an hour): docs/ladder.md
 	$(VENV)/bin/python tools/ladder.py $(ARGS)
 
-test: env  ## the tests, without those of the next three; more arguments with ARGS="-k name"
+test: env  ## the tests, without those of the next four; more arguments with ARGS="-k name"
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-long: env  ## only the tests marked long

@@ -114,7 +114,9 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
     gpu_memory_gib: Annotated[float, typer.Option(min=1.0)] = 80.0,
     host_memory_gib: Annotated[float, typer.Option(min=1.0, help="Of a node.")] = 1024.0,
-    gpu: Annotated[str, typer.Option(help="For the estimate of time: H100, H200, A100.")] = "H100",
+    gpu: Annotated[
+        str, typer.Option(help="For the seconds: H100, H200, H800, H20, A100, A800.")
+    ] = "H100",
     mfu: Annotated[
         float,
         typer.Option(min=0.01, max=1.0, help="Share of the GPU's peak that training reaches."),
@@ -136,15 +138,15 @@ def plan(
             f"model: `hf download OWNER/NAME config.json --local-dir {checked.model.path}`"
         )
     machines = planning.Machines(gpus_per_node, gpu_memory_gib, host_memory_gib)
-    planning.check_layout_and_memory(checked, nodes, machines)
     check_compatibility(checked, read_model_config(checked))
+    planning.check_layout_and_memory(checked, nodes, machines)
     made = machines.plan(checked, nodes * gpus_per_node)
     given = planning.Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
     speed = planning.estimate_speed(made, given)
     planning.render(made, Console(), speed)
     _write(json_file, planning.to_json(made, speed))
     if found := list(made.problems()):
-        refuse([*found, planning.way_out(checked, nodes, machines)])
+        refuse([*found, *planning.way_out(checked, nodes, machines)])
 
 
 @app.command()

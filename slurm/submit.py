@@ -100,8 +100,8 @@ def seconds_of(time: str) -> int | None:
 def problems(config: Config, request: Request) -> Iterator[str]:
     """Everything that would make the job fail, or lose work."""
     try:
-        _check_layout(config, request)
         check_compatibility(config, read_model_config(config))
+        _check_layout(config, request)
     except ConfigError as error:
         yield str(error)
     yield from _time_problems(config, request)
@@ -344,7 +344,7 @@ def _show_memory(config: Config, request: Request) -> None:
     render(made, Console(), estimate_speed(made) if request.gpus_per_node else None)
     if found := list(made.problems()):
         if request.gpus_per_node:
-            found.append(way_out(config, request.nodes, machines))
+            found += way_out(config, request.nodes, machines)
         raise _refused(found)
 
 

@@ -11,7 +11,7 @@ from dapo_megatron.config import Config, PolicyConfig, read_model_config
 from dapo_megatron.config.rules import check_values
 from dapo_megatron.layout import check_layout, policy_problems
 from dapo_megatron.layout_search import nearest
-from dapo_megatron.plan.plan import GPU_MEMORY_GIB, HOST_MEMORY_GIB, Plan, make_plan
+from dapo_megatron.plan.plan import GPU_MARGIN, GPU_MEMORY_GIB, HOST_MEMORY_GIB, Plan, make_plan
 from dapo_megatron.types import ConfigError
 
 MAX_NODES = 128
@@ -41,30 +41,38 @@ class Machines:
 
 def check_layout_and_memory(config: Config, nodes: int, machines: Machines) -> None:
     """layout.check_layout of a rank per GPU, whose suggestions know nothing of memory; what does
-    know is added. Raises ConfigError."""
+    know is added where the policy's layout is at fault. Raises ConfigError."""
     read_architecture(config)
+    world = nodes * machines.gpus_per_node
     try:
-        check_layout(config, nodes * machines.gpus_per_node)
+        check_layout(config, world)
     except ConfigError as error:
-        raise ConfigError(f"{error}\n{way_out(config, nodes, machines)}") from None
+        if not any(policy_problems(config.policy, world, read_model_config(config))):
+            raise
+        raise ConfigError("\n".join([str(error), *way_out(config, nodes, machines)])) from None
 
 
-def way_out(config: Config, nodes: int, machines: Machines) -> str:
-    """In words: which layouts fit these nodes, memory included, or else how many nodes do."""
+def way_out(config: Config, nodes: int, machines: Machines) -> list[str]:
+    """In words: which layouts fit these nodes, memory included, or else how many nodes do. Empty
+    where no layout is one that could be planned."""
     world = nodes * machines.gpus_per_node
     gpus = f"{world} GPUs of {machines.gpu_memory_gib:g} GiB"
-    if near := fitting_layouts(config, world, machines):
-        return "\n  ".join([f"memory included, these fit {gpus}:", *near])
-    told = (
-        f"memory: the run does not fit {gpus}, in this layout or in one near it (others above are "
-        "chosen by their numbers alone)"
-    )
+    near, num_planned = fitting_layouts(config, world, machines)
+    if near:
+        return ["\n  ".join([f"memory included, these fit {gpus}:", *near])]
     enough = least_nodes(config, machines)
+    if enough is None and not num_planned:
+        return []
+    told = (
+        f"memory: the run does not fit {gpus} with {GPU_MARGIN:.0%} to spare, in this layout or in "
+        "one near it (others above are chosen by their numbers alone)"
+    )
     if enough is None:
-        return f"{told}; nor does it fit {MAX_NODES} nodes or fewer"
+        return [f"{told}; nor does it fit {MAX_NODES} nodes or fewer"]
     number, layout = enough
     nodes_of = f"{number} node{'s' if number > 1 else ''} of {machines.gpus_per_node}"
-    return f"{told}; {nodes_of} would do, {f'with {layout}' if layout else 'as it is configured'}"
+    how = f"with {layout}" if layout else "as it is configured"
+    return [f"{told}; {nodes_of} would do, {how}"]
 
 
 def least_nodes(config: Config, machines: Machines) -> tuple[int, str] | None:
@@ -72,15 +80,19 @@ def least_nodes(config: Config, machines: Machines) -> tuple[int, str] | None:
     None: not up to MAX_NODES."""
     number = 1
     while number <= MAX_NODES:
-        if near := fitting_layouts(config, number * machines.gpus_per_node, machines, count=1):
+        near, _ = fitting_layouts(config, number * machines.gpus_per_node, machines, count=1)
+        if near:
             return number, near[0]
         number *= 2
     return None
 
 
-def fitting_layouts(config: Config, world: int, machines: Machines, *, count: int = 3) -> list[str]:
+def fitting_layouts(
+    config: Config, world: int, machines: Machines, *, count: int = 3
+) -> tuple[list[str], int]:
     """Up to `count` layouts near the asked one that suit model, number of ranks and memory, nearest
-    first, as overrides with only what changes; with room to spare (Plan.warnings)."""
+    first, as overrides with only what changes; with room to spare on each GPU. And how many were
+    planned to find them."""
     hf, arch = read_model_config(config), read_architecture(config)
     num_tried = 0
 
@@ -97,6 +109,7 @@ def fitting_layouts(config: Config, world: int, machines: Machines, *, count: in
             return False
         num_tried += 1
         plan = machines.plan(changed, world)
-        return plan.fits() and not any(plan.warnings())
+        return plan.fits() and not any(plan.gpu_warnings())
 
-    return nearest(config.policy, world, arch.num_layers, arch.num_experts, fits, count=count)
+    near = nearest(config.policy, world, arch.num_layers, arch.num_experts, fits, count=count)
+    return near, num_tried

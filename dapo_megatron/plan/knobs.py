@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.config import Config, Section
+from dapo_megatron.compatibility import check as check_compatibility
+from dapo_megatron.config import Config, Section, read_model_config
 from dapo_megatron.config.rules import check_values
 from dapo_megatron.layout import check_layout, round_up, row_multiple
 from dapo_megatron.plan.parts import GIB
@@ -34,10 +35,12 @@ def knobs(plan: Plan, phase: str) -> list[Knob]:
     from dapo_megatron.plan.plan import make_plan
 
     found = []
+    hf = read_model_config(plan.config)
     for change, config, num_processes in _candidates(plan.config, plan.num_processes):
         try:
             check_values(config)
             check_layout(config, num_processes)
+            check_compatibility(config, hf)
             other = make_plan(
                 config,
                 num_processes,

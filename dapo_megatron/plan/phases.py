@@ -96,7 +96,7 @@ def _turning(
     then the policy scores the fixed sequences."""
     buckets = Part("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
     config, micro = stage.config, stage.micro
-    length = min(config.sync.canary_tokens, config.max_sequence_tokens)
+    length = max(2, min(config.sync.canary_tokens, config.rollout.max_prompt_tokens))
     tokens = round_up(NUM_SEQUENCES * length, row_multiple(stage.policy))
     few = min(tokens // stage.policy.context_parallel, micro.num_tokens)
     scoring = replace(stage, micro=replace(micro, num_tokens=max(few, 1)))

@@ -129,29 +129,36 @@ class Plan:
                 f"sequence of {length:,} tokens\n{advice(self, 'generate')}"
             )
         if self.host_excess_gib > 0:
+            room = (self.host_memory_bytes or 0.0) / GIB
             yield (
                 f"host: the ranks of a node take {self.host_bytes / GIB:.0f} GiB, "
-                f"{self.host_excess_gib:.0f} more than there is (--host-memory-gib)\n"
+                f"{self.host_excess_gib:.0f} more than the {room:g} that a node is said to have\n"
                 f"{advice(self, HOST)}"
             )
 
     def warnings(self) -> Iterator[str]:
         """What fits, with little to spare."""
-        room, host = self.gpu_memory_bytes, self.host_memory_bytes
-        if room is not None:
-            for phase in PHASES:
-                free = room - self.num_bytes(phase)
-                if 0 <= free < GPU_MARGIN * room:
-                    yield (
-                        f"{phase} leaves {free / GIB:.1f} of {room / GIB:g} GiB: under "
-                        f"{GPU_MARGIN:.0%}. Memory is lost to fragments, and a GPU of 80 GB offers "
-                        "79.1 to 79.6 GiB"
-                    )
+        yield from self.gpu_warnings()
+        host = self.host_memory_bytes
         if host is not None and 0 <= host - self.host_bytes < HOST_MARGIN * host:
             yield (
                 f"the ranks of a node take {self.host_bytes / GIB:.0f} of its {host / GIB:g} GiB: "
                 f"over {1 - HOST_MARGIN:.0%}. The file cache and grading need some too"
             )
+
+    def gpu_warnings(self) -> Iterator[str]:
+        """Of them, those about GPUs."""
+        room = self.gpu_memory_bytes
+        if room is None:
+            return
+        for phase in PHASES:
+            free = room - self.num_bytes(phase)
+            if 0 <= free < GPU_MARGIN * room:
+                yield (
+                    f"{phase} leaves {free / GIB:.1f} of {room / GIB:g} GiB: under "
+                    f"{GPU_MARGIN:.0%}. Memory is lost to fragments, and a GPU offers less than "
+                    "its name says (an H100 of 80 GB 79.1 to 79.6 GiB)"
+                )
 
 
 def make_plan(

@@ -88,6 +88,7 @@ CHECKS = (
     Check("recompute_fp8", "states:recompute_fp8", 180, 60, **_FP8),
     Check("moe_fp8", "fp8:experts", 180, 50, **_FP8),
     Check("offload", "states:offload", 120, 40, 20),
+    Check("offload_fp8", "states:offload_fp8", 180, 60, **(_FP8 | {"gib": 20.0})),
     Check("tokens_graphs", "engines:tokens_graphs", 240, 120, 40, (VLLM,), on_cpu=False),
     Check("engine_fp8", "engines:engine_fp8", 240, 80, 30, (VLLM,), (8, 9), on_cpu=False),
     Check("mfu_fp8", "speed:mfu_fp8", 240, 100, **(_FP8 | {"gib": 70.0})),

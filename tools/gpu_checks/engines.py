@@ -85,7 +85,8 @@ def _syncs(
         yield told(f"sync {version + 1}: tensors that cannot be read", report.unread_tensors)
     limit = TARGET_SYNC_SECONDS[model]
     best = min(report.seconds for report in reports[1:])
-    yield at_most("a sync moves weights in", best, limit, "s", binding=on_target)
+    # An FP8 engine quantises what comes, too: the target is of the copy.
+    yield at_most("a sync moves weights in", best, limit, "s", binding=on_target and is_exact)
     yield holds("fingerprints agree", all(report.fingerprinted for report in reports))
     size = sync.num_bytes / GIB
     yield told("weights", size, "GiB")

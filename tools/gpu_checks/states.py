@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dapo_megatron.bridge.shards import Shard
 from dapo_megatron.cluster.ranks import Ranks
 from gpu_checks.figures import Figure, at_most, holds, told
 from gpu_checks.fp8 import fp8, shipped_settings
@@ -37,9 +38,11 @@ def recompute(setting: Setting) -> Iterator[Figure]:
 
 
 def recompute_fp8(setting: Setting) -> Iterator[Figure]:
-    """Activations computed again in FP8, with scales of each tensor and from a history."""
+    """Activations computed again in FP8: scales of each tensor, from a history, and as shipped."""
     for recipe in ("current", "delayed"):
         yield from _recomputed(setting, recipe, ("full",), FUSED, SHORT, fp8(recipe))
+    shipped = fp8(**shipped_settings())  # type: ignore[arg-type]
+    yield from _recomputed(setting, "shipped", ("selective", "full"), FUSED, SHORT, shipped)
 
 
 def _recomputed(
@@ -147,10 +150,22 @@ def _next(policy: Any, batch: Any) -> _Next:
 
 def offload(setting: Setting) -> Iterator[Figure]:
     """Weights and optimizer state to host memory and back; a checkpoint's copy."""
+    yield from _offloaded(setting, one_rank())
+
+
+def offload_fp8(setting: Setting) -> Iterator[Figure]:
+    """The same in FP8 as shipped, its weights in bfloat16 and in FP8 alone; weights replaced."""
+    ranks = one_rank()
+    for parameters in (False, True):
+        settings = fp8(**{**shipped_settings(), "parameters": parameters})  # type: ignore[arg-type]
+        yield from _offloaded(setting, ranks, FUSED, SHORT, settings)
+
+
+def _offloaded(setting: Setting, ranks: Ranks, *overrides: str) -> Iterator[Figure]:
     model = "0.6b" if setting.quick else setting.pick("0.6b", "tiny")
     everything = "policy.offload=[weights, gradients, optimizer]"
-    config = make_config(setting, model, everything)
-    policy = make_policy(config, one_rank())
+    config = make_config(setting, model, everything, *overrides)
+    policy = make_policy(config, ranks)
     batch = random_batch((32, 32), policy.architecture.vocab)
     policy.update(batch, likelihood, LR)
     policy.onload()
@@ -171,6 +186,16 @@ def offload(setting: Setting) -> Iterator[Figure]:
         yield told("onload, of what is freed", freed / back[-1], "GiB/s")
     yield told("checkpoint's copy, first", seconds_of(policy.snapshot, 1, 0), "s")
     yield told("checkpoint's copy", seconds_of(policy.snapshot, 1, 0), "s")
+    policy.rewrite(_raise)
+    after = policy.logprobs(batch).logprobs
+    replaced = bool(after.isfinite().all()) and not torch.equal(before, after)
+    yield holds("weights can be replaced", replaced)
+    policy.close()
+
+
+def _raise(shards: Iterable[Shard]) -> None:
+    for shard in shards:
+        shard.write(shard.read() * 1.125)
 
 
 def _used() -> float:
