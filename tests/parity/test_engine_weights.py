@@ -353,5 +353,6 @@ def test_weights_are_not_taken_before_the_engine_was_asked_for_slices() -> None:
 
     engine = object.__new__(VllmEngine)
     engine._unusable, engine._requests, engine._receiver = "", {}, None
+    engine._asleep = set()
     with pytest.raises(SyncError, match="was not asked which slices"):
         engine.receive([], 1)
