@@ -48,6 +48,7 @@ def silent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_sync_of_a_converted_model_is_proved(tmp_path: Path) -> None:
     converted, figures = convert(BASE, tmp_path / "megatron"), tmp_path / "sync.json"
     layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "engine.tensor_parallel=2")

@@ -82,6 +82,7 @@ def test_a_grader_that_always_raises_is_named_and_the_run_goes_on_with_another(
     assert min(seen) == 0  # what abstained before is told of, too
 
 
+@pytest.mark.long
 def test_a_keep_rate_of_zero_is_named_at_the_bound(tmp_path: Path, rows: Path) -> None:
     done = train(tmp_path, rows, "tests.helpers.graders:never")
     assert done.returncode != 0

@@ -91,6 +91,7 @@ def check_same(folder: Path, undisturbed: Path) -> None:
     assert samples == [path.read_text() for path in sorted((undisturbed / "samples").iterdir())]
 
 
+@pytest.mark.long
 def test_stopped_between_two_updates_in_one_and_before_the_first(undisturbed: Path) -> None:
     """After one update of step 2; resumed; in the micro-batch of the other, which is abandoned;
     then in step 3 with its groups collected and no old log-probs yet."""

@@ -193,6 +193,7 @@ def test_pipeline_parallel_policy_with_two_engines_learns(directory: Path) -> No
     assert summary["max_gap"] < 1e-4
 
 
+@pytest.mark.long
 def test_goes_on_in_another_layout(directory: Path, straight: Path) -> None:
     """The last step again, from the checkpoint before it: by pipeline stages instead of tensor
     slices, with two engines instead of one."""

@@ -3,6 +3,8 @@ log-probs within 10%."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,28 +148,38 @@ Measured = tuple[Path, dict[str, list[dict[str, Any]]]]
 
 
 def every_case() -> list[Any]:
-    """(case, whether it is an everyday one): what is measured together."""
+    """Those of every day, and the others, marked `long`."""
     return [
-        pytest.param(case, case in EVERY_DAY, marks=() if case in EVERY_DAY else pytest.mark.long)
-        for case in CASES
+        pytest.param(case, marks=() if case in EVERY_DAY else pytest.mark.long) for case in CASES
     ]
 
 
 @pytest.fixture(scope="module")
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    models, root = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("saved")
-    for name, (family, sizes) in MODELS.items():
-        make_random_model(family, models / name, **sizes)
-    found = {}
-    for world in (1, 2):
-        cases = [
-            case
-            for case, (_, size, _) in CASES.items()
-            if size == world and (case in EVERY_DAY) == request.param
-        ]
-        ranks = run_ranks(all_cases, world, models, root, cases, timeout=1200.0)
-        found |= {case: [of_rank[case] for of_rank in ranks] for case in cases}
-    return models, found
+def measure_all(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Measured]:
+    """What is measured together, once: the cases of every day, or the others."""
+
+    @cache
+    def measure_them(every_day: bool) -> Measured:
+        models, root = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("saved")
+        for name, (family, sizes) in MODELS.items():
+            make_random_model(family, models / name, **sizes)
+        found = {}
+        for world in (1, 2):
+            cases = [
+                case
+                for case, (_, size, _) in CASES.items()
+                if size == world and (case in EVERY_DAY) == every_day
+            ]
+            ranks = run_ranks(all_cases, world, models, root, cases, timeout=1200.0)
+            found |= {case: [of_rank[case] for of_rank in ranks] for case in cases}
+        return models, found
+
+    return measure_them
+
+
+@pytest.fixture
+def measured(case: str, measure_all: Callable[[bool], Measured]) -> Measured:
+    return measure_all(case in EVERY_DAY)
 
 
 def of_stage(plan: Plan, phase: str, rank: int) -> dict[str, Part]:
@@ -178,7 +190,7 @@ def of_stage(plan: Plan, phase: str, rank: int) -> dict[str, Part]:
     return {part.name: part for part in moment.parts}
 
 
-@pytest.mark.parametrize(("case", "measured"), every_case(), indirect=["measured"])
+@pytest.mark.parametrize("case", every_case())
 def test_what_is_counted_is_what_is_there(case: str, measured: Measured) -> None:
     models, found = measured
     plan, ranks = plan_of(models, case), found[case]
@@ -195,7 +207,7 @@ def test_what_is_counted_is_what_is_there(case: str, measured: Measured) -> None
     assert disk["checkpoint, a rank's part"] == pytest.approx(max(files), rel=0.02)
 
 
-@pytest.mark.parametrize(("case", "measured"), every_case(), indirect=["measured"])
+@pytest.mark.parametrize("case", every_case())
 @pytest.mark.parametrize("phase", ["update", "logprobs"])
 def test_peaks_are_as_planned(case: str, phase: str, measured: Measured) -> None:
     """Of what comes and goes; weights, gradients and optimizer are there all the time."""
