@@ -8,6 +8,7 @@ GPU    := .venv-gpu
 # An upgrade of Megatron-core is tried beforehand: from a folder that hides the installed one.
 NEXT_MEGATRON ?= 0.19.2
 NEXT   := $(CURDIR)/.contracts/megatron-core-$(NEXT_MEGATRON)
+TRITON := $(shell sed -n 's/^\(triton==[^ ]*\).*/\1/p' requirements.txt)
 CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families.py \
           tests/parity/test_latent.py tests/parity/test_checkpoint.py tests/parity/test_transfer.py
 
@@ -52,11 +53,12 @@ test-contracts: env $(NEXT)/.ready  ## what we lean on in Megatron-core and vLLM
 	$(VENV)/bin/python -m pytest $(CORE) $(ARGS)
 	PYTHONPATH=$(NEXT) $(VENV)/bin/python -m pytest -p tests.contracts.next_megatron $(CORE) $(ARGS)
 
-# Its metadata asks for Python 3.12; it runs on 3.11 all the same.
+# Its metadata asks for Python 3.12; it runs on 3.11 all the same. It imports Triton, GPU or not.
 $(NEXT)/.ready: $(READY)
 	rm -rf $(NEXT)
 	$(VENV)/bin/pip install -qq --no-deps --only-binary :all: --python-version 3.12 \
 		--target $(NEXT) megatron-core==$(NEXT_MEGATRON)
+	$(VENV)/bin/pip install -qq --no-deps --target $(NEXT) $(TRITON)
 	touch $@
 
 test-triton: env build/triton/.ready  ## the Triton kernels of the log-prob head, in Triton's interpreter
@@ -65,7 +67,7 @@ test-triton: env build/triton/.ready  ## the Triton kernels of the log-prob head
 # Beside the environment: vLLM on CPU behaves otherwise where Triton is installed.
 build/triton/.ready: $(READY)
 	$(VENV)/bin/pip install -qq --no-deps --upgrade --target build/triton \
-		$(shell sed -n 's/^\(triton==[^ ]*\).*/\1/p' requirements.txt)
+		$(TRITON)
 	touch $@
 
 test-gpu-stack: env-gpu  ## the H100 stack of requirements.txt in .venv-gpu: PYTHON=python3.12, 10 GB, no GPU needed
