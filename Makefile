@@ -56,7 +56,7 @@ test-contracts: env $(NEXT)/.ready  ## what we lean on in Megatron-core and vLLM
 # Its metadata asks for Python 3.12; it runs on 3.11 all the same. It imports Triton, GPU or not.
 $(NEXT)/.ready: $(READY)
 	rm -rf $(NEXT)
-	$(VENV)/bin/pip install -qq --no-deps --only-binary :all: --python-version 3.12 \
+	$(VENV)/bin/pip install -qq --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python \
 		--target $(NEXT) megatron-core==$(NEXT_MEGATRON)
 	$(VENV)/bin/pip install -qq --no-deps --target $(NEXT) $(TRITON)
 	touch $@
