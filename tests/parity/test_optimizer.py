@@ -13,19 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.algo.loss import make_loss
-from dapo_megatron.bridge.stores import copy_companions
 from dapo_megatron.bridge.stores.moments import open_state
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import CheckpointError, ConfigError
 from tests.helpers import fused_adam
-from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.updates import save, update
 from tests.parity.test_reshard import differences, equal, largest
 
-LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "dapo.json").read_text())["adamw"]
 SHARES = (0.0, 0.5, 1.0)
 TOLERANCES = {1: 1e-7, 3: 1e-6}
@@ -49,21 +46,6 @@ def build(exchange: Ranks, model: Path, **keys: Any) -> Any:
 
     config = config_of(model, **keys)
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))
-
-
-def update(policy: Any, seed: int) -> float:
-    batch = random_batch((5, 40, 17, 9), vocab=90, seed=seed)
-    return float(policy.update(batch, LOSS, 1e-3).grad_norm)
-
-
-def save(policy: Any, exchange: Ranks, model: Path, folder: Path) -> Path:
-    if exchange.rank == 0:
-        folder.mkdir(parents=True)
-        copy_companions(model, folder)
-    exchange.barrier()
-    policy.snapshot()(folder)
-    exchange.barrier()
-    return folder
 
 
 def kept(policy: Any) -> dict[str, Tensor]:

@@ -17,17 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.algo.loss import make_loss
-from dapo_megatron.bridge.stores import copy_companions
 from dapo_megatron.bridge.stores.compare import compare, compare_replicas
 from dapo_megatron.bridge.stores.moments import MOMENTS, open_state
 from dapo_megatron.cluster.ranks import Ranks
-from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.updates import save, update
 
-LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2},
     "tp2 sp": {"tensor_parallel": 2, "sequence_parallel": "true"},
@@ -88,20 +85,6 @@ def build(exchange: Ranks, model: Path, layout: str, precision: str) -> Any:
         **{f"policy__{key}": value for key, value in keys.items()},
     )
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))
-
-
-def update(policy: Any, seed: int) -> float:
-    batch = random_batch((5, 40, 17, 9), vocab=90, seed=seed)
-    return float(policy.update(batch, LOSS, 1e-3).grad_norm)
-
-
-def save(policy: Any, exchange: Ranks, model: Path, folder: Path) -> None:
-    if exchange.rank == 0:
-        folder.mkdir(parents=True)
-        copy_companions(model, folder)
-    exchange.barrier()
-    policy.snapshot()(folder)
-    exchange.barrier()
 
 
 def gathered(policy: Any, exchange: Ranks) -> dict[str, dict[str, Tensor]]:

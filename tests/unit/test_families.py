@@ -6,7 +6,6 @@ Parameters are plain tensors here; tests/parity/test_families.py has Megatron's 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from dapo_megatron.bridge.families import (
 )
 from dapo_megatron.bridge.shards import Piece, Region
 from dapo_megatron.engine.device import check_config, has_cuda
+from dapo_megatron.files import read_json
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import FAMILIES, make_random_model
@@ -472,10 +472,6 @@ LATENT = {
     "n_group": 4,
     "topk_group": 2,
 }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

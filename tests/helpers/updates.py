@@ -1,0 +1,30 @@
+"""Small updates of a policy, and saving it as a run does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.bridge.stores import copy_companions
+from dapo_megatron.cluster.ranks import Ranks
+from tests.helpers.batches import random_batch
+
+LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+
+
+def update(policy: Any, seed: int) -> float:
+    """One on a random mini-batch; the norm of its gradient."""
+    batch = random_batch((5, 40, 17, 9), vocab=90, seed=seed)
+    return float(policy.update(batch, LOSS, 1e-3).grad_norm)
+
+
+def save(policy: Any, exchange: Ranks, model: Path, folder: Path) -> Path:
+    """Each rank's part of a checkpoint in `folder`, beside the model's config. Collective."""
+    if exchange.rank == 0:
+        folder.mkdir(parents=True)
+        copy_companions(model, folder)
+    exchange.barrier()
+    policy.snapshot()(folder)
+    exchange.barrier()
+    return folder
