@@ -100,3 +100,11 @@ class TrackingConfig(Section):
     experiment: str = "dapo_megatron"
     samples: bool = True
     """Write every rollout to samples/ and keep it as an artifact."""
+    inspected_groups: WholeNumber = 4
+    """Groups trained on in a step whose every token's log-prob and entropy by the policy are kept
+    beside the samples, for the report."""
+    timeline_every: WholeNumber = 10
+    """Steps from one recorded timeline (who did what when, over ranks and replicas) to the next;
+    the first of a start always; 0: none."""
+    report: bool = True
+    """Write report.html at the end of the run and keep it as an artifact."""

@@ -33,7 +33,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 EVERYTHING = (
     "types codec files config compatibility layout flops plan protocols algo data rewards "
     "bridge policy engine rollout parts loop tracking cluster checkpoints run_folder session build "
-    "doctor"
+    "doctor report"
 )
 ROOMS = {
     "__init__": room(),
@@ -67,6 +67,11 @@ ROOMS = {
     "doctor": room(
         "types config layout protocols algo data bridge policy cluster tracking session build",
         "torch transformers rich",
+    ),
+    # rewards for the names of outcomes, cluster for whether a run is alive.
+    "report": room(
+        "types codec files config algo rewards cluster",
+        "jinja2 plotly tokenizers yaml markupsafe rich",
     ),
     "checkpoints": room("types files config protocols"),
     # cluster for the name of the attempt alone.
