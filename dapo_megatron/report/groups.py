@@ -1,0 +1,19 @@
+"""The section "groups": what became of every prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dapo_megatron.report.folder import RunData
+
+CHARTS: list[dict[str, Any]] = []
+
+
+def derived(run: RunData) -> dict[str, list[float | None]]:
+    """Series made of the run's own, by name."""
+    return {}
+
+
+def totals(run: RunData) -> dict[str, int]:
+    """Groups over the whole run, by fate."""
+    return {}

@@ -1,0 +1,8 @@
+"use strict";
+
+const Timeline = (() => {
+  function mount() {
+    return { update() {}, theme() {} };
+  }
+  return { mount };
+})();
