@@ -13,7 +13,7 @@ CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families
           tests/parity/test_latent.py tests/parity/test_checkpoint.py tests/parity/test_transfer.py
 
 .PHONY: help env env-gpu quickstart ladder test test-long test-layouts test-sync test-slurm \
-        test-contracts test-triton test-gpu-stack lint mlflow-ui clean
+        test-browser test-contracts test-triton test-gpu-stack lint mlflow-ui clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,10 @@ test-sync: env  ## only the whole matrix of policy and engine layouts: four rank
 test-slurm: env  ## only the job scripts, on an emulated cluster: installs Slurm with apt-get (root or sudo)
 	tests/slurm/install.sh
 	$(VENV)/bin/python -m pytest -m slurm $(ARGS)
+
+test-browser: env  ## only the report's page, in Chromium: installs it with apt-get (root or sudo) if there is none
+	tests/browser/install.sh
+	$(VENV)/bin/python -m pytest tests/browser $(ARGS)
 
 test-contracts: env $(NEXT)/.ready  ## what we lean on in Megatron-core and vLLM, and the parity core: on the pinned, then on the next Megatron-core
 	$(VENV)/bin/python -m pytest $(CORE) $(ARGS)

@@ -1,0 +1,63 @@
+"""Chromium on this machine, and a page of it that watches what a report may not do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Page, Playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+LOCAL = ("file:", "data:", "blob:", "about:")
+VIEW = {"width": 1280, "height": 900}
+READY = 'body[data-ready="true"]'
+
+
+def find_chromium() -> str | None:
+    """The program, if there is one on the PATH."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def launch(playwright: Playwright, program: str) -> Browser:
+    """A browser without a window. Chromium's own sandbox does not work for root."""
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+    # Drawing by the CPU; containers have a small /dev/shm.
+    arguments = [*sandbox, "--disable-gpu", "--disable-dev-shm-usage"]
+    return playwright.chromium.launch(executable_path=program, args=arguments)
+
+
+@dataclass
+class Watched:
+    """A page, and what it did that a report may not do."""
+
+    page: Page
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    def new(cls, browser: Browser, **options: Any) -> Watched:
+        """A page in a context of its own, which ends with `close`."""
+        context = browser.new_context(**{"viewport": VIEW, **options})
+        watched = cls(context.new_page())
+        page, note = watched.page, watched.problems.append
+        page.on("pageerror", lambda error: note(f"error: {error}"))
+        page.on("console", lambda said: said.type == "error" and note(f"console: {said.text}"))
+        page.on(
+            "request",
+            lambda one: one.url.startswith(LOCAL) or note(f"asked the network for {one.url}"),
+        )
+        page.on("dialog", lambda dialog: (note(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.set_default_timeout(10_000)
+        return watched
+
+    def open(self, report: Path, anchor: str = "") -> Page:
+        """Load a report and wait until it can be used; `anchor` as after the # of a link."""
+        self.page.goto(report.as_uri() + anchor)
+        self.page.wait_for_selector(READY)
+        return self.page
+
+    def close(self) -> None:
+        """End the page and all that belongs to it."""
+        self.page.context.close()

@@ -1,0 +1,117 @@
+"""One Chromium for all tests, a page for each, and the reports that they look at: made once."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.browser.chromium import Watched, find_chromium, launch
+from tests.helpers.configs import REPOSITORY
+from tests.helpers.made_run import MadeRun
+
+RECORDED = Path(__file__).parent / "recorded_run"
+SCREENSHOTS = REPOSITORY / "build" / "screenshots"
+
+Open = Callable[..., Page]
+"""(report, anchor, options of the browser's context) -> its page, ready."""
+
+
+def write_report(*runs: Path, output: Path, options: tuple[str, ...] = ()) -> Path:
+    """What `python -m dapo_megatron report` makes of runs' folders."""
+    command = [sys.executable, "-m", "dapo_megatron", "report", *map(str, runs)]
+    done = subprocess.run(
+        [*command, "--output", str(output), *options],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no Chromium here: `make test-browser` installs it and runs these tests")
+    with sync_playwright() as playwright:
+        up = launch(playwright, program)
+        yield up
+        up.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens reports. What none may do (errors, a word to the network) fails the test."""
+    opened: list[Watched] = []
+
+    def opens(report: Path, anchor: str = "", **options: Any) -> Page:
+        opened.append(Watched.new(browser, **options))
+        return opened[-1].open(report, anchor)
+
+    yield opens
+    for watched in opened:
+        watched.close()
+    assert not [problem for watched in opened for problem in watched.problems]
+
+
+@pytest.fixture
+def screenshot(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Keeps what a page looks like where a person finds it."""
+
+    def keep(page: Page, name: str, **options: Any) -> None:
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        path = SCREENSHOTS / f"{name}.png"
+        page.screenshot(path=path, **options)
+        KEPT.append(path)
+
+    return keep
+
+
+KEPT: list[Path] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the pictures are."""
+    if KEPT:
+        terminalreporter.write_line(f"pictures of the pages: {SCREENSHOTS} ({len(KEPT)})")
+
+
+@pytest.fixture(scope="session")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the reports and made runs of this session."""
+    return tmp_path_factory.mktemp("reports")
+
+
+@pytest.fixture(scope="session")
+def recorded_run(room: Path) -> Path:
+    """A real run, of which a few steps were kept: read-only."""
+    return Path(shutil.copytree(RECORDED, room / "recorded"))
+
+
+@pytest.fixture(scope="session")
+def recorded(recorded_run: Path, room: Path) -> Path:
+    """Its report."""
+    return write_report(recorded_run, output=room / "recorded.html")
+
+
+@pytest.fixture(scope="session")
+def hostile_run(room: Path) -> Path:
+    """A made run full of texts that try to be more than text."""
+    return MadeRun(num_steps=12, groups_per_step=4, samples_per_group=4, hostile=True).write(
+        room / "hostile"
+    )
+
+
+@pytest.fixture(scope="session")
+def hostile(hostile_run: Path, room: Path) -> Path:
+    """Its report."""
+    return write_report(hostile_run, output=room / "hostile.html")
