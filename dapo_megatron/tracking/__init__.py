@@ -2,10 +2,11 @@
 Rank 0 has a composite of them; the other ranks track nothing."""
 
 from dapo_megatron.tracking.console import RolloutProgress, RunConsole
-from dapo_megatron.tracking.jsonl import JsonlTracker, write_samples
+from dapo_megatron.tracking.jsonl import JsonlTracker
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool, deliver, settle
 from dapo_megatron.tracking.provenance import commit, versions
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
+from dapo_megatron.tracking.samples import write_samples
 from dapo_megatron.tracking.speedometer import Speedometer
 from dapo_megatron.tracking.tracker import CompositeTracker
 

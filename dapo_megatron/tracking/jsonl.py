@@ -1,6 +1,6 @@
-"""The run's own files: metrics.jsonl, one object per rollout step, and the rollouts of each step.
+"""The run's own metrics.jsonl, one object per rollout step.
 
-They need nothing but a file system, and are the truth when a tracking server says otherwise.
+It needs nothing but a file system, and is the truth when a tracking server says otherwise.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from dapo_megatron.codec import group_to_json
 from dapo_megatron.tracking.lines import Lines
-from dapo_megatron.types import CheckpointError, Group, Verdict
+from dapo_megatron.types import CheckpointError
 
 
 class JsonlTracker:
@@ -60,44 +59,6 @@ class JsonlTracker:
                 ) from error
             end += len(line)
             yield end, step
-
-
-def write_samples(folder: Path, step: int, groups: Iterable[tuple[Group, str]]) -> Path:
-    """Write `folder/step_000012.jsonl`, one group per line, exactly; whole or not at all.
-
-    `groups` are those whose fate became final in the step, with it (trained, all_correct, ...).
-    A line is codec.group_to_json and, before it, `fate`, `verdict` (of the grades alone; null
-    without any) and the weight `versions` that sampled it. Returns the path. Raises OSError.
-    """
-    path = folder / f"step_{step:06d}.jsonl"
-    partial = path.with_suffix(".partial")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            for group, fate in groups:
-                line = {
-                    "fate": str(fate),
-                    "verdict": _verdict(group),
-                    "versions": sorted({s.version for c in group.completions for s in c.segments}),
-                    **group_to_json(group),
-                }
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)  # it holds room that others need
-        raise
-    return path
-
-
-def _verdict(group: Group) -> str | None:
-    found = {c.grade.correct for c in group.completions if c.grade is not None}
-    if not found:
-        return None
-    if found == {True, False}:
-        return Verdict.MIXED.value
-    return (Verdict.ALL_CORRECT if found == {True} else Verdict.ALL_WRONG).value
 
 
 def _finite(value: float) -> float | None:

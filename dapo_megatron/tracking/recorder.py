@@ -11,8 +11,8 @@ from typing import Any
 
 from dapo_megatron.protocols import Tracker
 from dapo_megatron.tracking.console import RunConsole
-from dapo_megatron.tracking.jsonl import write_samples
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool
+from dapo_megatron.tracking.samples import write_samples
 from dapo_megatron.tracking.speedometer import Speedometer
 from dapo_megatron.types import Group
 
@@ -53,12 +53,11 @@ class RunRecorder:
         """The step's rollouts, with what became of each group; on a full disk they are left out."""
         if self.samples_folder is None:
             return
-        try:
-            path = write_samples(self.samples_folder, step, groups)
-        except OSError as error:
-            self.console.warn(f"samples of step {step} are left out: {error}")
-        else:
+        with self._or_left_out(f"samples of step {step}"):
+            path, index = write_samples(self.samples_folder, step, groups)
             self.tracker.artifact(path, "samples")
+            with self._or_left_out(f"index entries of step {step}"):
+                self.tracker.artifact(index.write(self.samples_folder), "samples/index")
 
     def checkpoint(self, path: Path, step: int) -> None:
         """A checkpoint was published."""
@@ -92,6 +91,13 @@ class RunRecorder:
             folder=folder,
             ui=self.mlflow.ui if self.mlflow else None,
         )
+
+    @contextmanager
+    def _or_left_out(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.console.warn(f"{what} are left out: {error}")
 
 
 class SilentRecorder:

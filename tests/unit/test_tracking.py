@@ -1,8 +1,8 @@
-"""Tracking: the run's own files, and what the console writes. MLflow: test_mlflow_spool.py."""
+"""Tracking: metrics.jsonl, and what the console writes. Rollouts: test_samples.py; MLflow:
+test_mlflow_spool.py."""
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
@@ -10,14 +10,11 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import dapo_megatron
-from dapo_megatron.codec import group_from_json
 from dapo_megatron.tracking import (
     CompositeTracker,
     JsonlTracker,
@@ -27,18 +24,8 @@ from dapo_megatron.tracking import (
     commit,
     console,
     versions,
-    write_samples,
 )
-from dapo_megatron.types import (
-    CheckpointError,
-    Completion,
-    DapoError,
-    Finish,
-    Grade,
-    Group,
-    Prompt,
-    Segment,
-)
+from dapo_megatron.types import CheckpointError, DapoError
 
 METRICS = {
     "accuracy/raw": 0.41,
@@ -116,118 +103,7 @@ def test_a_broken_line_in_the_middle_is_refused_and_left_alone(metrics_file: Pat
     assert metrics_file.read_bytes() == content
 
 
-# ---------------------------------------------------------------------------- samples
-
-
-def group() -> Group:
-    older, newer = Segment(3, 1), Segment(4, 1)
-    return Group(
-        12,
-        Prompt("chain_sum", 17, (12, 9, 3), "4 + 3 =", "7", {"entry": {}}),
-        (
-            Completion(
-                0, (9, 2), (-0.1, -0.7), "7", Finish.STOP, (older, newer), Grade(1.0, True, "7")
-            ),
-            Completion(1, (8,), (-2.5,), "é", Finish.LENGTH, (older,), None),
-        ),
-    )
-
-
-def test_samples_hold_everything_of_a_group(tmp_path: Path) -> None:
-    path = write_samples(tmp_path / "samples", 12, [(group(), "trained"), (group(), "expired")])
-    assert list((tmp_path / "samples").iterdir()) == [path]
-    assert path.name == "step_000012.jsonl"
-    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    assert first == {
-        "fate": "trained",
-        "verdict": "all_correct",
-        "versions": [3, 4],
-        "ticket": 12,
-        "source": "chain_sum",
-        "index": 17,
-        "prompt": "4 + 3 =",
-        "truth": "7",
-        "extra": {"entry": {}},
-        "prompt_tokens": [12, 9, 3],
-        "completions": [
-            {
-                "sample": 0,
-                "text": "7",
-                "finish": "stop",
-                "score": 1.0,
-                "correct": True,
-                "pred": "7",
-                "parsed": True,
-                "segments": [[3, 1], [4, 1]],
-                "tokens": [9, 2],
-                "logprobs": [-0.1, -0.7],
-            },
-            {
-                "sample": 1,
-                "text": "é",
-                "finish": "length",
-                "score": None,
-                "correct": None,
-                "pred": None,
-                "parsed": None,
-                "segments": [[3, 1]],
-                "tokens": [8],
-                "logprobs": [-2.5],
-            },
-        ],
-    }
-    assert second["fate"] == "expired"
-    assert group_from_json(first) == group()
-
-
-@pytest.mark.parametrize(
-    ("correct", "verdict"),
-    [
-        ((True, False), "mixed"),
-        ((True, None), "all_correct"),
-        ((False, False), "all_wrong"),
-        ((None, None), None),
-    ],
-)
-def test_the_verdict_is_readable(
-    tmp_path: Path, correct: tuple[bool | None, ...], verdict: str | None
-) -> None:
-    one = group().completions[0]
-    grades = [None if it is None else Grade(1.0, it, "7") for it in correct]
-    judged = replace(group(), completions=tuple(replace(one, grade=grade) for grade in grades))
-    path = write_samples(tmp_path, 1, [(judged, "abstained")])
-    assert json.loads(path.read_text())["verdict"] == verdict
-
-
-def test_samples_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    old = write_samples(tmp_path, 1, [(group(), "mixed")]).read_bytes()
-
-    def failing() -> Any:
-        yield group(), "mixed"
-        yield group(), "mixed"
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_samples(tmp_path, 1, failing())
-    assert (tmp_path / "step_000001.jsonl").read_bytes() == old
-
-
-def test_samples_that_the_disk_does_not_take_cost_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    out = io.StringIO()
-    run_console = RunConsole(num_steps=3, file=out)
-    recorder = RunRecorder(CompositeTracker(), run_console, tmp_path, num_devices=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        recorder.samples(1, [(group(), "mixed")])
-    assert list(tmp_path.iterdir()) == [], "the part that was written takes the room of others"
-    recorder.samples(2, [(group(), "mixed")])
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000002.jsonl"]
-    assert "WARNING: samples of step 1 are left out: " in out.getvalue()
+# ---------------------------------------------------------------------------- speed
 
 
 def test_speed_is_of_the_updates_of_a_step(tmp_path: Path) -> None:

@@ -1,0 +1,225 @@
+"""The rollouts of a step on disk: every group exactly, and an index that says where it is."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.codec import group_from_json
+from dapo_megatron.tracking import CompositeTracker, RunConsole, RunRecorder, write_samples
+from dapo_megatron.tracking.samples import index_path, policy_path, samples_path
+from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
+from tests.helpers.groups import GROUPS
+
+
+def group() -> Group:
+    older, newer = Segment(3, 1), Segment(4, 1)
+    return Group(
+        12,
+        Prompt("chain_sum", 17, (12, 9, 3), "4 + 3 =", "7", {"entry": {}}),
+        (
+            Completion(
+                0, (9, 2), (-0.1, -0.7), "7", Finish.STOP, (older, newer), Grade(1.0, True, "7")
+            ),
+            Completion(1, (8,), (-2.5,), "é", Finish.LENGTH, (older,), None),
+        ),
+    )
+
+
+def test_samples_hold_everything_of_a_group(tmp_path: Path) -> None:
+    path, _ = write_samples(tmp_path / "samples", 12, [(group(), "trained"), (group(), "expired")])
+    assert list((tmp_path / "samples").iterdir()) == [path]
+    assert path.name == "step_000012.jsonl"
+    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    assert first == {
+        "fate": "trained",
+        "verdict": "all_correct",
+        "versions": [3, 4],
+        "ticket": 12,
+        "source": "chain_sum",
+        "index": 17,
+        "prompt": "4 + 3 =",
+        "truth": "7",
+        "extra": {"entry": {}},
+        "prompt_tokens": [12, 9, 3],
+        "completions": [
+            {
+                "sample": 0,
+                "text": "7",
+                "finish": "stop",
+                "score": 1.0,
+                "correct": True,
+                "pred": "7",
+                "parsed": True,
+                "segments": [[3, 1], [4, 1]],
+                "tokens": [9, 2],
+                "logprobs": [-0.1, -0.7],
+            },
+            {
+                "sample": 1,
+                "text": "é",
+                "finish": "length",
+                "score": None,
+                "correct": None,
+                "pred": None,
+                "parsed": None,
+                "segments": [[3, 1]],
+                "tokens": [8],
+                "logprobs": [-2.5],
+            },
+        ],
+    }
+    assert second["fate"] == "expired"
+    assert group_from_json(first) == group()
+
+
+@pytest.mark.parametrize(
+    ("correct", "verdict"),
+    [
+        ((True, False), "mixed"),
+        ((True, None), "all_correct"),
+        ((False, False), "all_wrong"),
+        ((None, None), None),
+    ],
+)
+def test_the_verdict_is_readable(
+    tmp_path: Path, correct: tuple[bool | None, ...], verdict: str | None
+) -> None:
+    one = group().completions[0]
+    grades = [None if it is None else Grade(1.0, it, "7") for it in correct]
+    judged = replace(group(), completions=tuple(replace(one, grade=grade) for grade in grades))
+    path, _ = write_samples(tmp_path, 1, [(judged, "abstained")])
+    assert json.loads(path.read_text())["verdict"] == verdict
+
+
+def test_samples_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    old = write_samples(tmp_path, 1, [(group(), "mixed")])[0].read_bytes()
+
+    def failing() -> Any:
+        yield group(), "mixed"
+        yield group(), "mixed"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_samples(tmp_path, 1, failing())
+    assert (tmp_path / "step_000001.jsonl").read_bytes() == old
+
+
+def recorder(folder: Path, out: io.StringIO) -> RunRecorder:
+    return RunRecorder(CompositeTracker(), RunConsole(num_steps=3, file=out), folder, num_devices=1)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def full_disk(after: int) -> Callable[[int], None]:
+    """In the place of os.fsync: there is room for so many files more."""
+    left = after
+
+    def fsync(_: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return fsync
+
+
+@pytest.mark.parametrize(
+    ("room", "kept", "left_out"),
+    [(0, [], "samples"), (1, [Path("step_000001.jsonl")], "index entries")],
+)
+def test_what_the_disk_does_not_take_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, kept: list[Path], left_out: str
+) -> None:
+    out = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk(room))
+        recorder(tmp_path, out).samples(1, [(group(), "mixed")])
+    assert files_in(tmp_path) == kept, "the part that was written takes the room of others"
+    assert out.getvalue().startswith(f"WARNING: {left_out} of step 1 are left out: ")
+    recorder(tmp_path, out).samples(2, [(group(), "mixed")])
+    assert set(files_in(tmp_path)) - set(kept) == {
+        Path("step_000002.jsonl"),
+        Path("index/step_000002.json"),
+    }
+
+
+# ---------------------------------------------------------------------------- index
+
+
+def read_index(folder: Path, step: int) -> dict[str, Any]:
+    found = json.loads(index_path(folder, step).read_text(), parse_constant=pytest.fail)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_index_has_a_row_per_completion(tmp_path: Path) -> None:
+    other = replace(group(), ticket=13, prompt=replace(group().prompt, source="é"))
+    path, index = write_samples(tmp_path, 6, [(group(), "trained"), (other, "expired")])
+    assert index.write(tmp_path) == tmp_path / "index" / "step_000006.json"
+    assert read_index(tmp_path, 6) == {
+        "step": 6,
+        "groups": {
+            "offset": [0, path.read_bytes().index(b"\n") + 1],
+            "ticket": [12, 13],
+            "source": ["chain_sum", "é"],
+            "fate": ["trained", "expired"],
+            "verdict": ["all_correct", "all_correct"],
+        },
+        "completions": {
+            "group": [0, 0, 1, 1],
+            "sample": [0, 1, 0, 1],
+            "score": [1.0, None, 1.0, None],
+            "correct": [True, None, True, None],
+            "parsed": [True, None, True, None],
+            "num_tokens": [2, 1, 2, 1],
+            "finish": ["stop", "length", "stop", "length"],
+            "age": [2, 2, 2, 2],
+            "logprob_mean": [-0.4, -2.5, -0.4, -2.5],
+            "logprob_min": [-0.7, -2.5, -0.7, -2.5],
+        },
+    }
+
+
+@given(
+    st.lists(st.tuples(GROUPS, st.sampled_from(["trained", "all_wrong", "expired"])), max_size=4)
+)
+def test_the_index_says_where_each_group_is_and_what_of_it(groups: list[tuple[Group, str]]) -> None:
+    with TemporaryDirectory() as folder:
+        path, index = write_samples(Path(folder), 3, groups)
+        index.write(Path(folder))
+        found = read_index(Path(folder), 3)
+        with path.open("rb") as file:
+            lines = [(file.seek(at) and b"") or file.readline() for at in found["groups"]["offset"]]
+    back = [group_from_json(json.loads(line)) for line in lines]
+    assert back == [one for one, _ in groups]
+    assert found["groups"]["fate"] == [fate for _, fate in groups]
+    assert found["groups"]["ticket"] == [one.ticket for one in back]
+    flat = [(place, one) for place, of in enumerate(back) for one in of.completions]
+    rows = found["completions"]
+    assert rows["group"] == [place for place, _ in flat]
+    assert rows["num_tokens"] == [len(one.tokens) for _, one in flat]
+    assert rows["correct"] == [one.grade and one.grade.correct for _, one in flat]
+    assert rows["age"] == [2 - one.segments[0].version if one.segments else None for _, one in flat]
+    assert {len(column) for column in rows.values()} == {len(flat)}
+
+
+def test_a_step_done_again_leaves_nothing_of_the_first_attempt_beside_it(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, [(group(), "mixed")])[1].write(tmp_path)
+    policy_path(tmp_path, 1).parent.mkdir()
+    policy_path(tmp_path, 1).write_text("{}")
+    write_samples(tmp_path, 1, [(group(), "mixed"), (group(), "mixed")])
+    assert files_in(tmp_path) == [samples_path(Path(), 1)]
