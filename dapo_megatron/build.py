@@ -20,6 +20,7 @@ from dapo_megatron.checkpoints import Checkpoints, newest, read_state
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
+from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
@@ -182,6 +183,9 @@ def build_parts(
 ) -> Parts:
     """What the loop works with."""
     config, ranks = session.config, session.ranks
+    timeline = Timeline(ranks, config.tracking.timeline_every, recorder.timeline)
+    if core.engine.is_leader:
+        core.driver.on_running = timeline.follow(core.engine.replica, core.engine.max_sequences)
     return Parts(
         policy=core.policy,
         engine=core.engine,
@@ -198,6 +202,7 @@ def build_parts(
         checkpoints=_checkpoints(config, ranks, core.policy, session.folder, recorder),
         watch=session.watch,
         memory=MemoryMeter(ranks),
+        timeline=timeline,
         stop=partial(session.stop.check, ranks),
     )
 
@@ -221,6 +226,7 @@ def build_replay(
         checkpoints=_checkpoints(config, ranks, policy, session.folder, recorder),
         watch=session.watch,
         memory=MemoryMeter(ranks),
+        timeline=Timeline(ranks, config.tracking.timeline_every, recorder.timeline),
         stop=partial(session.stop.check, ranks),
     )
 
@@ -317,6 +323,7 @@ def build_recorder(
         console=console,
         samples_folder=folder.samples if config.tracking.samples else None,
         num_devices=num_devices,
+        timeline_folder=folder.timeline,
         speedometer=_speedometer(config, num_devices),
         mlflow=mlflow,
     )

@@ -231,6 +231,8 @@ class Clock:
     def __init__(self, parts: Parts, step: int) -> None:
         self._watch = parts.watch
         self._memory = parts.memory
+        self._timeline = parts.timeline
+        self._timeline.begin(step)
         self._step = step
         self._started = time.perf_counter()
         self._phases: dict[str, float] = {}
@@ -241,16 +243,21 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         """Measure what is inside, under the watchdog's eyes."""
         begun = time.perf_counter()
-        with self._watch.phase(phase, self._step), self._memory.phase(phase):
+        with (
+            self._timeline.phase(phase),
+            self._watch.phase(phase, self._step),
+            self._memory.phase(phase),
+        ):
             yield
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - begun
 
     def metrics(self) -> dict[str, float]:
-        """time/*, memory/*, and throughput/tokens_per_second. Collective."""
+        """time/*, memory/* and throughput/*. Collective."""
         whole = time.perf_counter() - self._started
         return {
             **{f"time/{phase}": seconds for phase, seconds in self._phases.items()},
             **self._memory.metrics(),
+            **self._timeline.metrics(),
             "time/step": whole,
             "throughput/tokens_per_second": self.tokens / whole,
         }

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dapo_megatron.protocols import Meter, Policy, Watch
+from dapo_megatron.protocols import Meter, Policy, Timeline, Watch
 from dapo_megatron.rollout.coordinator import Collected
 from dapo_megatron.types import Group, SyncReport
 
@@ -76,5 +76,6 @@ class Parts:
     checkpoints: Checkpoints
     watch: Watch
     memory: Meter
+    timeline: Timeline
     stop: Callable[[], None] = lambda: None
     """Raises Stopped on all ranks if a signal asked any of them to stop. Collective."""

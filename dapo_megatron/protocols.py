@@ -233,6 +233,22 @@ class Meter(Protocol):
         ...
 
 
+class Timeline(Protocol):
+    """Who does what when, and how busy engines are; see cluster/timeline.py."""
+
+    def begin(self, step: int) -> None:
+        """A rollout step begins. Not collective."""
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """What is done inside. Not collective."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """time/engine_idle and throughput/running_mean of the step, which ends."""
+        ...
+
+
 class Tracker(Protocol):
     """Where metrics and files of a run go. Only rank 0 has a real one."""
 

@@ -40,6 +40,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.samples = path / "samples"
+        self.timeline = path / "timeline"
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"

@@ -31,6 +31,7 @@ from dapo_megatron import build
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks, join
+from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.cluster.watch import Watch
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
@@ -194,6 +195,7 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
                     config.folder, ranks.rank, ranks.world_size, config.watchdog.model_dump()
                 ),
                 memory=MemoryMeter(ranks),
+                timeline=Timeline(ranks, every=0),
             )
             policys_turn(parts)
             sync(step - 1)  # each form has versions of its own

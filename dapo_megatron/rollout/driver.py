@@ -132,6 +132,8 @@ class EngineDriver:
         self.max_sequences = engine.max_sequences
         self.grade_seconds = 0.0
         self.last_errors: dict[str, str] = {}
+        self.on_running: Callable[[int], None] = lambda num_requests: None
+        """Told, whenever it may have changed, how many requests this replica's engine has."""
         self._engine = engine
         self._grading = grading
         self._exchange = exchange
@@ -179,6 +181,7 @@ class EngineDriver:
         """See `Driver`."""
         unfinished = self._engine.interrupt()
         self._prompts.clear()
+        self.on_running(0)
         self._set_pace(1)  # the next work may be of another kind: full engines, long prompts
         parts = self._exchange.all_gather(unfinished if self._engine.is_leader else [])
         return sorted(
@@ -189,11 +192,13 @@ class EngineDriver:
         """What finished in some engine steps."""
         sampled: list[tuple[int, Completion]] = []
         begun, steps = time.perf_counter(), 0
+        self.on_running(len(self._prompts))
         while steps < self._num_steps and self._engine.has_work():
             for ticket, completion in self._engine.step():
                 sampled.append((ticket, completion))
                 prompt = self._prompts.pop((ticket, completion.sample))
                 self._grade(use, ticket, prompt, completion)
+            self.on_running(len(self._prompts))
             steps += 1
         if steps:  # an idle engine's pace is the one it had
             self._step_seconds = (time.perf_counter() - begun) / steps

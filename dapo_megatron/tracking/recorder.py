@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo_megatron.files import write_json
 from dapo_megatron.protocols import Tracker
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool
@@ -26,6 +27,7 @@ class RunRecorder:
     console: RunConsole
     samples_folder: Path | None
     num_devices: int
+    timeline_folder: Path | None = None
     speedometer: Speedometer | None = None
     mlflow: MlflowSpool | None = None
 
@@ -58,6 +60,19 @@ class RunRecorder:
             self.tracker.artifact(path, "samples")
             with self._or_left_out(f"index entries of step {step}"):
                 self.tracker.artifact(index.write(self.samples_folder), "samples/index")
+
+    def timeline(self, step: int, record: Mapping[str, Any]) -> None:
+        """Who did what when in the step (cluster/timeline.py); on a full disk it is left out."""
+        if self.timeline_folder is None:
+            return
+        path = self.timeline_folder / f"step_{step:06d}.json"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, record, durable=False)
+        except OSError as error:
+            self.console.warn(f"the timeline of step {step} is left out: {error}")
+        else:
+            self.tracker.artifact(path, "timeline")
 
     def checkpoint(self, path: Path, step: int) -> None:
         """A checkpoint was published."""
@@ -112,6 +127,9 @@ class SilentRecorder:
         """Nothing."""
 
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
+        """Nothing."""
+
+    def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Nothing."""
 
     def checkpoint(self, path: Path, step: int) -> None:

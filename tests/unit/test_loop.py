@@ -34,6 +34,9 @@ class Journal:
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
         yield
 
+    def begin(self, step: int) -> None:
+        """Of a timeline."""
+
     def metrics(self) -> dict[str, float]:
         return {}
 
@@ -92,7 +95,7 @@ def run(
     parts: Any = SimpleNamespace(
         sync=journal.sync, evaluator=journal, recorder=journal, checkpoints=journal,
         coordinator=journal, policy=journal, engine=journal, watch=journal, memory=journal,
-        stop=lambda: None,
+        timeline=journal, stop=lambda: None,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:

@@ -21,6 +21,7 @@ from dapo_megatron.bridge.shards import Piece, Shard, whole
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.rollout.coordinator import Collected
 from dapo_megatron.rollout.open_step import OpenStep
@@ -247,7 +248,8 @@ def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tu
     monkeypatch.setattr(loop.figures, "rollout_metrics", lambda *_: {})
     parts: Any = SimpleNamespace(
         policy=both, engine=both, sync=sync, coordinator=world, evaluator=world, recorder=world,
-        checkpoints=world, watch=world, memory=MemoryMeter(Ranks(0, 1, 0)), stop=lambda: None,
+        checkpoints=world, watch=world, memory=MemoryMeter(Ranks(0, 1, 0)),
+        timeline=Timeline(Ranks(0, 1, 0), every=0), stop=lambda: None,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=2)
     with suppress(StarvedError, Stopped):

@@ -1,0 +1,195 @@
+"""Who did what when: thinning, how busy engines were, and two ranks whose clocks differ."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.cluster import timeline
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.cluster.timeline import MAX_POINTS, Point, Running, Timeline, thinned
+from dapo_megatron.tracking import CompositeTracker, RunConsole, RunRecorder
+from tests.helpers.ranks import run_ranks
+
+
+@st.composite
+def points(draw: st.DrawFn) -> list[Point]:
+    gaps = draw(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=600))
+    start, seconds = draw(st.floats(-1e6, 1e6)), 0.0
+    made = []
+    for gap in gaps:
+        seconds += gap
+        made.append((start + seconds, draw(st.integers(0, 512))))
+    return made
+
+
+def at(where: list[Point], seconds: float) -> int:
+    """The count at a time."""
+    return [count for when, count in where if when <= seconds][-1]
+
+
+@given(points(), st.integers(4, 250))
+def test_thinning_keeps_both_ends_the_maximum_and_the_order(made: list[Point], limit: int) -> None:
+    kept = thinned(made, limit)
+    assert len(kept) <= limit
+    assert (kept[0], kept[-1]) == (made[0], made[-1])
+    assert max(count for _, count in kept) == max(count for _, count in made)
+    rest = iter(made)
+    assert all(point in rest for point in kept), "in the order in which they came"
+
+
+def test_thinning_is_true_at_the_end_of_every_part() -> None:
+    made = [(index / 10, index * 7 % 31) for index in range(1001)]
+    kept = thinned(made, 103)
+    for part in range(99):  # the last one ends with the last point
+        just_before = part + 1 - 1e-9
+        assert at(kept, just_before) == at(made, just_before)
+
+
+def test_a_lonely_tail_is_kept_point_by_point() -> None:
+    """Hundreds finish at once, then the last ones, far apart."""
+    crowd = [(index / 1000, 900 - index) for index in range(895)]
+    tail = [(10.0 * index, 6 - index) for index in range(1, 7)]
+    assert thinned([*crowd, *tail])[-6:] == tail
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 5)), max_size=50))
+def test_idle_seconds_and_the_mean_are_exact(changes: list[tuple[int, int]]) -> None:
+    """In whole seconds, against counting them one by one."""
+    watched, now, counts = Running(), 0, {0: 0}
+    watched.begin(0.0)
+    for gap, count in changes:
+        now += gap
+        watched.change(float(now), count)
+        counts[now] = count
+    end = now + 3
+    watched.end(float(end))
+    by_second, current = [], 0
+    for second in range(end):
+        current = counts.get(second, current)
+        by_second.append(current)
+    assert watched.seconds == end
+    assert watched.idle_seconds == by_second.count(0)
+    assert watched.request_seconds == sum(by_second)
+    assert [at(watched.points, second) for second in range(end)] == by_second
+
+
+class Clock:
+    """A clock that goes on when told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(timeline.time, "perf_counter", lambda: self.now)
+
+
+def test_what_evaluation_runs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, kept = Clock(monkeypatch), {}
+    one = Timeline(Ranks(0, 1, 0), 2, kept.__setitem__)
+    tell = one.follow(replica=0, max_sequences=8)
+    tell(7)
+    one.begin(1)
+    clock.now += 1.0
+    with one.phase("generate"):
+        clock.now += 0.5
+        tell(4)
+        clock.now += 2.0
+        tell(0)
+        clock.now += 1.5
+    with one.phase("evaluate"):
+        tell(8)
+        clock.now += 50.0
+        tell(0)
+    metrics = one.metrics()
+    assert metrics == {
+        "time/engine_idle": pytest.approx(2.0),
+        "throughput/running_mean": pytest.approx(4 * 2.0 / 4.0 / 8),
+    }
+    assert kept[1]["replicas"] == [
+        {"replica": 0, "running": [[1.0, 0], [1.5, 4], [3.5, 0], [5.0, 0]]}
+    ]
+    assert kept[1]["ranks"][0]["spans"] == [["generate", 1.0, 5.0], ["evaluate", 5.0, 55.0]]
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [(0, []), (1, [5, 6, 7, 8, 9]), (2, [5, 6, 8]), (10, [5])]
+)
+def test_the_first_step_of_a_start_and_every_so_many(every: int, expected: list[int]) -> None:
+    kept: dict[int, Any] = {}
+    one = Timeline(Ranks(0, 1, 0), every, kept.__setitem__)
+    for step in range(5, 10):
+        one.begin(step)
+        assert one.metrics() == {}, "without an engine there is nothing to say"
+    assert list(kept) == expected
+    assert all(record["step"] == step for step, record in kept.items())
+
+
+def watch(rank: int) -> Any:
+    """Two ranks, one replica each; the clock of rank 1 is an hour ahead."""
+    true = time.perf_counter
+    timeline.time.perf_counter = lambda: true() + 3600.0 * rank  # type: ignore[assignment]
+    kept: dict[int, Any] = {}
+    exchange = Ranks(rank, 2, rank)
+    one = Timeline(exchange, 1, kept.__setitem__)
+    tell = one.follow(replica=rank, max_sequences=4)
+    exchange.barrier()
+    one.begin(1)
+    with one.phase("generate"):
+        tell(2)
+        time.sleep(0.1 + 0.2 * rank)
+        for count in range(2 * MAX_POINTS):
+            tell(count)
+        tell(0)
+        exchange.barrier()
+    metrics = one.metrics()
+    timeline.time.perf_counter = true
+    return metrics, kept
+
+
+def test_clocks_of_ranks_are_laid_side_by_side() -> None:
+    (metrics, kept), (other, nothing) = run_ranks(watch, 2)
+    assert metrics == other
+    assert not nothing
+    # One replica waits for the other, half of the two.
+    assert metrics["time/engine_idle"] == pytest.approx(0.1, abs=0.05)
+    record = kept[1]
+    assert abs(record["begin"] - time.time()) < 60
+    (first,), (second,) = (rank["spans"] for rank in record["ranks"])
+    assert first[1:] == pytest.approx(second[1:], abs=0.05)
+    assert first[2] == pytest.approx(0.3, abs=0.1)
+    for replica in record["replicas"]:
+        times = [seconds for seconds, _ in replica["running"]]
+        assert len(times) <= MAX_POINTS
+        assert all(before <= after for before, after in pairwise(times))
+        assert replica["running"][-1][1] == 0
+    assert [replica["replica"] for replica in record["replicas"]] == [0, 1]
+
+
+def test_a_timeline_that_the_disk_does_not_take_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = io.StringIO()
+    console = RunConsole(num_steps=3, file=out)
+    recorder = RunRecorder(
+        CompositeTracker(), console, None, num_devices=1, timeline_folder=tmp_path / "timeline"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("dapo_megatron.tracking.recorder.write_json", full)
+        recorder.timeline(1, {"step": 1})
+    recorder.timeline(2, {"step": 2})
+    [written] = (tmp_path / "timeline").iterdir()
+    assert written.name == "step_000002.json"
+    assert json.loads(written.read_text()) == {"step": 2}
+    assert "WARNING: the timeline of step 1 is left out: " in out.getvalue()
