@@ -14,7 +14,7 @@ from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.algo.mismatch import GapStatistics, gap_statistics
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import assemble, fresh_mask, split
+from dapo_megatron.data.batch import assemble, fresh_mask, inspect, split
 from dapo_megatron.parts import Parts
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.rollout import metrics as figures
@@ -149,7 +149,10 @@ def train_step(
     if open_step.old_logprobs is None:
         parts.stop()
         with clock("logprobs"):
-            open_step.old_logprobs = parts.policy.logprobs(batch).logprobs
+            found = parts.policy.logprobs(batch)
+        open_step.old_logprobs = found.logprobs
+        sequences = inspect(groups, batch, found, overlong=config.overlong)
+        parts.recorder.inspected(step, sequences)
     batch = dataclasses.replace(batch, old_logprobs=open_step.old_logprobs)
     gap = check_gap(config, batch, groups, version=step - 1)
     open_step.metrics |= figures.mismatch_metrics(gap)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dapo_megatron.protocols import Meter, Policy, Timeline, Watch
 from dapo_megatron.rollout.coordinator import Collected
-from dapo_megatron.types import Group, SyncReport
+from dapo_megatron.types import Group, Inspected, SyncReport
 
 
 class Recorder(Protocol):
@@ -18,6 +18,7 @@ class Recorder(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def trained(self, lengths: Sequence[int], num_scored: int) -> None: ...
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None: ...
+    def inspected(self, step: int, sequences: Iterable[Inspected]) -> None: ...
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]: ...
 
 

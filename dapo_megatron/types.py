@@ -196,6 +196,23 @@ class LogProbs:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspected:
+    """What the policy said of one sequence it is about to be trained on, before the step's first
+    update. `gap_mean` and `gap_max` are over all its response tokens, those of older weights too.
+
+    logprobs, entropy   float [T]    of its response tokens
+    """
+
+    ticket: int
+    sample: int
+    advantage: float
+    gap_mean: float
+    gap_max: float
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """One update: the mean loss, the gradient norm before clipping, the learning rate, and
     token means of the loss's statistics."""

@@ -5,7 +5,7 @@ T tokens (all sequences end to end), S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.loss import Aggregation, aggregation_weights
+from dapo_megatron.algo.mismatch import gap_statistics
 from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.types import Completion, Finish, Group, TokenBatch
+from dapo_megatron.types import Completion, Finish, Group, Inspected, LogProbs, TokenBatch
 
 
 def counted(group: Group, overlong: OverlongConfig) -> list[Completion]:
@@ -91,6 +92,27 @@ def fresh_mask(groups: Sequence[Group], *, version: int, overlong: OverlongConfi
         rows.append([False] * len(group.prompt.tokens))
         rows += [[part.version == version] * part.num_tokens for part in completion.segments]
     return _flat(rows, torch.bool)
+
+
+def inspect(
+    groups: Sequence[Group], batch: TokenBatch, found: LogProbs, *, overlong: OverlongConfig
+) -> Iterator[Inspected]:
+    """What the policy `found` of each sequence of the batch that `assemble` made of `groups`, in
+    its order; nothing is computed before it is asked for."""
+    ends = batch.lengths.cumsum(0).tolist()
+    for (group, completion), end in zip(_sequences(groups, overlong), ends, strict=True):
+        response = slice(end - len(completion.tokens), end)
+        engine, policy = batch.engine_logprobs[response], found.logprobs[response]
+        gap = gap_statistics(engine, policy, torch.ones_like(engine, dtype=torch.bool))
+        yield Inspected(
+            ticket=group.ticket,
+            sample=completion.sample,
+            advantage=float(batch.advantages[end - 1]),
+            gap_mean=gap.mean,
+            gap_max=gap.max,
+            logprobs=policy,
+            entropy=found.entropy[response],
+        )
 
 
 def split(batch: TokenBatch, num_updates: int, aggregation: Aggregation) -> list[TokenBatch]:

@@ -13,20 +13,22 @@ from dapo_megatron.files import write_json
 from dapo_megatron.protocols import Tracker
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool
-from dapo_megatron.tracking.samples import write_samples
+from dapo_megatron.tracking.samples import write_policy, write_samples
 from dapo_megatron.tracking.speedometer import Speedometer
-from dapo_megatron.types import Group
+from dapo_megatron.types import Group, Inspected
 
 
 @dataclass(frozen=True)
 class RunRecorder:
-    """Rank 0's. `samples_folder` None keeps no rollouts; `mlflow`, if there is one, is among the
+    """Rank 0's. `samples_folder` None keeps no rollouts; of the first `inspected_groups` groups of
+    a step it keeps what the policy said of every token. `mlflow`, if there is one, is among the
     trackers."""
 
     tracker: Tracker
     console: RunConsole
     samples_folder: Path | None
     num_devices: int
+    inspected_groups: int = 0
     timeline_folder: Path | None = None
     speedometer: Speedometer | None = None
     mlflow: MlflowSpool | None = None
@@ -60,6 +62,15 @@ class RunRecorder:
             self.tracker.artifact(path, "samples")
             with self._or_left_out(f"index entries of step {step}"):
                 self.tracker.artifact(index.write(self.samples_folder), "samples/index")
+
+    def inspected(self, step: int, sequences: Iterable[Inspected]) -> None:
+        """What the policy said of the sequences it is trained on in the step; kept beside its
+        rollouts, and left out as they are."""
+        if self.samples_folder is None:
+            return
+        with self._or_left_out(f"the policy's log-probs of step {step}"):
+            path = write_policy(self.samples_folder, step, sequences, self.inspected_groups)
+            self.tracker.artifact(path, "samples/policy")
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Who did what when in the step (cluster/timeline.py); on a full disk it is left out."""
@@ -131,6 +142,9 @@ class SilentRecorder:
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Nothing."""
+
+    def inspected(self, step: int, sequences: Iterable[Inspected]) -> None:
+        """Nothing: the sequences are not even looked at."""
 
     def checkpoint(self, path: Path, step: int) -> None:
         """Nothing."""

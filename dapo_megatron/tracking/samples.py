@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dapo_megatron.codec import group_to_json
-from dapo_megatron.types import Completion, Group, Verdict
+from dapo_megatron.types import Completion, Group, Inspected, Verdict
 
 DECIMALS = 4
-"""Of the figures in the index."""
+"""Of what is to be looked at; what is to be computed with is in the samples to the last bit."""
+LOGPROB_DECIMALS = 6
+"""Of the policy's log-probs: their distance to the engine's is 1e-6 where all is well on a CPU."""
 
 
 def samples_path(folder: Path, step: int) -> Path:
@@ -65,6 +67,35 @@ def write_samples(
             index.add(group, str(fate), verdict, offset=file.tell())
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
     return path, index
+
+
+def write_policy(
+    folder: Path, step: int, sequences: Iterable[Inspected], num_whole_groups: int
+) -> Path:
+    """Write what the policy said of the sequences of a step, one per line; the path.
+
+    The log-prob and the entropy of every token are kept for the first `num_whole_groups` groups
+    alone, and null for the others. Raises OSError.
+    """
+    path = policy_path(folder, step)
+    tickets: set[int] = set()
+    with _whole(path) as file:
+        for one in sequences:
+            tickets.add(one.ticket)
+            is_whole = len(tickets) <= num_whole_groups
+            line = {
+                "ticket": one.ticket,
+                "sample": one.sample,
+                "advantage": _rounded(one.advantage),
+                "gap_mean": _significant(one.gap_mean),
+                "gap_max": _significant(one.gap_max),
+                "logprobs": _all_rounded(one.logprobs.tolist(), LOGPROB_DECIMALS)
+                if is_whole
+                else None,
+                "entropy": _all_rounded(one.entropy.tolist(), DECIMALS) if is_whole else None,
+            }
+            file.write(json.dumps(line).encode() + b"\n")
+    return path
 
 
 class Index:
@@ -152,5 +183,14 @@ def _verdict(group: Group) -> str | None:
     return (Verdict.ALL_CORRECT if found == {True} else Verdict.ALL_WRONG).value
 
 
-def _rounded(value: float) -> float | None:
-    return round(value, DECIMALS) if math.isfinite(value) else None
+def _rounded(value: float, decimals: int = DECIMALS) -> float | None:
+    return round(value, decimals) if math.isfinite(value) else None
+
+
+def _all_rounded(values: Iterable[float], decimals: int) -> list[float | None]:
+    return [_rounded(value, decimals) for value in values]
+
+
+def _significant(value: float) -> float | None:
+    """To four digits, however small: a gap of 1e-6 is not 0."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None

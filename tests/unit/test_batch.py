@@ -10,8 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import assemble, counted, fresh_mask, split
-from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment, TokenBatch
+from dapo_megatron.data.batch import assemble, counted, fresh_mask, inspect, split
+from dapo_megatron.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    LogProbs,
+    Prompt,
+    Segment,
+    TokenBatch,
+)
 
 RIGHT, WRONG = Grade(1.0, True, "7"), Grade(-1.0, False, "8")
 
@@ -158,6 +167,25 @@ def test_fresh_tokens_are_response_tokens_of_this_version() -> None:
     short = completion(5, 3, RIGHT, segments=(Segment(1, 2),))
     with pytest.raises(ValueError, match=r"ticket 9, sample 5: .* for 3 tokens"):
         fresh_mask([group(9, short)], version=1, overlong=overlong())
+
+
+def test_inspected_are_the_response_tokens_of_each_sequence_of_the_batch() -> None:
+    cut = completion(1, 8, RIGHT, finish=Finish.LENGTH)
+    groups = [
+        group(7, completion(0, 3, RIGHT), cut, completion(2, 1, WRONG)),
+        group(9, completion(5, 2, WRONG), num_prompt_tokens=4),
+    ]
+    batch = assembled(*groups, filter=True)
+    # Beside the response anything may stand; the policy is off by more and more.
+    away = torch.arange(batch.tokens.numel()) / 64
+    found = LogProbs(batch.engine_logprobs + away, 10 + away)
+    first, second, third = inspect(groups, batch, found, overlong=overlong(filter=True))
+    assert [(one.ticket, one.sample) for one in (first, second, third)] == [(7, 0), (7, 2), (9, 5)]
+    assert [one.advantage for one in (first, second, third)] == advantages(batch)
+    assert first.logprobs.tolist() == [-0.5 + 2 / 64, -0.625 + 3 / 64, -0.75 + 4 / 64]
+    assert first.entropy.tolist() == [10 + 2 / 64, 10 + 3 / 64, 10 + 4 / 64]
+    assert (first.gap_mean, first.gap_max) == (3 / 64, 4 / 64)
+    assert third.entropy.tolist() == [10 + 12 / 64, 10 + 13 / 64]
 
 
 def test_logprobs_that_do_not_cover_the_tokens_are_refused() -> None:

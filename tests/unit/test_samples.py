@@ -1,10 +1,12 @@
-"""The rollouts of a step on disk: every group exactly, and an index that says where it is."""
+"""The rollouts of a step on disk: every group exactly, an index that says where it is, and what the
+policy said of those it is trained on."""
 
 from __future__ import annotations
 
 import errno
 import io
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,13 +15,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.codec import group_from_json
 from dapo_megatron.tracking import CompositeTracker, RunConsole, RunRecorder, write_samples
-from dapo_megatron.tracking.samples import index_path, policy_path, samples_path
-from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
+from dapo_megatron.tracking.samples import (
+    index_path,
+    policy_path,
+    samples_path,
+    write_policy,
+)
+from dapo_megatron.types import Completion, Finish, Grade, Group, Inspected, Prompt, Segment
 from tests.helpers.groups import GROUPS
 
 
@@ -223,3 +231,58 @@ def test_a_step_done_again_leaves_nothing_of_the_first_attempt_beside_it(tmp_pat
     policy_path(tmp_path, 1).write_text("{}")
     write_samples(tmp_path, 1, [(group(), "mixed"), (group(), "mixed")])
     assert files_in(tmp_path) == [samples_path(Path(), 1)]
+
+
+# ---------------------------------------------------------------------------- policy
+
+
+def inspected(ticket: int, sample: int, **changes: Any) -> Inspected:
+    values = torch.tensor([-0.12345678, -2.0])
+    one = Inspected(ticket, sample, 0.70710678, 1.23456e-7, 0.0004567891, values, -values)
+    return replace(one, **changes)
+
+
+def read_policy(folder: Path, step: int) -> list[dict[str, Any]]:
+    lines = policy_path(folder, step).read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+def test_the_policy_file_keeps_every_token_of_the_first_groups_alone(tmp_path: Path) -> None:
+    sequences = [inspected(7, 0), inspected(7, 3), inspected(4, 1), inspected(9, 0)]
+    assert write_policy(tmp_path, 2, sequences, 2) == tmp_path / "policy" / "step_000002.jsonl"
+    lines = read_policy(tmp_path, 2)
+    assert [(one["ticket"], one["sample"]) for one in lines] == [(7, 0), (7, 3), (4, 1), (9, 0)]
+    assert lines[2] == {
+        "ticket": 4,
+        "sample": 1,
+        "advantage": 0.7071,
+        "gap_mean": 1.235e-7,
+        "gap_max": 0.0004568,
+        "logprobs": [-0.123457, -2.0],
+        "entropy": [0.1235, 2.0],
+    }
+    assert lines[3] == {**lines[2], "ticket": 9, "sample": 0, "logprobs": None, "entropy": None}
+
+
+def test_what_is_no_number_is_null_in_the_policy_file(tmp_path: Path) -> None:
+    odd = inspected(1, 0, gap_max=math.inf, logprobs=torch.tensor([math.nan, -1.0]))
+    write_policy(tmp_path, 2, [odd], 1)
+    [line] = read_policy(tmp_path, 2)
+    assert line["gap_max"] is None
+    assert line["logprobs"] == [None, -1.0]
+
+
+def test_a_recorder_keeps_what_the_policy_said_of_so_many_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    keeps = replace(recorder(tmp_path, out), inspected_groups=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk(0))
+        keeps.inspected(1, [inspected(7, 0)])
+    assert files_in(tmp_path) == []
+    assert "WARNING: the policy's log-probs of step 1 are left out: " in out.getvalue()
+    keeps.inspected(2, [inspected(7, 0), inspected(8, 0)])
+    assert [one["logprobs"] is None for one in read_policy(tmp_path, 2)] == [False, True]
+    replace(keeps, samples_folder=None).inspected(3, [inspected(7, 0)])
+    assert files_in(tmp_path) == [policy_path(Path(), 2)]
