@@ -28,6 +28,7 @@ from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.flops import model_flops, peak_flops
 from dapo_megatron.layout import row_multiple, sequence_multiple
 from dapo_megatron.parts import Parts
+from dapo_megatron.plan import keep_plan
 from dapo_megatron.protocols import Planner, Policy, RolloutEngine, Tracker
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -183,6 +184,9 @@ def build_parts(
 ) -> Parts:
     """What the loop works with."""
     config, ranks = session.config, session.ranks
+    if ranks.rank == 0 and torch.cuda.is_available():
+        _, gpu_bytes = torch.cuda.mem_get_info()
+        keep_plan(config, session.folder.plan, recorder.note, ranks.world_size, gpu_bytes)
     timeline = Timeline(ranks, config.tracking.timeline_every, recorder.timeline)
     if core.engine.is_leader:
         core.driver.on_running = timeline.follow(core.engine.replica, core.engine.max_sequences)

@@ -41,6 +41,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.samples = path / "samples"
         self.timeline = path / "timeline"
+        self.plan = path / "plan.json"
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"

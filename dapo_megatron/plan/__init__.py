@@ -8,6 +8,7 @@ estimate of time. docs/plan.md is for users.
 """
 
 from dapo_megatron.plan.fitting import Machines, check_layout_and_memory, way_out
+from dapo_megatron.plan.keep import keep_plan
 from dapo_megatron.plan.plan import Plan, make_plan
 from dapo_megatron.plan.render import render, to_json
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
@@ -19,6 +20,7 @@ __all__ = [
     "Speed",
     "check_layout_and_memory",
     "estimate_speed",
+    "keep_plan",
     "make_plan",
     "render",
     "to_json",

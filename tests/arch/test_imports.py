@@ -44,7 +44,9 @@ ROOMS = {
     # bridge for the names of the families alone.
     "compatibility": room("types config bridge"),
     "flops": room("types bridge"),
-    "plan": room("types config compatibility layout layout_search bridge flops", "torch rich"),
+    "plan": room(
+        "types files config compatibility layout layout_search bridge flops", "torch rich"
+    ),
     "layout": room("types config layout_search"),
     "layout_search": room("types config"),
     # bridge for annotations alone: pieces and shards are what policy and engine hand over.

@@ -1,0 +1,37 @@
+"""plan.json: the plan of a run's GPU memory, beside what is measured of the same phases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.plan import keep_plan, make_plan
+from dapo_megatron.plan.parts import GIB
+from tests.helpers.configs import tiny_config
+
+
+def test_the_plan_of_the_phases_that_are_measured(tmp_path: Path) -> None:
+    config, notes = tiny_config(), list[str]()
+    keep_plan(config, tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert not notes
+    assert kept["device"] == "gpu"
+    plan = make_plan(config, 2, gpu_memory_gib=79.25, gpus_per_node=2)
+    assert kept["phases"] == {
+        phase: plan.num_bytes(phase) / GIB for phase in ("generate", "logprobs", "update", "sync")
+    }
+
+
+def test_a_plan_that_cannot_be_made_or_kept_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    keep_plan(tiny_config(), tmp_path / "missing" / "plan.json", notes.append, 2, int(79.25 * GIB))
+    assert "no plan.json" in notes.pop()
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    unknown = tiny_config(model__path=str(tmp_path))
+    keep_plan(unknown, tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
+    assert "unheard_of" in notes.pop()
+    assert not (tmp_path / "plan.json").exists()
