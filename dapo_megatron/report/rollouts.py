@@ -1,12 +1,43 @@
-"""The rollouts of a run in its report: a table of chosen completions, and each of them in full."""
+"""The rollouts of a run in its report: a table of chosen completions, and each of them in full.
+
+A blob holds a few groups. Its tokens are places in its `pieces` and `ids`, the most frequent first;
+figures are whole numbers: log-probs and entropies in thousandths, gaps (engine less policy) in ten
+thousandths. Both halve the page.
+"""
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from dapo_megatron.report import recorded
+from dapo_megatron.report.blobs import Blob
+from dapo_megatron.report.choosing import Chooser, Pick, Wanted
 from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.grades import Rules
+from dapo_megatron.report.pieces import find_tokenizer
+
+MAX_BLOB_BYTES = 18_000_000
+"""Of all blobs together, compressed; the page writes them a third longer."""
+BYTES_PER_TOKEN = 6
+"""Compressed, about: what a choice is planned with."""
+MAX_READ_BYTES = 200_000_000
+"""Of samples without an index."""
+MAX_POLICY_BYTES = 200_000_000
+"""Of policy values that are searched for the largest gaps."""
+MAX_GAPS = 8
+_GROUPS_PER_BLOB = 20
+_BYTES_PER_BLOB = 1_000_000
+
+COLUMNS = (
+    *("step", "ticket", "sample", "source", "fate", "verdict", "correct", "score", "reward"),
+    *("advantage", "num_tokens", "finish", "graded", "age", "logprob_mean", "logprob_min"),
+    *("gap_max", "why", "group"),
+)
 
 
 @dataclass(frozen=True)
@@ -24,5 +55,188 @@ def rollouts(
     tickets: Sequence[int] = (),
     steps: tuple[int | None, int | None] | None = None,
 ) -> Rollouts | None:
-    """The run's rollouts; None if none are recorded."""
-    return None
+    """About `completions` of the run's rollouts, and the groups `tickets` in any case; of the
+    steps (first, last), both included, if given. None if none are recorded."""
+    reading = _Reading(run, steps)
+    if not reading.samples:
+        return None
+    wanted = Wanted(
+        completions=completions,
+        tokens=MAX_BLOB_BYTES // BYTES_PER_TOKEN,
+        tickets=frozenset(tickets),
+        gaps=reading.gaps(),
+        inspected=run.knob("tracking.inspected_groups", 4),
+    )
+    chooser = reading.chooser(wanted)
+    page = _Page(run, reading)
+    page.fill(chooser.choose())
+    return Rollouts(
+        table={
+            "note": _note(page, reading, chooser),
+            "total": chooser.num_seen,
+            "kept": len(page.rows),
+            "columns": list(COLUMNS),
+            "rows": {name: [row[name] for row in page.rows] for name in COLUMNS},
+            "blobs": page.blob_of,
+        },
+        blobs=page.blobs,
+        warnings=reading.warnings,
+    )
+
+
+class _Reading:
+    """The files of a run's rollouts, and what could not be read of them."""
+
+    def __init__(self, run: RunData, steps: tuple[int | None, int | None] | None) -> None:
+        folder = run.path / "samples"
+        first, last = steps or (None, None)
+        self.run = run
+        self.warnings: list[str] = []
+        self.skipped = 0
+        """Steps without an index that were not read, for there are too many."""
+
+        def within(files: dict[int, Path]) -> dict[int, Path]:
+            return {
+                step: path
+                for step, path in files.items()
+                if (first is None or first <= step) and (last is None or step <= last)
+            }
+
+        self.samples = within(recorded.step_files(folder, ".jsonl"))
+        self.indexes = within(recorded.step_files(folder / "index", ".json"))
+        self.policy = within(recorded.step_files(folder / "policy", ".jsonl"))
+
+    def gaps(self) -> dict[int, int]:
+        """Ticket -> sample of the largest gaps, from the steps whose metrics show the largest."""
+        metrics = self.run.metrics
+        largest = dict(zip(metrics.steps, metrics.column("mismatch/gap_max")))
+        order = sorted(self.policy, key=lambda step: -(largest.get(step) or 0.0))
+        paths = (self.policy[step] for step in order)
+        found = recorded.largest_gaps(paths, MAX_POLICY_BYTES, MAX_GAPS)
+        return {ticket: sample for _, ticket, sample in found}
+
+    def chooser(self, wanted: Wanted) -> Chooser:
+        """One that has seen every step that can be read."""
+        to_read = self._readable_without_index()
+        chooser = Chooser(wanted, num_steps=len(self.indexes.keys() & self.samples) + len(to_read))
+        damaged = []
+        for step, path in self.samples.items():
+            if step in self.indexes:
+                index = recorded.read_index(self.indexes[step], step)
+            elif step in to_read:
+                index = recorded.index_of_samples(path, step)
+            else:
+                self.skipped += 1
+                continue
+            try:
+                if index is not None:
+                    chooser.see(index, has_policy=step in self.policy)
+                    continue
+            except (TypeError, ValueError, IndexError):  # values that are no numbers
+                pass
+            damaged.append(step)
+        if damaged:
+            shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+            self.warnings.append(f"samples: {len(damaged)} steps cannot be read (step {shown})")
+        return chooser
+
+    def _readable_without_index(self) -> set[int]:
+        """Evenly chosen, so that their files are no more than MAX_READ_BYTES."""
+        steps = [step for step in self.samples if step not in self.indexes]
+        num_bytes = sum(_size(self.samples[step]) for step in steps)
+        num = len(steps)
+        if num_bytes > MAX_READ_BYTES:
+            num = max(1, num * MAX_READ_BYTES // num_bytes)
+        return {steps[place * len(steps) // num] for place in range(num)} if num else set()
+
+
+class _Page:
+    """The rows of the table and the blobs, filled group by group until the room is full."""
+
+    def __init__(self, run: RunData, reading: _Reading) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.blobs: dict[str, bytes] = {}
+        self.blob_of: list[str] = []
+        self.is_full = False
+        """There was no room for all that was chosen."""
+        self._run, self._reading = run, reading
+        checkpoints = sorted((run.path / "checkpoints").glob("step_*"), reverse=True)
+        self.pieces = find_tokenizer(run.path, run.knob("model.path"), checkpoints)
+        self._blob = self._new_blob()
+        self._num_bytes = 0
+
+    def fill(self, picks: Sequence[Pick]) -> None:
+        """Read the groups and write their blobs, the first ones first."""
+        lost = []
+        for pick in picks:
+            group = self._read(pick)
+            if group is None:
+                lost.append(pick.group.ticket)
+                continue
+            self.rows += self._blob.add(len(self.blob_of), group, pick)
+            self.blob_of.append(str(len(self.blobs)))
+            if self._blob.num_groups >= _GROUPS_PER_BLOB or self._blob.size >= _BYTES_PER_BLOB:
+                self._close_blob()
+                if self._num_bytes >= MAX_BLOB_BYTES:
+                    self.is_full = True
+                    break
+        if self._blob.num_groups:
+            self._close_blob()
+        if lost:
+            shown = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
+            self._reading.warnings.append(
+                f"samples: {len(lost)} groups cannot be read (ticket {shown})"
+            )
+
+    def _read(self, pick: Pick) -> dict[str, Any] | None:
+        """The recorded line, with `policy`: what the policy said, by sample."""
+        wanted = pick.group
+        group = recorded.read_group(
+            self._reading.samples[wanted.step], wanted.offset, wanted.ticket
+        )
+        if group is not None:
+            path = self._reading.policy.get(wanted.step)
+            is_trained = group.get("fate") == "trained"
+            found = recorded.policy_of(path, wanted.ticket) if path and is_trained else {}
+            group["policy"] = found
+        return group
+
+    def _new_blob(self) -> Blob:
+        return Blob(self._run, Rules.of(self._run), self.pieces)
+
+    def _close_blob(self) -> None:
+        data = json.dumps(self._blob.to_json(), separators=(",", ":")).encode()
+        self.blobs[str(len(self.blobs))] = data
+        self._num_bytes += len(zlib.compress(data, 1))
+        self._blob = self._new_blob()
+
+
+def _note(page: _Page, reading: _Reading, chooser: Chooser) -> str:
+    """How much of the run is here, and what was chosen."""
+    said = [f"{len(page.rows):,} of {chooser.num_seen:,} completions are here"]
+    if len(page.rows) < chooser.num_seen:
+        said[0] += (
+            ", in whole groups: the longest, the least likely, the oldest, those with the largest "
+            "gaps, without a grade or an answer, truncated, or alone in being right or wrong; some "
+            "of every data set and every fate; and an even spread over the steps"
+        )
+    if page.is_full:
+        said.append("The page has no room for more")
+    if reading.skipped:
+        said.append(
+            f"This run recorded no index: {reading.skipped:,} of {len(reading.samples):,} steps "
+            "were not read"
+        )
+    if chooser.missing:
+        tickets = ", ".join(map(str, chooser.missing))
+        said.append(f"Not among the recorded ones: ticket {tickets}")
+    if page.pieces is None:
+        said.append("No tokenizer was found, so texts are shown whole, not by token")
+    return ". ".join(said) + "."
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,231 @@
+"""How a completion came by its grade, its reward and its advantage, in words and numbers.
+
+Rewards and advantages are computed here plainly, for algo/ needs torch; a test holds both equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapo_megatron.report.folder import RunData
+from dapo_megatron.rewards import dapo_math
+
+MAX_SHOWN = 2000
+"""Characters of an answer or a truth; a program, or the tests of one, may be far longer."""
+
+DAPO_MATH_TAIL = 300
+"""Characters at the end of a response that dapo_math looks at."""
+
+_LOOKS_FOR = {
+    "dapo_math": (
+        f"dapo_math reads the last {DAPO_MATH_TAIL} characters, takes what follows the last "
+        "“Answer:” there, normalises it (spaces, units, dollars and boxes go) and compares "
+        "it with the normalised truth as a string."
+    ),
+    "math_verify": (
+        "math_verify takes an expression from the response (in a box, between dollars, after "
+        "“answer is”; else the last number) and asks whether it equals the truth "
+        "mathematically."
+    ),
+    "reasoning_gym": (
+        "The scorer of the reasoning-gym data set reads the whole response, without blanks around "
+        "it. Only full credit counts as correct."
+    ),
+    "code": (
+        "code runs the last Python block of the response on every test of the problem: what it "
+        "prints must be what is expected. All tests must pass, in time."
+    ),
+}
+_FATES = {
+    "trained": "The step trained on this group.",
+    "all_correct": "Not trained on: all its completions are right, so none is better than another "
+    "(dynamic sampling).",
+    "all_wrong": "Not trained on: all its completions are wrong, so none is better than another "
+    "(dynamic sampling).",
+    "overlong": "Not trained on: without its truncated completions (overlong.filter) too few are "
+    "left to compare.",
+    "abstained": "Not trained on: a completion has no grade, for its grader hung, died or raised.",
+    "expired": "Not trained on: it waited for longer than rollout.max_age, or the step was full "
+    "and rollout.on_policy carries nothing over.",
+}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What of the config decides rewards and advantages; see config/algorithm.py."""
+
+    penalty: bool
+    max_tokens: int
+    buffer_tokens: int
+    filter: bool
+    filtered_in_mean: bool
+    eps: float
+
+    @classmethod
+    def of(cls, run: RunData) -> Rules:
+        """A config without these keys (a damaged one) has no penalty and no filter."""
+        max_tokens = run.knob("overlong.max_tokens")
+        buffer_tokens = run.knob("overlong.buffer_tokens")
+        known = isinstance(max_tokens, int) and isinstance(buffer_tokens, int)
+        return cls(
+            penalty=bool(run.knob("overlong.penalty", False)) and known and buffer_tokens > 0,
+            max_tokens=max_tokens if known else 0,
+            buffer_tokens=buffer_tokens if known else 0,
+            filter=bool(run.knob("overlong.filter", False)),
+            filtered_in_mean=bool(run.knob("overlong.filtered_in_mean", False)),
+            eps=float(run.knob("loss.advantage_eps", 1e-6)),
+        )
+
+
+@dataclass(frozen=True)
+class GroupRewards:
+    """The rewards of a group and what they come to; by position of the completion in it."""
+
+    penalties: list[float]
+    rewards: list[float | None]
+    """None without a grade."""
+    counted: list[bool]
+    """Whether it enters the mean: with overlong.filter truncated ones may not."""
+    mean: float | None
+    """None if a counted completion has no grade, or none counts."""
+    std: float | None
+    advantages: list[float | None]
+
+
+def group_rewards(completions: Sequence[Mapping[str, Any]], rules: Rules) -> GroupRewards:
+    """What data.batch.assemble makes of a group (arXiv 2503.14476, eq. 9 and 13): reward = score +
+    penalty, advantage = (reward - mean) / (std + eps), std with ddof 1; a group of one has mean 0
+    and std 1."""
+    penalties = [_penalty(len(one["tokens"]), rules) for one in completions]
+    rewards = [
+        None if one["score"] is None else one["score"] + penalty
+        for one, penalty in zip(completions, penalties)
+    ]
+    excludes = rules.filter and not rules.filtered_in_mean
+    counted = [not (excludes and one["finish"] == "length") for one in completions]
+    values = [reward for reward, counts in zip(rewards, counted) if counts]
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return GroupRewards(penalties, rewards, counted, None, None, [None] * len(rewards))
+    mean, std = 0.0, 1.0
+    if len(known) > 1:
+        mean = math.fsum(known) / len(known)
+        std = math.sqrt(math.fsum((one - mean) ** 2 for one in known) / (len(known) - 1))
+    advantages = [
+        (reward - mean) / (std + rules.eps) if counts and reward is not None and std + rules.eps
+        else None
+        for reward, counts in zip(rewards, counted)
+    ]  # fmt: skip
+    return GroupRewards(penalties, rewards, counted, mean, std, advantages)
+
+
+def grader_of(run: RunData, group: Mapping[str, Any]) -> str | None:
+    """The name of the grader of a group, by its source; None if the config does not tell."""
+    for source in run.knob("data.train", []):
+        if isinstance(source, dict) and source.get("name") == group["source"]:
+            grader = source.get("grader", source.get("kind"))
+            if isinstance(grader, dict):
+                grader = grader.get((group.get("extra") or {}).get("data_source"))
+            return grader if isinstance(grader, str) else None
+    return None
+
+
+def explain(
+    grader: str | None,
+    group: Mapping[str, Any],
+    position: int,
+    rewards: GroupRewards,
+    rules: Rules,
+) -> list[tuple[str, str]]:
+    """How the completion at `position` was graded: (heading, sentences), as it happened."""
+    one = group["completions"][position]
+    found = [("Grader", _looks_for(grader))]
+    if one["score"] is None:
+        found.append(("Verdict", "No grade: the grader hung, died or raised on it."))
+    else:
+        found.append(("Answer read", _answer(grader, one, group["truth"])))
+        found.append(("Verdict", "Right." if one["correct"] else "Wrong."))
+        found.append(("Reward", _reward(one, rewards.penalties[position], rules)))
+    found.append(("Advantage", _advantage(position, rewards, rules)))
+    fate = group["fate"]
+    found.append(("Group", _FATES.get(fate, f"Its fate: {fate}.")))
+    return found
+
+
+def shown(text: str, most: int = MAX_SHOWN) -> str:
+    """A text, cut with a word about it if it is too long."""
+    if len(text) <= most:
+        return text
+    return f"{text[:most]} … ({len(text) - most:,} more characters are not shown)"
+
+
+def _looks_for(grader: str | None) -> str:
+    if grader is None:
+        return "The config names no grader for this data set."
+    return _LOOKS_FOR.get(
+        grader, f"{grader}, a function of this run's owner: its code says what it looks for."
+    )
+
+
+def _answer(grader: str | None, one: Mapping[str, Any], truth: str) -> str:
+    pred = one["pred"] or ""
+    if not one["parsed"]:
+        return f"None found.{_missed(one['text']) if grader == 'dapo_math' else ''}"
+    if grader == "code":
+        return f"A program of {len(pred.splitlines())} lines."
+    said = f"“{shown(pred, 300)}”"
+    if grader == "dapo_math" and (normal := dapo_math.normalise(truth)) != truth:
+        said += f", compared with the truth as normalised: “{shown(normal, 300)}”"
+    return said if pred else "This grader does not tell what it read."
+
+
+def _missed(text: str) -> str:
+    """Where an answer stands that dapo_math did not look at."""
+    place = text.lower().rfind("answer:")
+    if place < 0:
+        return " Nowhere in the response is there an “Answer:”."
+    return f" The last “Answer:” is {len(text) - place:,} characters before the end."
+
+
+def _reward(one: Mapping[str, Any], penalty: float, rules: Rules) -> str:
+    score, num_tokens = one["score"], len(one["tokens"])
+    if not rules.penalty:
+        return f"{score:g}: the score alone (overlong.penalty is off)."
+    free = rules.max_tokens - rules.buffer_tokens
+    if penalty == 0.0:
+        return (
+            f"{score:g}: the score; no length penalty, for {num_tokens:,} tokens are no more than "
+            f"{free:,}."
+        )
+    return (
+        f"{score:g} - {-penalty:.4g} = {score + penalty:.4g}: the score, less the length penalty: "
+        f"{num_tokens:,} tokens are {num_tokens - free:,} beyond {free:,}, of "
+        f"{rules.buffer_tokens:,} that take it to -1."
+    )
+
+
+def _advantage(position: int, rewards: GroupRewards, rules: Rules) -> str:
+    if not rewards.counted[position]:
+        return "None: it was truncated, and overlong.filter leaves it out of its group."
+    if rewards.mean is None or rewards.std is None:
+        return "None: a completion of the group has no grade, so there is no mean to compare with."
+    reward, value = rewards.rewards[position], rewards.advantages[position]
+    if reward is None or value is None:
+        return "None: all rewards of the group are equal."
+    num = sum(rewards.counted)
+    if num == 1:
+        return f"{value:.4g}: its reward, for it is alone in its group."
+    return (
+        f"({reward:.4g} - {rewards.mean:.4g}) / ({rewards.std:.4g} + {rules.eps:g}) = {value:.4g}: "
+        f"its reward against mean and standard deviation of {num} rewards."
+    )
+
+
+def _penalty(num_tokens: int, rules: Rules) -> float:
+    if not rules.penalty:
+        return 0.0
+    excess = num_tokens - (rules.max_tokens - rules.buffer_tokens)
+    return max(-1.0, min(0.0, -excess / rules.buffer_tokens))
