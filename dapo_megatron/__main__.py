@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, plan, track, doctor."""
+"""The command line: train, evaluate, plan, track, report, doctor."""
 
 from __future__ import annotations
 
@@ -162,6 +162,41 @@ def track(
         print(f"{left} events still wait; {run_folder}/logs/mlflow.log says why")
         raise typer.Exit(1)
     print("MLflow has everything")
+
+
+@app.command()
+def report(
+    run_folders: Annotated[list[Path], typer.Argument(metavar="RUN_FOLDER...", help="runs/<name>")],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="By default report.html in the first folder."),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write it again while the run goes on, until its end.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="How often --watch looks.")
+    ] = 30.0,
+    completions: Annotated[
+        int,
+        typer.Option(min=0, help="Rollouts to keep, over all runs; chosen to show what is rare."),
+    ] = 2000,
+    ticket: Annotated[
+        list[int] | None, typer.Option(help="A group to keep whatever else is; repeatable.")
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Rollouts of these steps alone.")
+    ] = None,
+) -> None:
+    """One HTML file that shows what a run did, or compares several; it needs no network."""
+    from dapo_megatron.report import command
+    from dapo_megatron.report.payload import Options
+
+    options = Options(completions, tuple(ticket or ()), command.parse_steps(steps))
+    if watch:
+        command.watch(run_folders, output, options, every)
+    else:
+        command.report(run_folders, output, options)
 
 
 @doctor.command()

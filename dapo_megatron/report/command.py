@@ -1,0 +1,95 @@
+"""`report RUN_FOLDER...`: write the page, once or for as long as a run goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from dapo_megatron.files import write_text
+from dapo_megatron.report.folder import MARKS, RunData, read_run
+from dapo_megatron.report.page import render
+from dapo_megatron.report.payload import Options, make_payload
+from dapo_megatron.types import ConfigError
+
+NAME = "report.html"
+
+_WRITTEN = (*MARKS, "provenance.json", "plan.json", "samples", "samples/index", "timeline")
+
+
+def report(folders: Sequence[Path], output: Path | None, options: Options) -> None:
+    """Write the report of these runs and print where. `output`: by default report.html in the
+    first folder. Raises ConfigError for a folder that is not a run's, or an output that cannot be
+    written."""
+    _write([read_run(folder) for folder in folders], _target(folders, output), options)
+
+
+def watch(folders: Sequence[Path], output: Path | None, options: Options, every: float) -> None:
+    """As `report`, again after each `every` seconds in which something changed, until no run goes
+    on; then, or at Ctrl-C, once more without a page that loads itself again."""
+    target = _target(folders, output)
+    refreshed = replace(options, refresh_seconds=every)
+    seen = None
+    quiet = 0
+    with suppress(KeyboardInterrupt):
+        while True:
+            runs = [read_run(folder) for folder in folders]
+            # A start that seems cut short may only have been slow to say that it lives.
+            quiet = quiet + 1 if all(run.state.has_ended for run in runs) else 0
+            if quiet > 1 or (quiet and seen is None):
+                break
+            now = [(run.state.word, _stamps(run.path)) for run in runs]
+            if now != seen:
+                _write(runs, target, refreshed)
+                seen = now
+            time.sleep(every)
+    _write([read_run(folder) for folder in folders], target, options)
+
+
+def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
+    """A:B, A: or :B as first and last step. Raises ConfigError."""
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    try:
+        found = (int(first) if first else None, int(last) if last else None)
+    except ValueError:
+        found = (None, None)
+    if not colon or found == (None, None) or (None not in found and found[0] > found[1]):  # type: ignore[operator]
+        raise ConfigError(f"--steps: {text!r} is not FIRST:LAST; such as 10:20, 10: or :20")
+    return found
+
+
+def _target(folders: Sequence[Path], output: Path | None) -> Path:
+    return output if output is not None else folders[0] / NAME
+
+
+def _write(runs: Sequence[RunData], target: Path, options: Options) -> None:
+    started = time.monotonic()
+    text = render(make_payload(runs, options))
+    try:
+        write_text(target, text, durable=False)
+    except OSError as error:
+        with suppress(OSError):
+            target.with_name(f".{target.name}.{os.getpid()}.partial").unlink()
+        raise ConfigError(
+            f"--output: {target}: {error.strerror}; name a file in a folder that can be written"
+        ) from error
+    seconds = time.monotonic() - started
+    print(f"report  {target}  ({len(text.encode()) / 1e6:.1f} MB, {seconds:.1f} s)", flush=True)
+
+
+def _stamps(folder: Path) -> list[tuple[int, int] | None]:
+    """What changes when the run writes something."""
+    found: list[tuple[int, int] | None] = []
+    for name in _WRITTEN:
+        try:
+            stat = (folder / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((stat.st_mtime_ns, stat.st_size))
+    return found

@@ -1,0 +1,8 @@
+"use strict";
+
+const Rollouts = (() => {
+  function mount() {
+    return { update() {}, theme() {} };
+  }
+  return { mount };
+})();
