@@ -1,33 +1,121 @@
-"""What is to be said of a run's health."""
+"""What is to be said of a run's health, the worst first: each rule looks at a few series and says
+something, or nothing. Numbers they judge by are in thresholds.py.
+
+Of a run of few steps only facts are told, no trends. What a run did not record is not judged.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator
 
+from dapo_megatron.report import health_policy, health_time, health_work
+from dapo_megatron.report.finding import LEVELS, Finding, Level, named, times
 from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.state import StateWord
+from dapo_megatron.report.thresholds import limit
 
-Level = Literal["good", "note", "warn", "bad"]
+__all__ = ["Finding", "Level", "findings"]
 
+Rule = Callable[[RunData], Iterator[Finding]]
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing to know of a run, with its evidence."""
-
-    level: Level
-    title: str
-    """One line, in plain words."""
-    text: str
-    """The figures and steps it rests on."""
-    metric: str | None = None
-    steps: tuple[int, int] | None = None
-    """First and last rollout step it is about."""
-    knob: str | None = None
-    """Config keys to look at, and which way."""
-    chart: str | None = None
-    """Id of the chart to jump to; None: the first that shows `metric`."""
+ALWAYS = ("policy/loss", "policy/grad_norm", "policy/entropy", "accuracy/raw", "time/step")
+"""Metrics that every step has which trains on something."""
 
 
 def findings(run: RunData) -> list[Finding]:
-    """The worst first."""
-    return []
+    """The worst first; of one level in the order of RULES."""
+    found = [finding for rule in RULES for finding in rule(run)]
+    return sorted(found, key=lambda one: LEVELS.index(one.level))
+
+
+def state(run: RunData) -> Iterator[Finding]:
+    """Crashed, hung or stopped."""
+    levels: dict[StateWord, Level] = {
+        StateWord.CRASHED: "bad",
+        StateWord.HUNG: "bad",
+        StateWord.STOPPED: "note",
+        StateWord.UNKNOWN: "note",
+    }
+    level = levels.get(run.state.word)
+    if level is None:
+        return
+    last = run.metrics.steps[-1] if run.metrics.steps else 0
+    titles = {
+        StateWord.HUNG: "The run hung",
+        StateWord.UNKNOWN: "It is not known how the run ended",
+    }
+    title = titles.get(run.state.word, f"The run {run.state.word.value}")
+    text = run.state.text[:1].upper() + run.state.text[1:]
+    yield Finding(level, f"{title} after step {last}", f"{text}.")
+
+
+def restarts(run: RunData) -> Iterator[Finding]:
+    """Starts that went wrong. The last one is the run's state."""
+    if len(run.attempts) < 2:
+        return
+    before = [one.get("end") or "cut short" for one in run.attempts[:-1]]
+    wrong = sum(end != "stopped" for end in before)
+    ends = {end: before.count(end) for end in dict.fromkeys(before)}
+    steps = [one["step"] for one in run.attempts if isinstance(one.get("step"), int)]
+    yield Finding(
+        "warn" if wrong >= limit("restarts.many") else "note",
+        f"Started {times(len(run.attempts), 'time')}",
+        f"Earlier starts: {', '.join(f'{count} {end}' for end, count in ends.items())}. "
+        f"They began after {named(steps)}.",
+        knob="checkpoint.max_minutes: save more often" if wrong else None,
+    )
+
+
+def length(run: RunData) -> Iterator[Finding]:
+    """Too short to be judged."""
+    num_steps = len(run.metrics.steps)
+    if num_steps == 0:
+        yield Finding(
+            "note", "No step is finished yet", "There are no metrics of a rollout step to judge."
+        )
+    elif num_steps < limit("trend.least_steps"):
+        yield Finding(
+            "note",
+            f"{times(num_steps, 'step')}: too few to judge trends",
+            f"Whether it learns, and what grows or falls, is said from "
+            f"{limit('trend.least_steps'):.0f} steps on.",
+        )
+
+
+def missing(run: RunData) -> Iterator[Finding]:
+    """Steps without a line, without an update, or with values that are no numbers."""
+    steps = run.metrics.steps
+    if not steps:
+        return
+    have = set(steps)
+    lost = [step for step in range(1, steps[-1]) if step not in have]
+    if lost:
+        yield Finding(
+            "warn",
+            f"{times(len(lost), 'step')} without metrics",
+            f"metrics.jsonl has no line for {named(lost)}: a full disk, or a damaged file.",
+            steps=(lost[0], lost[-1]),
+        )
+    for name in ALWAYS:
+        column = run.metrics.column(name)
+        gaps = [step for step, value in zip(steps, column, strict=True) if value is None]
+        if gaps and len(gaps) < len(steps):
+            yield Finding(
+                "warn",
+                f"{name} is missing at {times(len(gaps), 'step')}",
+                f"No finite value at {named(gaps)}: nothing was trained there, or the value "
+                "was not a number.",
+                metric=name,
+                steps=(gaps[0], gaps[-1]),
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    state,
+    missing,
+    length,
+    *health_policy.RULES,
+    *health_work.RULES,
+    *health_time.RULES,
+    restarts,
+)

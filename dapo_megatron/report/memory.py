@@ -1,17 +1,83 @@
-"""Memory of each phase, against the plan."""
+"""Memory of each phase, against what the plan had said before the run."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.charts import line, lines
+from dapo_megatron.report.folder import RunData, finite
+from dapo_megatron.report.phases import COLORS, PHASES
 
 
 def memory_plan(run: RunData) -> dict[str, Any] | None:
-    """The plan's peaks, as plan.json has them."""
-    return None
+    """{device, phases: {phase: GiB}, note} of plan.json; None if the run has none."""
+    if run.plan is None:
+        return None
+    phases = run.plan.get("phases")
+    planned = {
+        phase: gib
+        for phase in PHASES
+        if isinstance(phases, dict) and (gib := finite(phases.get(phase))) is not None and gib > 0
+    }
+    if not planned and not run.plan.get("note"):
+        return None
+    return {
+        "device": str(run.plan.get("device", "")),
+        "phases": planned,
+        "note": str(run.plan.get("note") or ""),
+    }
+
+
+def planned_name(phase: str) -> str:
+    """The series of a phase's planned level."""
+    return f"derived/plan_{phase}_gib"
+
+
+def derived(run: RunData) -> dict[str, list[float | None]]:
+    """The plan's levels, one value for every step, where the phase was measured."""
+    plan = memory_plan(run)
+    return {
+        planned_name(phase): [None if v is None else gib for v in column]
+        for phase, gib in (plan["phases"] if plan else {}).items()
+        if (column := run.metrics.column(f"memory/{phase}_gib"))
+    }
 
 
 def charts(run: RunData) -> list[dict[str, Any]]:
-    """Chart definitions."""
-    return []
+    """One chart: measured, and planned in the same colours, dashed."""
+    plan = memory_plan(run)
+    note = f" {plan['note']}" if plan else ""
+    against = "Dashed: what the plan said before the run." if plan and plan["phases"] else ""
+    measured = [line(f"memory/{phase}_gib", phase, color=COLORS[phase]) for phase in PHASES]
+    levels = [
+        line(planned_name(phase), f"{phase}, planned", color=COLORS[phase], dash=True)
+        for phase in (plan["phases"] if plan else ())
+    ]
+    of_torch = [
+        line(f"memory/{phase}_torch_gib", f"{phase}, tensors", color=COLORS[phase], dash=True)
+        for phase in PHASES
+    ]
+    found = [
+        lines(
+            "memory",
+            "Memory",
+            "The most that each phase took, on the rank that took most: of the device, or on CPU "
+            f"of the process. {against}{note}".strip(),
+            "GiB",
+            [*measured, *levels],
+            section="time",
+            overlay=False,
+        ),
+        lines(
+            "memory_tensors",
+            "Memory of tensors",
+            "The same as far as torch allocated it; the rest is CUDA itself, its libraries and "
+            "what lies idle in between.",
+            "GiB",
+            of_torch,
+            section="time",
+            overlay=False,
+        ),
+    ]
+    names = set(run.metrics.columns)
+    return [one for one in found if any(series["metric"] in names for series in one["series"])]

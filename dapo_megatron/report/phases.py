@@ -1,14 +1,146 @@
-"""The section "time": where the seconds of a step go."""
+"""The section "time": where the seconds of a step go, and what they bring."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from dapo_megatron.report.charts import line, lines
 from dapo_megatron.report.folder import RunData
 
-CHARTS: list[dict[str, Any]] = []
+PHASES = ("generate", "logprobs", "update", "sync", "checkpoint", "evaluate")
+"""What the loop's clock measures, each in time/<phase>, in the order of a step."""
+
+COLORS = {
+    "generate": 0,
+    "grade": 6,
+    "logprobs": 4,
+    "update": 2,
+    "sync": 1,
+    "checkpoint": 3,
+    "evaluate": 5,
+    "rest": 7,
+}
+"""Slot of the series colours by phase, here and in the timeline."""
+
+_LABELS = {
+    "generate": "generate",
+    "grade": "wait for graders",
+    "logprobs": "log-probs",
+    "rest": "the rest",
+}
+
+GENERATE = "derived/time_generate"
+REST = "derived/time_rest"
+MOVED = "derived/time_sync_moved"
+IDLE = "derived/engine_idle"
+_METRICS = {"generate": GENERATE, "rest": REST}
+
+
+def _stack() -> list[dict[str, Any]]:
+    return [
+        line(_METRICS.get(phase, f"time/{phase}"), _LABELS.get(phase, phase), color=color)
+        for phase, color in COLORS.items()
+    ]
+
+
+CHARTS: list[dict[str, Any]] = [
+    lines(
+        "time_phases",
+        "Where a step's time goes",
+        "Seconds of each phase, on top of each other. Sampling answers (generate) is usually the "
+        "most of it; what is in no phase is the rest.",
+        "seconds",
+        _stack(),
+        section="time",
+        kind="stacked_area",
+        overlay=False,
+    ),
+    lines(
+        "time_tokens",
+        "Tokens per second",
+        "Prompt and response tokens trained on, over the seconds of the whole step.",
+        "tokens per second",
+        [
+            line("throughput/tokens_per_second", "all devices", color=0),
+            line(
+                "throughput/tokens_per_second_per_device",
+                "per device",
+                axis="y2",
+                dash=True,
+                color=2,
+            ),
+        ],
+        section="time",
+        overlay=False,
+        y2="per device",
+    ),
+    lines(
+        "time_tflops",
+        "Model operations per device",
+        "Floating-point operations of the model itself, in 1e12 per second over the whole step; "
+        "divide by the device's peak for its utilisation.",
+        "TFLOP/s per device",
+        [line("throughput/model_tflops_per_device", "model TFLOP/s", color=0)],
+        section="time",
+        overlay=False,
+    ),
+    lines(
+        "time_engines",
+        "Engines at work",
+        "Share of generation in which engines had nothing to run, and how many of their "
+        "sequences (engine.max_sequences) were running on average.",
+        "share",
+        [
+            line(IDLE, "idle", color=5),
+            line("throughput/running_mean", "running", color=2),
+        ],
+        section="time",
+        overlay=False,
+        y_range=[0, 1.05],
+        y_tick_format=".0%",
+    ),
+    lines(
+        "time_sync",
+        "Bringing the weights to the engines",
+        "Seconds of each sync: moving weights, checking that they arrived (verify), and policy and "
+        "engine taking turns in memory; and the bytes that moved between ranks.",
+        "seconds",
+        [
+            line(MOVED, "move", color=1),
+            line("time/sync_verify", "verify", color=0),
+            line("time/sync_turns", "turns in memory", color=3),
+            line("sync/bytes", "bytes moved", axis="y2", color=7, line=True),
+        ],
+        section="time",
+        kind="stacked_area",
+        overlay=False,
+        y2="bytes",
+        y2_tick_format=".3s",
+    ),
+]
 
 
 def derived(run: RunData) -> dict[str, list[float | None]]:
-    """Series made of the run's own, by name."""
-    return {}
+    """generate without waiting for graders, what is in no phase, what of sync is moving weights,
+    and the idle share of engines, by step. time/grade is a part of time/generate, and
+    time/sync_verify and time/sync_turns of time/sync."""
+    column = run.metrics.column
+    names = ("step", "grade", "sync_verify", "sync_turns", "engine_idle", *PHASES)
+    times = {name: column(f"time/{name}") for name in names}
+    found: dict[str, list[float | None]] = {name: [] for name in (GENERATE, REST, MOVED, IDLE)}
+    for at in range(len(run.metrics.steps)):
+        here = {name: values[at] for name, values in times.items()}
+        found[GENERATE].append(_less(here["generate"], here["grade"]))
+        found[REST].append(_less(here["step"], *(here[phase] for phase in PHASES)))
+        found[MOVED].append(_less(here["sync"], here["sync_verify"], here["sync_turns"]))
+        found[IDLE].append(_share(here["engine_idle"], here["generate"]))
+    return found
+
+
+def _less(whole: float | None, *parts: float | None) -> float | None:
+    """A whole without its parts, not below 0: clocks are read one after the other."""
+    return None if whole is None else max(0.0, whole - sum(part or 0.0 for part in parts))
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole or whole < 0 else min(1.0, max(0.0, part / whole))
