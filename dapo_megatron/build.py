@@ -1,9 +1,9 @@
-"""Config -> parts: the only file that names Megatron, vLLM and MLflow to the loop."""
+"""Config -> parts: the only file that names Megatron and vLLM to the loop."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from dapo_megatron.bridge.shards import whole
 from dapo_megatron.bridge.stores import HfWriter, Store, TensorInfo, copy_companions, open_store
 from dapo_megatron.bridge.stores.writer import blocks
 from dapo_megatron.bridge.sync import WeightSync
-from dapo_megatron.checkpoints import Checkpoints, newest, read_state
+from dapo_megatron.checkpoints import Checkpoints
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
@@ -25,26 +25,17 @@ from dapo_megatron.config import Config, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
-from dapo_megatron.flops import model_flops, peak_flops
 from dapo_megatron.layout import row_multiple, sequence_multiple
 from dapo_megatron.parts import Parts
 from dapo_megatron.plan import keep_plan
-from dapo_megatron.protocols import Planner, Policy, RolloutEngine, Tracker
+from dapo_megatron.protocols import Planner, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.replay import NoEngine, NoEvaluation, Replay, no_sync
 from dapo_megatron.run_folder import RunFolder
-from dapo_megatron.tracking import (
-    CompositeTracker,
-    JsonlTracker,
-    MlflowSpool,
-    RunConsole,
-    RunRecorder,
-    SilentRecorder,
-    Speedometer,
-)
+from dapo_megatron.tracking import RunRecorder, SilentRecorder
 from dapo_megatron.types import ConfigError, Prompt
 
 if TYPE_CHECKING:
@@ -301,64 +292,3 @@ def open_checkpoint(config: Config, checkpoint: Path) -> Store:
             + ", ".join(f"{name} {found[name]}, not {wanted[name]}" for name in other)
         )
     return store
-
-
-def build_recorder(
-    config: Config,
-    folder: RunFolder,
-    console: RunConsole,
-    *,
-    step: int,
-    num_devices: int,
-    tags: Mapping[str, str],
-) -> RunRecorder:
-    """Rank 0's recorder; a run continued after `step` goes on in its own files and MLflow run.
-    `tags`: more of them for MLflow."""
-    # From the start, step 0 is evaluated anew.
-    jsonl = JsonlTracker(folder.metrics, step or -1, console.warn)
-    # Local files before servers.
-    trackers: list[Tracker] = [jsonl, console]
-    mlflow = None
-    if config.tracking.mlflow:
-        mlflow = MlflowSpool(config, folder.attempt, _mlflow_run(folder), console.warn, tags=tags)
-        trackers.append(mlflow)
-    return RunRecorder(
-        tracker=CompositeTracker(*trackers),
-        console=console,
-        samples_folder=folder.samples if config.tracking.samples else None,
-        num_devices=num_devices,
-        timeline_folder=folder.timeline,
-        speedometer=_speedometer(config, num_devices),
-        mlflow=mlflow,
-    )
-
-
-def chosen(config: Config) -> dict[str, str]:
-    """What the policy computes with here: what `auto` was made of. Raises ConfigError."""
-    from dapo_megatron.policy import optimizer
-    from dapo_megatron.policy.kernels import kernels_chosen
-
-    adamw, head = optimizer.kernels(config.optimizer), config.policy.logprob_head
-    return {
-        **kernels_chosen(config.policy, read_architecture(config)),
-        "adamw": adamw,
-        "logprob_head": head,
-    }
-
-
-def _speedometer(config: Config, num_devices: int) -> Speedometer:
-    """For the model of a config, on devices like this rank's."""
-    arch = read_architecture(config)
-    has_gpu = torch.cuda.is_available()
-    return Speedometer(
-        num_devices,
-        lambda lengths, scored: model_flops(arch, lengths, backward=True, num_scored=scored),
-        peak_flops(torch.cuda.get_device_name()) if has_gpu else None,
-    )
-
-
-def _mlflow_run(folder: RunFolder) -> str | None:
-    """The MLflow run to go on with, as the newest checkpoint knows it: its spool is in the folder
-    as a rule, and then counts."""
-    checkpoint = newest(folder.checkpoints) if folder.is_continued else None
-    return read_state(checkpoint).get("mlflow_run") if checkpoint else None

@@ -42,6 +42,8 @@ class RunFolder:
         self.samples = path / "samples"
         self.timeline = path / "timeline"
         self.plan = path / "plan.json"
+        self.provenance = path / "provenance.json"
+        self.tokenizer = path / "tokenizer.json"
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -26,10 +25,8 @@ from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import safe_text
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watch import Watch
-from dapo_megatron.config import Config, FileSource, read_model_config
-from dapo_megatron.config.file import dump_config
+from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.files import write_json
-from dapo_megatron.layout import describe
 from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.types import (
     CheckpointError,
@@ -151,7 +148,7 @@ def train(config: Config, replay: Path | None = None) -> None:
 
 
 def _train(session: Session, replay: Path | None) -> None:
-    from dapo_megatron import loop
+    from dapo_megatron import loop, recording
     from dapo_megatron.rollout.open_step import OpenStep
 
     config, ranks, folder = session.config, session.ranks, session.folder
@@ -165,10 +162,11 @@ def _train(session: Session, replay: Path | None) -> None:
         )
     open_step = OpenStep.from_state(state and state.get("open_step"), config)
     together(ranks, lambda: begin_attempt(folder.attempts, progress.step))
-    recorder = _open_recorder(session, progress.step)
+    recorder = recording.open_recorder(session, progress.step)
     for note in notes:
         recorder.note(f"  {note}")
     with ExitStack() as at_end, _true_status(session, recorder), ExitStack() as stack:
+        recording.keep_tokenizer(session, recorder)
         if replay is None:
             parts = _live_parts(session, recorder, stack)
         else:
@@ -207,12 +205,12 @@ def _live_parts(
     session: Session, recorder: RunRecorder | SilentRecorder, stack: ExitStack
 ) -> Parts:
     """Engine, graders and prompts; what must be closed goes on `stack`."""
-    from dapo_megatron import build
+    from dapo_megatron import build, recording
 
     prompts = build.load_prompts(session.config)
     for note in prompts.notes:
         recorder.note(f"  {note}")
-    _keep_reports(session, recorder)
+    recording.keep_reports(session, recorder)
     core = build.build_core(session.config, session.ranks, session.stop)
     stack.callback(core.close)
     session.watch.tell("in flight", core.driver.in_flight)
@@ -231,44 +229,6 @@ def _replay_parts(
     sync = config.sync.model_copy(update={"max_gap": math.inf, "max_mean_gap": None})
     parts = build.build_replay(session, recorder, replay)
     return config.model_copy(update={"sync": sync}), parts
-
-
-def _open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
-    """Rank 0's recorder, its header printed; elsewhere the silent one."""
-    from dapo_megatron import build
-    from dapo_megatron.tracking import RunConsole, SilentRecorder
-
-    config, folder = session.config, session.folder
-
-    def make() -> RunRecorder:
-        folder.config.write_text(dump_config(config), encoding="utf-8")
-        console = RunConsole(num_steps=config.train.rollout_steps, file=session.terminal)
-        chosen = build.chosen(config)
-        console.header(f"dapo_megatron {config.run.name}", _facts(session, chosen))
-        return build.build_recorder(
-            config,
-            folder,
-            console,
-            step=step,
-            num_devices=session.ranks.world_size,
-            tags={f"chosen.{key}": value for key, value in chosen.items()},
-        )
-
-    return together(session.ranks, make, tell=False) or SilentRecorder()
-
-
-def _keep_reports(session: Session, recorder: RunRecorder | SilentRecorder) -> None:
-    """What tools/prepare_data.py told of the run's data files goes with the run."""
-    from dapo_megatron.data.preparing.report import report_of
-
-    if session.ranks.rank:
-        return
-    for source in (*session.config.data.train, *session.config.evaluation.sets):
-        if isinstance(source, FileSource) and (report := report_of(source.path)):
-            session.folder.data.mkdir(exist_ok=True)
-            kept = session.folder.data / f"{source.name}.report.json"
-            shutil.copyfile(report, kept)
-            recorder.keep(kept)
 
 
 @contextmanager
@@ -355,24 +315,6 @@ def _accuracy(figures: Mapping[str, float]) -> float | None:
     """Mean over the evaluation sets of avg@k."""
     values = [value for name, value in figures.items() if re.search(r"/avg@\d+$", name)]
     return fmean(values) if values else None
-
-
-def _facts(session: Session, chosen: Mapping[str, str]) -> dict[str, str]:
-    config = session.config
-    world = session.ranks.world_size
-    facts = {
-        "model": config.model.path,
-        "policy": describe(config.policy, world),
-        "computed by": ", ".join(
-            value if key == "kernels" else f"{key} {value}" for key, value in chosen.items()
-        ),
-        "engine": f"tensor {config.engine_tensor_parallel} x "
-        f"{world // config.engine_tensor_parallel} replicas",
-        "folder": str(session.folder.path),
-    }
-    if session.resume_from is not None:
-        facts["resumed from"] = str(session.resume_from)
-    return facts
 
 
 def redirect_output(log: Path) -> TextIO:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
-from pathlib import Path
 
 import torch
 
-from dapo_megatron.tracking.provenance import commit, versions
+from dapo_megatron.tracking.provenance import commit, cpu_name, versions
 
 DIRTY = "-dirty"
-INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # best first: they decide the speed
 
 
 def facts() -> dict[str, str]:
@@ -27,13 +24,5 @@ def facts() -> dict[str, str]:
 
 
 def _machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in fields.items()}
-    flags = fields.get("flags", "").split()
-    best = [name for name in INSTRUCTIONS if name in flags][:1]
-    parts = [fields.get("model name", platform.machine()), *best]
-    if torch.cuda.is_available():
-        parts.append(torch.cuda.get_device_name())
-    return ", ".join(parts)
+    gpus = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    return ", ".join([cpu_name(), *gpus])

@@ -4,7 +4,7 @@ Rank 0 has a composite of them; the other ranks track nothing."""
 from dapo_megatron.tracking.console import RolloutProgress, RunConsole
 from dapo_megatron.tracking.jsonl import JsonlTracker
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool, deliver, settle
-from dapo_megatron.tracking.provenance import commit, versions
+from dapo_megatron.tracking.provenance import commit, cpu_name, run_tags, versions
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
 from dapo_megatron.tracking.samples import write_samples
 from dapo_megatron.tracking.speedometer import Speedometer
@@ -20,7 +20,9 @@ __all__ = [
     "SilentRecorder",
     "Speedometer",
     "commit",
+    "cpu_name",
     "deliver",
+    "run_tags",
     "settle",
     "versions",
     "write_samples",

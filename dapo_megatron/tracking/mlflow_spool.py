@@ -46,7 +46,7 @@ class MlflowSpool:
     run      the run to go on with, if the folder's own spool does not know it: what `run` was, or
              an MLflow run id
     warn     shows a line to the user
-    tags     more of them for the MLflow run
+    tags     for the MLflow run; None: those of `run_tags`
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MlflowSpool:
             experiment=config.tracking.experiment,
             name=config.run.name,
             params=dict(flatten(config.model_dump(mode="json"))),
-            tags={**run_tags(config, attempt), **(tags or {})},
+            tags=dict(run_tags(config, attempt) if tags is None else tags),
         )
         for source in (*config.data.train, *config.evaluation.sets):
             if isinstance(source, FileSource):

@@ -28,6 +28,9 @@ PACKAGES = {
     "apex": ("apex",),
 }
 
+INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+"""Best first."""
+
 SLURM = {
     "slurm.job_id": ("SLURM_JOB_ID",),
     "slurm.restart_count": ("SLURM_RESTART_COUNT",),
@@ -48,6 +51,17 @@ def versions() -> dict[str, str]:
                 continue
             break
     return found
+
+
+def cpu_name() -> str:
+    """Of this machine's processor, with the best of the instructions that decide its speed."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    flags = fields.get("flags", "").split()
+    best = [name for name in INSTRUCTIONS if name in flags][:1]
+    return ", ".join([fields.get("model name", platform.machine()), *best])
 
 
 def commit() -> str | None:

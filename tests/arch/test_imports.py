@@ -32,8 +32,8 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 EVERYTHING = (
     "types codec files config compatibility layout flops plan protocols algo data rewards "
-    "bridge policy engine rollout parts loop tracking cluster checkpoints run_folder session build "
-    "doctor report"
+    "bridge policy engine rollout parts loop tracking cluster checkpoints run_folder recording "
+    "session build doctor report"
 )
 ROOMS = {
     "__init__": room(),
@@ -78,6 +78,12 @@ ROOMS = {
     "checkpoints": room("types files config protocols"),
     # cluster for the name of the attempt alone.
     "run_folder": room("types files config protocols checkpoints cluster"),
+    # bridge for the architecture alone.
+    "recording": room(
+        "types config files layout flops protocols bridge data policy tracking checkpoints "
+        "run_folder session",
+        "torch transformers",
+    ),
     "session": room(EVERYTHING, "torch rich"),
     "build": room(EVERYTHING, "torch transformers rich"),
     "__main__": room(EVERYTHING, "typer rich"),
