@@ -14,8 +14,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean, pstdev
 
+import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models
 
@@ -24,8 +25,8 @@ from dapo_megatron.cluster.pulse import write as write_pulse
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
 from dapo_megatron.tracking.jsonl import JsonlTracker
-from dapo_megatron.tracking.samples import policy_path, write_samples
-from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
+from dapo_megatron.tracking.samples import write_policy, write_samples
+from dapo_megatron.types import Completion, Finish, Grade, Group, Inspected, Prompt, Segment
 from tests.helpers.configs import REPOSITORY, tiny_config
 
 TOKENIZER = REPOSITORY / "model_configs" / "tiny_qwen3" / "tokenizer.json"
@@ -104,7 +105,8 @@ class _Writer:
             index.write(samples)
             if self.run.hostile:  # as long as before: the index still says what is where
                 path.write_bytes(path.read_bytes().replace(LONE.encode(), b"\\ud800"))
-            _write_policy(samples, step, groups, self.run.inspected_groups, self.rng)
+            said = _inspected(groups, self.rng)
+            write_policy(samples, step, said, self.run.inspected_groups)
             if step == 1 or (self.run.timeline_every and step % self.run.timeline_every == 0):
                 self._timeline(step)
             tracker.log(step, self._metrics(step, groups))
@@ -366,24 +368,19 @@ class _Writer:
         )  # fmt: skip
 
 
-def _write_policy(
-    samples: Path,
-    step: int,
-    groups: Sequence[tuple[Group, str]],
-    inspected: int,
-    rng: random.Random,
-) -> None:
-    lines: list[str] = []
-    trained = [group for group, fate in groups if fate == "trained"]
-    for place, group in enumerate(trained):
+def _inspected(groups: Sequence[tuple[Group, str]], rng: random.Random) -> Iterator[Inspected]:
+    """What a policy that is nearly the engine's says of each sequence trained on."""
+    for group in (group for group, fate in groups if fate == "trained"):
+        scores = [one.grade.score for one in group.completions if one.grade]
+        mean, spread = fmean(scores), pstdev(scores) or 1.0
         for one in group.completions:
-            line: dict[str, Any] = {"ticket": group.ticket, "sample": one.sample}
-            advantage = 0.8 if one.grade and one.grade.correct else -0.9
-            line |= {"advantage": advantage, "gap_mean": 1e-4, "gap_max": 3e-4}
-            seen = place < inspected
-            line["logprobs"] = [round(p - 1e-4, 4) for p in one.logprobs] if seen else None
-            line["entropy"] = [round(rng.random(), 4) for _ in one.tokens] if seen else None
-            lines.append(json.dumps(line) + "\n")
-    path = policy_path(samples, step)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(lines), encoding="utf-8")
+            gaps = [abs(rng.gauss(0, 1e-6)) for _ in one.tokens]
+            yield Inspected(
+                ticket=group.ticket,
+                sample=one.sample,
+                advantage=((one.grade.score if one.grade else 0.0) - mean) / spread,
+                gap_mean=fmean(gaps),
+                gap_max=max(gaps),
+                logprobs=torch.tensor([p - gap for p, gap in zip(one.logprobs, gaps)]),
+                entropy=torch.tensor([rng.random() for _ in one.tokens]),
+            )
