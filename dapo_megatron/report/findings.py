@@ -18,8 +18,9 @@ __all__ = ["Finding", "Level", "findings"]
 
 Rule = Callable[[RunData], Iterator[Finding]]
 
-ALWAYS = ("policy/loss", "policy/grad_norm", "policy/entropy", "accuracy/raw", "time/step")
-"""Metrics that every step has which trains on something."""
+ALWAYS = ("policy/loss", "policy/grad_norm", "policy/entropy", "time/step")
+"""Metrics that every step has which trains on something. (A step in which no group was decided, for
+enough were carried, has no accuracy.)"""
 
 
 def findings(run: RunData) -> list[Finding]:
@@ -88,7 +89,8 @@ def missing(run: RunData) -> Iterator[Finding]:
     if not steps:
         return
     have = set(steps)
-    lost = [step for step in range(1, steps[-1]) if step not in have]
+    # A run that went on from another's checkpoint begins later.
+    lost = [step for step in range(steps[0], steps[-1]) if step not in have]
     if lost:
         yield Finding(
             "warn",

@@ -17,6 +17,12 @@ LENGTH = "response_tokens/mean"
 CLIPPED = "response_tokens/clipped_fraction"
 
 
+_FLAT = (
+    "optimizer.lr: higher; optimizer.warmup_rollout_steps: shorter; data.train: problems of which "
+    "some answers are right"
+)
+
+
 def learning(run: RunData) -> Iterator[Finding]:
     """Whether accuracy while training rises."""
     accuracy = track(run, ACCURACY)
@@ -24,7 +30,10 @@ def learning(run: RunData) -> Iterator[Finding]:
         return
     change = accuracy.late - accuracy.early
     figures = f"{accuracy.early:.3f} → {accuracy.late:.3f}"
-    text = f"Accuracy of sampled answers, median of the first and last steps: {figures} ({change:+.3f})."
+    text = (
+        f"Accuracy of sampled answers, medians of the first and last {accuracy.window} steps: "
+        f"{figures} ({change:+.3f})."
+    )
     place, fall, noise = fall_from_best(accuracy.values)
     if fall >= limit("accuracy.from_best") and fall > 4 * noise and change > -fall / 2:
         best = accuracy.steps[place]
@@ -63,14 +72,14 @@ def learning(run: RunData) -> Iterator[Finding]:
         )
     else:
         is_long = len(accuracy) >= limit("accuracy.flat_steps")
+        word = "Flat" if abs(change) < limit("accuracy.change") else "No clear trend"
         yield Finding(
             "warn" if is_long else "note",
-            f"Flat: accuracy {figures} over {times(len(accuracy), 'step')}",
+            f"{word}: accuracy {figures} over {times(len(accuracy), 'step')}",
             f"{text} No trend beyond noise.",
             metric=ACCURACY,
             steps=accuracy.span,
-            knob="optimizer.lr: higher, optimizer.warmup_rollout_steps: shorter; data.train: "
-            "problems of which some answers are right",
+            knob=_FLAT if word == "Flat" else None,
         )
 
 
@@ -170,24 +179,14 @@ def _share_at(key: str, step: int) -> float:
 
 
 def response_length(run: RunData) -> Iterator[Finding]:
-    """Running away, or up to the limit, or gone."""
+    """Running away, or gone."""
     series = track(run, LENGTH)
     if not series.is_long:
         return
     half = series.second_half()
     accuracy = track(run, ACCURACY).second_half()
-    bound = run.knob("rollout.max_response_tokens")
     figures = f"Mean length {number(series.early)} → {number(series.late)} tokens"
-    if isinstance(bound, int) and series.late >= limit("length.near_limit") * bound:
-        yield Finding(
-            "warn",
-            "Answers fill the token limit",
-            f"{figures}; rollout.max_response_tokens is {bound:,}.",
-            LENGTH,
-            series.late_span,
-            "rollout.max_response_tokens: higher; overlong.penalty: on",
-        )
-    elif half.rises and half.growth >= limit("length.growth") and not accuracy.rises:
+    if half.rises and half.growth >= limit("length.growth") and not accuracy.rises:
         yield Finding(
             "warn",
             f"Answers grow {half.growth:.1f} times longer while accuracy does not rise",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import median
 
+from dapo_megatron.report import groups
 from dapo_megatron.report.finding import Finding, named, number, percent
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.memory import memory_plan
@@ -12,7 +13,7 @@ from dapo_megatron.report.phases import IDLE, PHASES, derived
 from dapo_megatron.report.thresholds import limit
 from dapo_megatron.report.trend import Track, track, track_of
 
-_LEAST_LEAK_GIB = 0.5
+_LEAST_GIB = 0.5
 _RARE = ("checkpoint", "evaluate")
 
 
@@ -51,16 +52,25 @@ def growth(run: RunData) -> Iterator[Finding]:
         if min(seconds.growth, by_token) < limit("time.growth"):
             continue
         much = min(seconds.growth, by_token) >= limit("time.growth_much")
+        meanwhile = _keep_rate(run) if phase == "generate" else ""
         again = f", {by_token:.1f} times for each token" if per_token.is_long else ""
         yield Finding(
             "warn" if much else "note",
             f"{phase} takes {seconds.growth:.1f} times as long as at first",
             f"{number(seconds.early)} → {number(seconds.late)} s a step{again}; "
-            f"{percent(seconds.late / step.late)} of the step.",
+            f"{percent(seconds.late / step.late)} of the step.{meanwhile}",
             f"time/{phase}",
             seconds.span,
             _GROWTH_KNOBS.get(phase),
         )
+
+
+def _keep_rate(run: RunData) -> str:
+    """What explains a longer generation as a rule."""
+    kept = track_of(run.metrics.steps, groups.derived(run)[groups.KEPT])
+    if not kept.is_long:
+        return ""
+    return f" Meanwhile mixed groups went {percent(kept.early)} → {percent(kept.late)}."
 
 
 _GROWTH_KNOBS = {
@@ -145,8 +155,9 @@ def memory(run: RunData) -> Iterator[Finding]:
         if not series:
             continue
         most = max(series.values)
-        if phase in planned and most > limit("memory.over_plan") * planned[phase]:
-            over.append((most / planned[phase], phase, most, planned[phase]))
+        said = planned.get(phase, float("inf"))
+        if most > max(limit("memory.over_plan") * said, said + _LEAST_GIB):
+            over.append((most / said, phase, most, said))
         if _leaks(series):
             leaks.append((phase, series.second_half()))
     if over:
@@ -181,7 +192,7 @@ def _leaks(series: Track) -> bool:
     half = series.second_half()
     if not half.is_long or not half.rises:
         return False
-    least = max(_LEAST_LEAK_GIB, limit("memory.leak") * half.early)
+    least = max(_LEAST_GIB, limit("memory.leak") * half.early)
     again = half.second_half()
     return half.late - half.early >= least and again.late - again.early >= least / 4
 

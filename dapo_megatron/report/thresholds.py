@@ -103,13 +103,6 @@ TABLE: tuple[Threshold, ...] = (
         "the final run stayed below its start",
     ),
     Threshold(
-        "length.near_limit",
-        0.8,
-        "of rollout.max_response_tokens",
-        "mean length above it: answers are cut",
-        "lengths vary by half of their mean, so that a third is cut there",
-    ),
-    Threshold(
         "length.growth",
         1.5,
         "times",
@@ -308,7 +301,7 @@ TABLE: tuple[Threshold, ...] = (
     Threshold(
         "memory.over_plan",
         1.1,
-        "times the plan",
+        "times the plan, and 0.5 GiB above it",
         "a phase that took more: a warning",
         "docs/plan.md: the plan is within a tenth of what was measured",
     ),

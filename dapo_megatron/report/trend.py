@@ -135,17 +135,19 @@ def mann_kendall(values: Sequence[float]) -> float:
 
 
 def fall_from_best(values: Sequence[float]) -> tuple[int, float, float]:
-    """(position of the best stretch, how far the last stretch is below it, noise): stretches are
-    medians of a tenth of the series, the noise is half of the middle change between two."""
-    size = max(1, len(values) // 10)
+    """(position of the best stretch, how far the last stretch is below it, noise of that
+    difference): stretches are medians of a tenth of the series, of at least 3 values."""
+    size = max(_LEAST_IN_WINDOW, len(values) // 10)
     starts = range(0, len(values) - size + 1, size)
-    stretches = [median(values[start : start + size]) for start in starts]
-    if len(stretches) < 3:
+    if len(starts) < 4:
         return 0, 0.0, 0.0
-    stretches[-1] = median(values[-size:])
+    stretches = [median(values[start : start + size]) for start in starts]
     best = max(range(len(stretches)), key=stretches.__getitem__)
-    changes = [abs(b - a) for a, b in pairwise(stretches)]
-    return best * size, stretches[best] - stretches[-1], median(changes) / 2
+    # Half of the changes of white noise are within 0.954 of its deviations, and a median is 1.25
+    # times as noisy as a mean.
+    deviation = median([abs(b - a) for a, b in pairwise(values)]) / 0.954
+    noise = deviation * 1.25 * math.sqrt(2 / size)
+    return best * size, stretches[best] - median(values[-size:]), noise
 
 
 def _thinned(values: Sequence[float], most: int) -> Sequence[float]:
