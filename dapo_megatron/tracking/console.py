@@ -106,9 +106,11 @@ class RunConsole:
         accuracy_after: float | None,
         seconds: float,
         folder: Path,
+        report: Path | None = None,
         ui: str | None = None,
     ) -> None:
-        """The block at the end. `ui` is what to type (or where to go) to look at the run."""
+        """The block at the end. `report` is the page that shows the run, `ui` what to type (or
+        where to go) to look at it in MLflow."""
         self._print("done", style="bold green")
         change = ""
         if accuracy_before is not None and accuracy_after is not None:
@@ -119,6 +121,8 @@ class RunConsole:
             "time": f"{seconds:.1f} s",
             "run folder": str(folder),
         }
+        if report is not None:
+            facts["report"] = str(report)
         if ui is not None:
             facts["look at it"] = ui
         self._facts(facts)
