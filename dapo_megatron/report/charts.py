@@ -8,7 +8,9 @@ A definition is plain JSON, drawn by page/charts.js:
     band        {low: metric, high: metric}
     evaluations figures by prefix ("avg@"): points with 95% intervals, one trace per set
     ghosts      keys of paper.py, drawn when asked for
-    y_range, y_tick_format, y2 (title of the second axis), log_y, smooth (false: never smoothed)
+    y_range, y_tick_format, y2 (title of the second axis), y2_tick_format, log_y
+    from_zero   the axis begins at 0
+    smooth      false: never smoothed
 """
 
 from __future__ import annotations
@@ -118,6 +120,7 @@ CHARTS: list[Chart] = [
         "nats per token",
         [line("policy/entropy", "entropy")],
         ghosts=["entropy", "entropy_collapse"],
+        from_zero=True,
     ),
     lines(
         "probability",
@@ -154,6 +157,7 @@ CHARTS: list[Chart] = [
         "Before clipping, mean over the step's updates. Peaks are updates to look at.",
         "norm",
         [line("policy/grad_norm", "gradient norm")],
+        from_zero=True,
     ),
     lines(
         "loss",
@@ -187,6 +191,7 @@ CHARTS: list[Chart] = [
             line("policy/tis_capped_fraction", "at the cap", axis="y2", dash=True),
         ],
         y2="share of tokens",
+        y2_tick_format=".2%",
     ),
     lines(
         "learning_rate",

@@ -146,7 +146,7 @@ def _body(view: View, columns: dict[str, Column], names: set[str]) -> dict[str, 
         "evaluations": evaluation_curves(run.evaluations),
         "totals": groups.totals(run),
         "timelines": timeline.timelines(run),
-        "timeline_note": getattr(timeline, "note", lambda run: None)(run),
+        "timeline_note": timeline.note(run),
         "memory_plan": memory.memory_plan(run),
     }
 

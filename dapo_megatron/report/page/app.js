@@ -4,7 +4,7 @@
 const App = (() => {
   const KEY = `dapo_megatron report ${location.pathname}`;
   const $ = (id) => document.getElementById(id);
-  const state = { run: 0, smoothing: 0, paper: "off", mark: null, theme: null };
+  const state = { run: 0, smoothing: 0, paper: "off", hidden: [], mark: null, theme: null };
   const charts = new Map(); // element -> {chart, drawn: {update} | null}
   const parts = {}; // name -> what its mount returned
   let data;
@@ -67,6 +67,13 @@ const App = (() => {
     for (const part of Object.values(parts)) part.update(data.runs[run]);
   }
 
+  // Hide a run in the charts that show all, or show it again.
+  function toggle(run) {
+    state.hidden = state.hidden.includes(run) ? state.hidden.filter((one) => one !== run) : [...state.hidden, run];
+    show();
+    redraw((chart) => chart.overlay);
+  }
+
   function see(finding) {
     const { chart, steps } = data.runs[state.run].findings[finding];
     state.mark = { chart, steps };
@@ -89,6 +96,8 @@ const App = (() => {
     document.addEventListener("click", (event) => {
       const button = event.target.closest("[data-see]");
       if (button) see(Number(button.dataset.see));
+      const chip = event.target.closest("[data-chip]");
+      if (chip) toggle(Number(chip.dataset.chip));
     });
     window.addEventListener("pagehide", remember);
     const sections = new IntersectionObserver((entries) => {
@@ -106,7 +115,7 @@ const App = (() => {
     $("smoothing-value").textContent = state.smoothing.toFixed(2);
     $("paper").value = state.paper;
     if ($("run")) $("run").value = state.run;
-    for (const one of document.querySelectorAll("[data-ghost-source]")) one.hidden = state.paper === "off";
+    for (const chip of document.querySelectorAll("[data-chip]")) chip.setAttribute("aria-pressed", !state.hidden.includes(Number(chip.dataset.chip)));
   }
 
   // ---------------------------------------------------------------- start
@@ -118,6 +127,7 @@ const App = (() => {
     state.smoothing = kept.smoothing ?? (longest >= 100 ? 0.6 : 0);
     state.paper = kept.paper ?? "off";
     state.theme = kept.theme ?? null;
+    state.hidden = kept.hidden ?? [];
     state.run = data.runs[kept.run] ? kept.run : 0;
     if (state.theme) document.documentElement.dataset.theme = state.theme;
     show();
