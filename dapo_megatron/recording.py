@@ -25,6 +25,7 @@ from dapo_megatron.tracking import (
     MlflowSpool,
     RunConsole,
     RunRecorder,
+    RunReport,
     SilentRecorder,
     Speedometer,
     cpu_name,
@@ -104,6 +105,7 @@ def _recorder(
         timeline_folder=folder.timeline,
         speedometer=_speedometer(config, session.ranks.world_size),
         mlflow=mlflow,
+        report=RunReport(folder.path, console.warn) if config.tracking.report else None,
     )
 
 

@@ -6,6 +6,7 @@ from dapo_megatron.tracking.jsonl import JsonlTracker
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool, deliver, settle
 from dapo_megatron.tracking.provenance import commit, cpu_name, run_tags, versions
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
+from dapo_megatron.tracking.run_report import RunReport
 from dapo_megatron.tracking.samples import write_samples
 from dapo_megatron.tracking.speedometer import Speedometer
 from dapo_megatron.tracking.tracker import CompositeTracker
@@ -17,6 +18,7 @@ __all__ = [
     "RolloutProgress",
     "RunConsole",
     "RunRecorder",
+    "RunReport",
     "SilentRecorder",
     "Speedometer",
     "commit",

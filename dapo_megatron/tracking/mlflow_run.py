@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 RUN_TAG = "dapo_megatron.run"
 """Tag of the MLflow run: our own name of it, known before there is a run."""
+DESCRIPTION = "mlflow.note.content"
+"""Tag that MLflow shows as the description of a run."""
+OUR_DESCRIPTION = "dapo_megatron.description"
+"""What we made of it: another one is a person's."""
 MAX_PER_CALL = 100
 """Parameters, or tags: MLflow's own limit."""
 MAX_NAME = 250
@@ -93,6 +97,8 @@ class MlflowRun:
             self._begin(chunk[0], number, cursor)
         elif kind == "metrics":
             self._metrics(chunk, cursor)
+        elif kind == "describe":
+            self._describe(chunk[0]["text"])
         elif kind == "end":
             self._end(chunk[0]["status"], chunk[0]["time"], cursor)
         else:
@@ -206,6 +212,13 @@ class MlflowRun:
             if (taken := self._take_name(name, cursor))
         ]
         self._send(points, lambda some: self._log(metrics=some), cursor, 1000)
+
+    def _describe(self, text: str) -> None:
+        """The description is the person's who wrote one: ours is marked as ours."""
+        tags = self._client.get_run(self._run_id).data.tags
+        if tags.get(DESCRIPTION, "") == tags.get(OUR_DESCRIPTION, ""):
+            self._client.set_tag(self._run_id, DESCRIPTION, text)
+            self._client.set_tag(self._run_id, OUR_DESCRIPTION, text)
 
     def _end(self, status: str, time: int, cursor: Cursor) -> None:
         self._client.set_terminated(self._run_id, status, time)

@@ -112,6 +112,10 @@ class MlflowSpool:
         """A checkpoint was published."""
         self._put("checkpoint", path=self._relative(path), step=step)
 
+    def describe(self, text: str) -> None:
+        """Give the run a description, unless it has one of a person's."""
+        self._put("describe", text=text)
+
     def finish(self, status: str) -> None:
         """Close the run as FINISHED, FAILED or KILLED; wait a while until MLflow has it all, and
         say so if it has not."""
@@ -214,7 +218,7 @@ def start_sender(
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=child_environment() | {"MLFLOW_TRACKING_URI": given_uri()},
                 start_new_session=True,
             )
     except OSError as error:
@@ -222,6 +226,16 @@ def start_sender(
         return None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def child_environment() -> dict[str, str]:
+    """For a process beside the ranks: it is none, has no business on a GPU, and finds the modules
+    that this process found."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def tracking_uri(config: Config) -> str:
@@ -274,13 +288,3 @@ def _run_lock(run_folder: Path) -> Iterator[bool]:
 
 def _directory(config: Config) -> Path:
     return Path(config.run.directory).absolute()
-
-
-def _environment() -> dict[str, str]:
-    """The sender is no rank, has no business on a GPU, and finds the modules this process found."""
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "MLFLOW_TRACKING_URI": given_uri(),
-    }

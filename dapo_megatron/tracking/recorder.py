@@ -4,15 +4,16 @@ console. Rank 0 has the real one; every other rank has the silent one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dapo_megatron.files import write_json
-from dapo_megatron.protocols import Tracker
+from dapo_megatron.protocols import Tracker, Watch
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool
+from dapo_megatron.tracking.run_report import RunReport
 from dapo_megatron.tracking.samples import write_policy, write_samples
 from dapo_megatron.tracking.speedometer import Speedometer
 from dapo_megatron.types import Group, Inspected
@@ -32,6 +33,7 @@ class RunRecorder:
     timeline_folder: Path | None = None
     speedometer: Speedometer | None = None
     mlflow: MlflowSpool | None = None
+    report: RunReport | None = None
 
     @property
     def run_id(self) -> str | None:
@@ -96,6 +98,17 @@ class RunRecorder:
         with self.console.rollout_progress(num_groups) as bar:
             yield lambda done: bar.update(done)
 
+    @contextmanager
+    def live(self, watch: Watch) -> Iterator[None]:
+        """What the run is doing, in a panel on the terminal, if there is one."""
+        with self.console.live() as view:
+            watch.on_phase = view.phase
+            yield
+
+    def ask_requests(self, ask: Callable[[], str]) -> None:
+        """Whom to ask how many requests engines run: "118 of 128"."""
+        self.console.ask_requests(ask)
+
     def note(self, text: str) -> None:
         """A line on the console."""
         self.console.note(text)
@@ -105,8 +118,11 @@ class RunRecorder:
         self.tracker.artifact(path)
 
     def finish(self, status: str) -> None:
-        """How the run really ended."""
-        self.tracker.finish(status)
+        """How the run really ended; its report is written first."""
+        try:
+            self._report(status)
+        finally:  # a second Ctrl-C must not cost the true status
+            self.tracker.finish(status)
 
     def summary(self, figures: Mapping[str, Any], folder: Path) -> None:
         """The block at the end."""
@@ -115,8 +131,19 @@ class RunRecorder:
             accuracy_after=figures["accuracy_after"],
             seconds=figures["seconds"],
             folder=folder,
+            report=self.report.path if self.report and self.report.is_written else None,
             ui=self.mlflow.ui if self.mlflow else None,
         )
+
+    def _report(self, status: str) -> None:
+        if self.report is None or not self.report.write(status):
+            return
+        self.tracker.artifact(self.report.path)
+        if self.mlflow is not None:
+            self.mlflow.describe(
+                f"{self.report.path.name}, among the artifacts, shows how this run went: a page "
+                f"that needs no network. On the run's machine it is {self.report.path.absolute()}"
+            )
 
     @contextmanager
     def _or_left_out(self, what: str) -> Iterator[None]:
@@ -152,6 +179,13 @@ class SilentRecorder:
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:
         """Nobody watches."""
         return _unwatched()
+
+    def live(self, watch: Watch) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def ask_requests(self, ask: Callable[[], str]) -> None:
+        """Nothing."""
 
     def note(self, text: str) -> None:
         """Nothing."""

@@ -9,6 +9,7 @@ attempt that a requeue left running somewhere cannot spoil the newer one's. A li
     {"kind": "artifact", "time": ms, "path": "samples/step_000003.jsonl", "folder": "samples"}
     {"kind": "checkpoint", "time": ms, "path": "checkpoints/step_000003", "step": 3}
     {"kind": "data", "time": ms, "name": ..., "path": ...}
+    {"kind": "describe", "time": ms, "text": ...}
     {"kind": "end", "time": ms, "status": "FINISHED"}
 
 Paths are relative to the run's folder. An attempt without an end, and with a later attempt behind
@@ -35,7 +36,7 @@ RUN_FILE = "mlflow_run.json"
 """In a run's folder: which MLflow run it is, {"server": .., "run_id": .., "experiment_id": ..}."""
 LOG = "logs/mlflow.log"
 LANES = {
-    "facts": frozenset({"begin", "metrics", "end"}),
+    "facts": frozenset({"begin", "metrics", "describe", "end"}),
     "files": frozenset({"artifact", "checkpoint", "data"}),
 }
 
