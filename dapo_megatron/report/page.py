@@ -22,7 +22,7 @@ from markupsafe import Markup
 import dapo_megatron
 from dapo_megatron.report.payload import Payload
 
-SCRIPTS = ("charts.js", "timeline.js", "rollouts.js", "app.js")
+SCRIPTS = ("charts.js", "timeline.js", "viewer.js", "rollouts.js", "app.js")
 """After plotly, in this order."""
 STYLES = ("style.css", "rollouts.css")
 

@@ -1,8 +1,348 @@
 "use strict";
 
+// The rollouts: a table that sorts and filters, and a viewer of one completion, or two of a group.
+// Texts of the run come in as textContent alone.
 const Rollouts = (() => {
-  function mount() {
-    return { update() {}, theme() {} };
+  const ROW = 30; // pixels, as in rollouts.css
+  const number = new Intl.NumberFormat("en-US");
+  const fixed = (digits) => (value) => value == null ? "–" : signed(value.toFixed(digits));
+  const signed = (text) => text.replace("-", "\u2212");
+  const plain = (value) => value == null ? "–" : signed(String(value));
+  const counted = (value) => value == null ? "–" : number.format(value);
+  const words = (value) => value == null ? "–" : String(value).replaceAll("_", " ");
+  const small = (value) => value == null ? "–" : value === 0 ? "0" : signed(value.toExponential(1));
+
+  const OUTCOMES = { right: "✓ right", wrong: "✗ wrong", unread: "∅ no answer found", none: "? no grade" };
+  // name, heading, whether a number, how it is written, width
+  const COLUMNS = [
+    ["step", "step", true, counted, "64px"], ["ticket", "ticket", true, plain, "76px"],
+    ["sample", "sample", true, plain, "72px"], ["source", "set", false, plain, "minmax(80px, 1fr)"],
+    ["fate", "fate", false, words, "96px"], ["outcome", "graded", false, (value) => OUTCOMES[value], "150px"],
+    ["reward", "reward", true, fixed(2), "76px"], ["advantage", "advantage", true, fixed(2), "94px"],
+    ["num_tokens", "tokens", true, counted, "76px"], ["finish", "finish", false, words, "90px"],
+    ["age", "age", true, plain, "56px"], ["logprob_mean", "mean log-prob", true, fixed(2), "118px"],
+    ["logprob_min", "least log-prob", true, fixed(2), "118px"], ["gap_max", "largest gap", true, small, "104px"],
+    ["why", "here because", false, plain, "minmax(170px, 2fr)"],
+  ];
+  const HELP = {
+    ticket: "The group's serial number in the run", age: "Versions between the weights that sampled its first token and those its step began with",
+    fate: "What became of its group", advantage: "What it was trained with", gap_max: "Largest |engine log-prob − policy log-prob| of its tokens",
+    logprob_mean: "Mean of the engine's log-probs of its tokens", logprob_min: "The engine's log-prob of its least likely token",
+    why: "Why this completion was kept for the page",
+  };
+  const CHOICES = [["source", "set"], ["fate", "fate"], ["verdict", "verdict"], ["outcome", "graded"], ["finish", "finish"]];
+  const RANGES = [["step", "step"], ["reward", "reward"], ["num_tokens", "tokens"], ["age", "age"]];
+
+  function make(tag, properties = {}, ...children) {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(properties)) {
+      if (name in element && !name.startsWith("aria")) element[name] = value;
+      else if (value != null) element.setAttribute(name, value);
+    }
+    element.append(...children);
+    return element;
   }
+
+  function mount(element, run, openBlob) {
+    let rows, order, chosen, top; // top: the first row that is drawn
+    let filter, sort;
+    const ui = skeleton();
+    element.replaceChildren(ui.root, ui.dialog);
+    const viewer = RolloutViewer.make(ui.dialog, make, { move: (by) => move(by, true), openAt });
+
+    // ---------------------------------------------------------------- data
+
+    function show(next) {
+      run = next;
+      const table = run.rollouts;
+      ui.root.hidden = !table;
+      rows = table ? toRows(table) : [];
+      filter = { text: "", choices: {}, ranges: {} };
+      sort = { name: "step", down: false };
+      chosen = 0;
+      if (!table) return apply();
+      ui.note.textContent = table.note;
+      fillFilters();
+      apply();
+      openHash();
+    }
+
+    function toRows(table) {
+      const found = [];
+      for (let index = 0; index < table.kept; index++) {
+        const row = { index };
+        for (const name of table.columns) row[name] = table.rows[name][index];
+        row.outcome = row.graded === "none" ? "none" : row.correct ? "right" : row.graded === "unread" ? "unread" : "wrong";
+        row.text = `ticket=${row.ticket} sample=${row.sample} ${row.ticket}/${row.sample} ${row.source} ${row.fate} ${row.outcome} ${row.finish} ${row.why}`.toLowerCase();
+        found.push(row);
+      }
+      return found;
+    }
+
+    // ---------------------------------------------------------------- filter and sort
+
+    function apply() {
+      const terms = filter.text.toLowerCase().split(/\s+/).filter(Boolean);
+      const choices = Object.entries(filter.choices).filter(([, value]) => value !== "");
+      const ranges = Object.entries(filter.ranges);
+      const kept = rows[order?.[chosen]];
+      order = [];
+      for (const row of rows) {
+        if (choices.every(([name, value]) => String(row[name]) === value)
+          && ranges.every(([name, [low, high]]) => row[name] != null && row[name] >= low && row[name] <= high)
+          && terms.every((term) => row.text.includes(term))) order.push(row.index);
+      }
+      const { name, down } = sort;
+      const sign = down ? -1 : 1;
+      order.sort((a, b) => {
+        const one = rows[a][name], other = rows[b][name];
+        if (one === other) return rows[a].step - rows[b].step || rows[a].ticket - rows[b].ticket || rows[a].sample - rows[b].sample;
+        if (one == null || other == null) return one == null ? 1 : -1; // what is not known comes last
+        return sign * (one < other ? -1 : 1);
+      });
+      chosen = Math.max(0, kept ? order.indexOf(kept.index) : 0);
+      ui.count.textContent = order.length === rows.length ? `${number.format(rows.length)} completions`
+        : `${number.format(order.length)} of ${number.format(rows.length)} completions`;
+      ui.clear.hidden = order.length === rows.length;
+      ui.empty.hidden = order.length > 0;
+      ui.space.style.height = `${order.length * ROW}px`;
+      ui.grid.setAttribute("aria-rowcount", order.length + 1);
+      for (const head of ui.head.children) {
+        head.setAttribute("aria-sort", head.dataset.name !== name ? "none" : down ? "descending" : "ascending");
+      }
+      top = null;
+      draw();
+    }
+
+    function fillFilters() {
+      for (const [name] of CHOICES) {
+        const select = ui.filters[name];
+        const values = [...new Set(rows.map((row) => String(row[name])))].sort();
+        select.replaceChildren(make("option", { value: "" }, "any"),
+          ...values.map((value) => make("option", { value }, OUTCOMES[value] ?? (value === "null" ? "none" : words(value)))));
+        select.closest("label").hidden = values.length < 2;
+      }
+      for (const [name] of RANGES) {
+        const known = rows.map((row) => row[name]).filter((value) => value != null);
+        const [low, high] = [Math.min(...known), Math.max(...known)];
+        ui.ranges[name][0].placeholder = known.length ? plain(low) : "";
+        ui.ranges[name][1].placeholder = known.length ? plain(high) : "";
+        ui.ranges[name][0].closest("label").hidden = !(low < high);
+      }
+      writeFilters();
+    }
+
+    function writeFilters() {
+      ui.search.value = filter.text;
+      for (const [name] of CHOICES) ui.filters[name].value = filter.choices[name] ?? "";
+      for (const [name] of RANGES) {
+        const [low, high] = filter.ranges[name] ?? [-Infinity, Infinity];
+        ui.ranges[name][0].value = Number.isFinite(low) ? low : "";
+        ui.ranges[name][1].value = Number.isFinite(high) ? high : "";
+      }
+    }
+
+    function readFilters() {
+      filter.text = ui.search.value;
+      for (const [name] of CHOICES) filter.choices[name] = ui.filters[name].value;
+      filter.ranges = {};
+      for (const [name] of RANGES) {
+        const [low, high] = ui.ranges[name].map((input) => input.value);
+        if (low !== "" || high !== "") filter.ranges[name] = [low === "" ? -Infinity : Number(low), high === "" ? Infinity : Number(high)];
+      }
+      ui.scroller.scrollTop = 0;
+      apply();
+    }
+
+    // ---------------------------------------------------------------- drawing
+
+    // Only the rows in sight are elements.
+    function draw() {
+      const first = Math.max(0, Math.floor(ui.scroller.scrollTop / ROW) - 8);
+      const num = Math.ceil((ui.scroller.clientHeight || 560) / ROW) + 16;
+      if (top === first) return mark();
+      top = first;
+      const drawn = [];
+      for (let place = first; place < Math.min(order.length, first + num); place++) drawn.push(drawRow(place));
+      ui.rows.style.transform = `translateY(${first * ROW}px)`;
+      ui.rows.replaceChildren(...drawn);
+      mark();
+    }
+
+    function drawRow(place) {
+      const row = rows[order[place]];
+      const line = make("div", { className: "r-row", role: "row", id: `rollout-${place}`, "aria-rowindex": place + 2 });
+      line.dataset.row = row.index;
+      line.dataset.place = place;
+      for (const [name, , isNumber, write] of COLUMNS) {
+        const text = write(row[name]);
+        const cell = make("span", { role: "gridcell", className: isNumber ? "num" : "" }, text);
+        if (!isNumber) cell.title = text;
+        if (name === "outcome") cell.classList.add(`r-${row.outcome}`);
+        line.append(cell);
+      }
+      return line;
+    }
+
+    function mark() {
+      for (const line of ui.rows.children) line.setAttribute("aria-selected", Number(line.dataset.place) === chosen);
+      if (order.length) ui.grid.setAttribute("aria-activedescendant", `rollout-${chosen}`);
+    }
+
+    function move(by, opens = false) {
+      const next = Math.min(Math.max(chosen + by, 0), order.length - 1);
+      if (next < 0 || (opens && next === chosen)) return;
+      chosen = next;
+      const [above, below] = [chosen * ROW, (chosen + 1) * ROW + ui.head.offsetHeight];
+      if (above < ui.scroller.scrollTop) ui.scroller.scrollTop = above;
+      else if (below > ui.scroller.scrollTop + ui.scroller.clientHeight) ui.scroller.scrollTop = below - ui.scroller.clientHeight;
+      draw();
+      if (opens) open(rows[order[chosen]]);
+    }
+
+    // ---------------------------------------------------------------- opening
+
+    async function open(row, beside = null) {
+      const blob = await openBlob(run.rollouts.blobs[row.group]);
+      viewer.show(blob, row.group, row.sample, beside);
+      setHash(row.ticket, row.sample, beside);
+    }
+
+    // Another sample of the group that is open.
+    function openAt(ticket, sample, beside) {
+      const place = order.findIndex((index) => rows[index].ticket === ticket && rows[index].sample === sample);
+      if (place >= 0) { chosen = place; move(0); }
+      setHash(ticket, sample, beside);
+    }
+
+    function setHash(ticket, sample, beside) {
+      const hash = `#ticket=${ticket}&sample=${sample}${beside == null ? "" : `&beside=${beside}`}`;
+      history.replaceState(null, "", hash);
+    }
+
+    function openHash() {
+      const asked = new URLSearchParams(location.hash.slice(1));
+      if (!asked.has("ticket")) return;
+      const [ticket, sample] = [Number(asked.get("ticket")), Number(asked.get("sample") ?? NaN)];
+      const row = rows.find((one) => one.ticket === ticket && (one.sample === sample || Number.isNaN(sample)));
+      ui.lost.hidden = Boolean(row);
+      if (!row) {
+        ui.lost.textContent = `Ticket ${asked.get("ticket")} is not among the completions of this page: report it with --ticket.`;
+        return;
+      }
+      chosen = Math.max(0, order.indexOf(row.index));
+      move(0);
+      open(row, asked.has("beside") ? Number(asked.get("beside")) : null);
+    }
+
+    // ---------------------------------------------------------------- elements and listeners
+
+    function skeleton() {
+      const found = { filters: {}, ranges: {} };
+      found.note = make("p", { className: "muted r-note" });
+      found.lost = make("p", { className: "r-lost", hidden: true, role: "status" });
+      found.search = make("input", { type: "search", id: "rollout-filter", placeholder: "Filter: ticket, set, reason …   ( / )", "aria-label": "Filter by ticket, sample, set, fate or reason", autocomplete: "off", spellcheck: false });
+      found.clear = make("button", { type: "button", hidden: true }, "clear");
+      found.count = make("span", { className: "r-count", role: "status" });
+      const choices = CHOICES.map(([name, label]) => make("label", {}, `${label} `, found.filters[name] = make("select")));
+      const ranges = RANGES.map(([name, label]) => {
+        found.ranges[name] = ["from", "to"].map((end) => make("input", { type: "number", step: "any", "aria-label": `${label} ${end}` }));
+        return make("label", {}, `${label} `, found.ranges[name][0], "–", found.ranges[name][1]);
+      });
+      found.head = make("div", { className: "r-head", role: "row", "aria-rowindex": 1 });
+      for (const [name, label, isNumber] of COLUMNS) {
+        const head = make("div", { role: "columnheader", className: isNumber ? "num" : "" }, make("button", { type: "button", title: HELP[name] ?? "" }, label));
+        head.dataset.name = name;
+        found.head.append(head);
+      }
+      found.rows = make("div", { className: "r-rows", role: "rowgroup" });
+      found.space = make("div", { className: "r-space", role: "presentation" }, found.rows);
+      found.empty = make("p", { className: "muted r-empty", hidden: true }, "No completion passes the filter.");
+      found.scroller = make("div", { className: "r-scroll", role: "presentation" }, found.head, found.space, found.empty);
+      found.grid = make("div", { id: "rollout-table", className: "card r-table", role: "grid", tabIndex: 0, "aria-label": "Completions: arrow keys move, Enter opens" }, found.scroller);
+      found.grid.style.setProperty("--columns", COLUMNS.map(([, , , , width]) => width).join(" "));
+      found.dialog = make("dialog", { id: "viewer", "aria-label": "Completion" });
+      found.root = make("div", { className: "rollouts" }, found.note, found.lost,
+        make("div", { className: "r-filters" }, found.search, ...choices, ...ranges, found.clear, found.count), found.grid);
+      return found;
+    }
+
+    function listen() {
+      for (const input of [ui.search, ...Object.values(ui.filters), ...Object.values(ui.ranges).flat()]) input.addEventListener("input", readFilters);
+      ui.search.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" || event.key === "ArrowDown") { event.preventDefault(); ui.grid.focus(); }
+        if (event.key === "Escape") { ui.search.value = ""; readFilters(); ui.grid.focus(); }
+      });
+      ui.clear.addEventListener("click", () => {
+        filter = { text: "", choices: {}, ranges: {} };
+        writeFilters();
+        apply();
+        ui.search.focus();
+      });
+      ui.head.addEventListener("click", (event) => {
+        const name = event.target.closest("[data-name]")?.dataset.name;
+        if (!name) return;
+        const isNumber = COLUMNS.find((column) => column[0] === name)[2];
+        sort = { name, down: sort.name === name ? !sort.down : isNumber && name !== "step" && name !== "ticket" && !name.startsWith("logprob") };
+        ui.scroller.scrollTop = 0;
+        chosen = 0;
+        order = [];
+        apply();
+      });
+      ui.scroller.addEventListener("scroll", draw, { passive: true });
+      ui.rows.addEventListener("click", (event) => {
+        const line = event.target.closest("[data-place]");
+        if (!line) return;
+        chosen = Number(line.dataset.place);
+        mark();
+        open(rows[order[chosen]]);
+      });
+      ui.grid.addEventListener("keydown", (event) => {
+        if (event.target !== ui.grid) return;
+        const page = Math.max(1, Math.floor(ui.scroller.clientHeight / ROW) - 2);
+        const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -order.length, End: order.length };
+        if (event.key in steps) { event.preventDefault(); move(steps[event.key]); }
+        if (event.key === "Enter" && order.length) { event.preventDefault(); open(rows[order[chosen]]); }
+      });
+      ui.dialog.addEventListener("close", () => {
+        viewer.clear();
+        history.replaceState(null, "", location.href.split("#")[0]);
+        ui.grid.focus({ preventScroll: true });
+      });
+      document.addEventListener("keydown", (event) => {
+        const isTyping = event.target.closest("input, select, textarea");
+        if (event.key !== "/" || isTyping || ui.dialog.open || event.ctrlKey || event.metaKey || ui.root.hidden) return;
+        event.preventDefault();
+        ui.search.focus();
+        ui.search.select();
+      });
+      window.addEventListener("hashchange", openHash);
+      new ResizeObserver(() => { top = null; draw(); }).observe(ui.scroller);
+    }
+
+    show(run);
+    listen();
+    return {
+      update: show,
+      theme() {},
+      save: () => ({ filter: { ...filter, ranges: Object.fromEntries(Object.entries(filter.ranges).map(([name, ends]) => [name, ends.map((end) => Number.isFinite(end) ? end : null)])) }, sort, row: order.length ? [rows[order[chosen]].ticket, rows[order[chosen]].sample] : null, scroll: ui.scroller.scrollTop, color: viewer.color() }),
+      restore(kept) {
+        if (kept.color) viewer.color(kept.color);
+        if (!kept.filter || !rows.length) return;
+        filter = { text: kept.filter.text ?? "", choices: kept.filter.choices ?? {}, ranges: {} };
+        for (const [name, [low, high]] of Object.entries(kept.filter.ranges ?? {})) filter.ranges[name] = [low ?? -Infinity, high ?? Infinity];
+        sort = kept.sort ?? sort;
+        writeFilters();
+        order = [];
+        apply();
+        const place = kept.row ? order.findIndex((index) => rows[index].ticket === kept.row[0] && rows[index].sample === kept.row[1]) : -1;
+        if (place >= 0) chosen = place;
+        ui.scroller.scrollTop = kept.scroll ?? 0;
+        top = null;
+        draw();
+      },
+    };
+  }
+
   return { mount };
 })();
