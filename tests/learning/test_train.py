@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ METRICS = {
         f"time/{name}"
         for name in (
             "step", "generate", "grade", "logprobs", "update", "sync", "sync_verify", "sync_turns",
-            "checkpoint", "evaluate",
+            "checkpoint", "evaluate", "engine_idle",
         )
     ),
     *(
@@ -64,7 +65,7 @@ METRICS = {
         for name in ("bytes", "tensors", "fingerprinted", "unread_tensors", "canary_gap")
     ),
     "throughput/tokens_per_second", "throughput/tokens_per_second_per_device",
-    "throughput/model_tflops_per_device",
+    "throughput/model_tflops_per_device", "throughput/running_mean",
     *(
         f"eval/chain_sum_held_out/{name}"
         for name in (
@@ -106,6 +107,8 @@ def straight(directory: Path) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accuracy before" in done.stdout
     assert "mlflow ui --backend-store-uri" in done.stdout
+    assert f"  report           {directory / 'straight' / 'report.html'}\n" in done.stdout
+    assert "WARNING" not in done.stdout
     return directory / "straight"
 
 
@@ -136,6 +139,95 @@ def test_the_folder_is_complete(straight: Path) -> None:
     assert (straight / "logs" / "rank_1.log").exists()
 
 
+def test_timelines_say_what_the_clock_said(straight: Path) -> None:
+    """Of the first step and each tenth: on rank 0 to the seconds of time/*, on others nearly."""
+    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    paths = sorted((straight / "timeline").iterdir())
+    assert [path.name for path in paths] == ["step_000001.json", "step_000010.json"]
+    for record in (json.loads(path.read_text()) for path in paths):
+        row = rows[record["step"]]
+        assert [rank["rank"] for rank in record["ranks"]] == [0, 1]
+        for rank in record["ranks"]:
+            seconds: Counter[str] = Counter()
+            for name, begin, end in rank["spans"]:
+                seconds[name] += end - begin
+            assert set(seconds) >= {"generate", "logprobs", "update", "sync"}
+            near = 0.05 if rank["rank"] == 0 else 0.5
+            assert seconds == {
+                name: pytest.approx(row[f"time/{name}"], abs=near) for name in seconds
+            }
+        [replica] = record["replicas"]
+        *_, (last, running) = replica["running"]
+        assert running == 0
+        generate = record["ranks"][0]["spans"][0]
+        assert last == pytest.approx(generate[2], abs=0.05)
+        assert 0.0 <= row["time/engine_idle"] <= row["time/generate"]
+        assert 0.0 < row["throughput/running_mean"] <= 1.0
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def test_the_index_is_of_the_samples(straight: Path) -> None:
+    for path in (straight / "samples").glob("step_*.jsonl"):
+        groups = read_lines(path)
+        index = json.loads((straight / "samples" / "index" / f"{path.stem}.json").read_text())
+        assert index["groups"]["ticket"] == [group["ticket"] for group in groups]
+        assert index["groups"]["fate"] == [group["fate"] for group in groups]
+        data = path.read_bytes()
+        for offset, group in zip(index["groups"]["offset"], groups, strict=True):
+            assert json.loads(data[offset : data.index(b"\n", offset)]) == group
+        rows, flat = index["completions"], [one for group in groups for one in group["completions"]]
+        assert rows["num_tokens"] == [len(one["tokens"]) for one in flat]
+        assert rows["correct"] == [one["correct"] for one in flat]
+        assert min(rows["age"]) >= 0
+
+
+def test_what_the_policy_said_is_of_the_groups_trained_on(straight: Path) -> None:
+    metrics = {row["step"]: row for row in read_metrics(straight)}
+    num_fresh = 0
+    for path in (straight / "samples").glob("step_*.jsonl"):
+        said = read_lines(straight / "samples" / "policy" / path.name)
+        trained = [group for group in read_lines(path) if group["fate"] == "trained"]
+        completions = [(group, one) for group in trained for one in group["completions"]]
+        named = {(group["ticket"], one["sample"]): one for group, one in completions}
+        assert {(line["ticket"], line["sample"]) for line in said} == set(named)
+        assert len(said) == len(named)
+        whole = {line["ticket"] for line in said if line["logprobs"] is not None}
+        assert len(whole) == 4  # tracking.inspected_groups
+        for line in (line for line in said if line["ticket"] in whole):
+            engine = named[line["ticket"], line["sample"]]["logprobs"]
+            assert len(line["entropy"]) == len(line["logprobs"]) == len(engine)
+            gap = max(abs(a - b) for a, b in zip(engine, line["logprobs"], strict=True))
+            assert gap == pytest.approx(line["gap_max"], abs=1e-6)  # of rounding
+        of_step = metrics[int(path.stem.removeprefix("step_"))]
+        if of_step["groups/fresh_token_fraction"] == 1:
+            num_fresh += 1
+            largest = max(line["gap_max"] for line in said)
+            assert largest == pytest.approx(of_step["mismatch/gap_max"], rel=1e-3)
+    assert num_fresh
+
+
+def test_the_folder_says_what_the_run_was_made_with(straight: Path) -> None:
+    from tokenizers import Tokenizer
+
+    found = json.loads((straight / "provenance.json").read_text())
+    assert found["num_processes"] == 2
+    assert found["devices"]
+    assert found["facts"]["folder"] == str(straight)
+    assert {"attempt", "host", "version.torch", "chosen.adamw"} <= found["tags"].keys()
+    tokenizer = Tokenizer.from_file(str(straight / "tokenizer.json"))
+    [group, *_] = read_lines(straight / "samples" / "step_000001.jsonl")
+    assert group["prompt"] in tokenizer.decode(group["prompt_tokens"], skip_special_tokens=False)
+
+
+def test_the_report_is_there(straight: Path) -> None:
+    text = (straight / "report.html").read_text(encoding="utf-8")
+    assert "straight" in text
+    assert "finished" in text
+
+
 def test_the_resolved_config_loads(straight: Path) -> None:
     from dapo_megatron.config.file import load_config
 
@@ -158,7 +250,13 @@ def test_mlflow_has_every_metric_and_the_true_status(directory: Path, straight: 
         assert [(p.step, p.value) for p in history] == [
             (row["step"], row[name]) for row in rows if name in row
         ]
-    assert any(item.path == "samples" for item in client.list_artifacts(run.info.run_id))
+    kept = {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert {"samples", "report.html"} <= kept
+    kept = {item.path for item in client.list_artifacts(run.info.run_id, "samples")}
+    assert {"samples/step_000001.jsonl", "samples/index", "samples/policy"} <= kept
+    assert "report.html" in run.data.tags["mlflow.note.content"]
+    provenance = json.loads((straight / "provenance.json").read_text())
+    assert provenance["tags"].items() <= run.data.tags.items()
 
 
 def test_evaluate_finds_what_training_said(directory: Path, straight: Path) -> None:
