@@ -22,7 +22,7 @@ COLORS = {
 }
 """Slot of the series colours by phase, here and in the timeline."""
 
-_LABELS = {
+LABELS = {
     "generate": "generate",
     "grade": "wait for graders",
     "logprobs": "log-probs",
@@ -38,7 +38,7 @@ _METRICS = {"generate": GENERATE, "rest": REST}
 
 def _stack() -> list[dict[str, Any]]:
     return [
-        line(_METRICS.get(phase, f"time/{phase}"), _LABELS.get(phase, phase), color=color)
+        line(_METRICS.get(phase, f"time/{phase}"), LABELS.get(phase, phase), color=color)
         for phase, color in COLORS.items()
     ]
 
