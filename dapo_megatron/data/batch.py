@@ -5,6 +5,7 @@ T tokens (all sequences end to end), S sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.loss import Aggregation, aggregation_weights
-from dapo_megatron.algo.mismatch import gap_statistics
 from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.types import Completion, Finish, Group, Inspected, LogProbs, TokenBatch
@@ -102,15 +102,15 @@ def inspect(
     ends = batch.lengths.cumsum(0).tolist()
     for (group, completion), end in zip(_sequences(groups, overlong), ends, strict=True):
         response = slice(end - len(completion.tokens), end)
-        engine, policy = batch.engine_logprobs[response], found.logprobs[response]
-        gap = gap_statistics(engine, policy, torch.ones_like(engine, dtype=torch.bool))
+        logprobs = found.logprobs[response]
+        gap = (logprobs - batch.engine_logprobs[response]).abs()
         yield Inspected(
             ticket=group.ticket,
             sample=completion.sample,
             advantage=float(batch.advantages[end - 1]),
-            gap_mean=gap.mean,
-            gap_max=gap.max,
-            logprobs=policy,
+            gap_mean=float(gap.mean()),
+            gap_max=float(gap.amax()) if completion.tokens else math.nan,
+            logprobs=logprobs,
             entropy=found.entropy[response],
         )
 

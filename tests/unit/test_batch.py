@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -186,6 +187,17 @@ def test_inspected_are_the_response_tokens_of_each_sequence_of_the_batch() -> No
     assert first.entropy.tolist() == [10 + 2 / 64, 10 + 3 / 64, 10 + 4 / 64]
     assert (first.gap_mean, first.gap_max) == (3 / 64, 4 / 64)
     assert third.entropy.tolist() == [10 + 12 / 64, 10 + 13 / 64]
+
+
+def test_a_response_without_a_token_has_no_gap() -> None:
+    groups = [group(7, completion(0, 0, WRONG), completion(1, 2, RIGHT))]
+    batch = assembled(*groups)
+    found = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
+    empty, other = inspect(groups, batch, found, overlong=overlong())
+    assert math.isnan(empty.gap_mean)
+    assert math.isnan(empty.gap_max)
+    assert empty.logprobs.tolist() == []
+    assert other.gap_max == 0.0
 
 
 def test_logprobs_that_do_not_cover_the_tokens_are_refused() -> None:

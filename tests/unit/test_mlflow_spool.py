@@ -241,6 +241,20 @@ def test_mlflow_gets_all_there_is(
     )
 
 
+def test_a_description_of_a_persons_stays(server: Server, run: Config) -> None:
+    def described(text: str) -> str:
+        tracker = open_spool(run)
+        tracker.log(1, {"m": 1.0})
+        tracker.describe(text)
+        tracker.finish("FINISHED")
+        return str(stored(run).data.tags["mlflow.note.content"])
+
+    assert described("ours") == "ours"
+    assert described("ours, later") == "ours, later"
+    client().set_tag(stored(run).info.run_id, "mlflow.note.content", "theirs")
+    assert described("ours again") == "theirs"
+
+
 def test_a_resumed_run_is_the_same_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
