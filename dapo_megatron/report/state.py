@@ -50,16 +50,18 @@ def state_of(
     # A folder copied without its hidden files has no pulses; those of another version may differ.
     with suppress(ConfigError, OSError, TypeError):
         report = postmortem.report(folder)
-    if report is not None and report.is_alive:
-        newest = max(one.time for one in report.pulses if one is not None)
-        return RunState(
-            StateWord.RUNNING, f"a rank gave a sign of life {ago_text(time.time() - newest)} ago"
-        )
+    # What a run says of its end comes first: it writes its report while its ranks still live.
     done = _number(summary, "steps")
     if summary is not None and (done is None or planned_steps is None or done >= planned_steps):
         steps = f" after step {done:.0f}" if done is not None else ""
         return RunState(StateWord.FINISHED, f"it wrote its summary{steps}")
-    return _ended(folder, report, attempts[-1] if attempts else None)
+    last = attempts[-1] if attempts else None
+    if report is not None and report.is_alive and not (last and last.get("end")):
+        newest = max(one.time for one in report.pulses if one is not None)
+        return RunState(
+            StateWord.RUNNING, f"a rank gave a sign of life {ago_text(time.time() - newest)} ago"
+        )
+    return _ended(folder, report, last)
 
 
 def _ended(
@@ -89,4 +91,4 @@ def _ended(
 
 def _number(values: Mapping[str, Any] | None, name: str) -> float | None:
     value = values.get(name) if values is not None else None
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else None
