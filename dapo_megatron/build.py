@@ -180,7 +180,10 @@ def build_parts(
         keep_plan(config, session.folder.plan, recorder.note, ranks.world_size, gpu_bytes)
     timeline = Timeline(ranks, config.tracking.timeline_every, recorder.timeline)
     if core.engine.is_leader:
-        core.driver.on_running = timeline.follow(core.engine.replica, core.engine.max_sequences)
+        engine = core.engine
+        core.driver.on_running = timeline.follow(engine.replica, engine.max_sequences)
+        where = f" in replica {engine.replica}" if engine.num_replicas > 1 else ""
+        recorder.ask_requests(lambda: f"{timeline.requests} of {engine.max_sequences}{where}")
     return Parts(
         policy=core.policy,
         engine=core.engine,

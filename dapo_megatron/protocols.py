@@ -204,6 +204,9 @@ class RolloutEngine(Protocol):
 class Watch(Protocol):
     """Signs of life of this rank; see cluster/watch.py."""
 
+    on_phase: Callable[[str, int], None]
+    """Told of every turn to another phase ("": none), and its step."""
+
     def phase(self, name: str, step: int = 0) -> AbstractContextManager[None]:
         """What is done inside; a key of config.watchdog."""
         ...

@@ -128,9 +128,13 @@ def _tell(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) 
         print(f"error: {error}", file=terminal if rank == 0 else sys.stderr, flush=True)
         verdict.record(exit_code(error), f"rank {rank}: {error}")
     elif isinstance(error, Exception):
+        from dapo_megatron.tracking.live import MAX_ROWS
+
         where = f" (traceback in {logs}/rank_{rank}.log)" if logs else ""
         said = f"{type(error).__name__}: {error}".strip()
-        print(f"rank {rank}: {said[:300]}{where}", file=terminal, flush=True)
+        # Rank 0's panel, when it is drawn again, wipes as many lines.
+        below = "\n" * (MAX_ROWS if rank and terminal.isatty() else 1)
+        print(f"rank {rank}: {said[:300]}{where}", end=below, file=terminal, flush=True)
         verdict.record(1, f"rank {rank}: {said}", "".join(traceback.format_exception(error)))
 
 
@@ -166,6 +170,7 @@ def _train(session: Session, replay: Path | None) -> None:
     for note in notes:
         recorder.note(f"  {note}")
     with ExitStack() as at_end, _true_status(session, recorder), ExitStack() as stack:
+        stack.enter_context(recorder.live(session.watch))
         recording.keep_tokenizer(session, recorder)
         if replay is None:
             parts = _live_parts(session, recorder, stack)

@@ -100,6 +100,8 @@ class Timeline:
         self._host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._replica: int | None = None
         self._max_sequences = 1
+        self.requests = 0
+        """That this rank's replica has now."""
         self._is_first = True
         self.begin(0)
 
@@ -107,7 +109,7 @@ class Timeline:
         """This rank speaks for a replica; what is returned is to be told the number of its requests
         whenever it may have changed."""
         self._replica, self._max_sequences = replica, max_sequences
-        return lambda count: self._running.change(time.perf_counter(), count)
+        return self._change
 
     def begin(self, step: int) -> None:
         """A rollout step begins."""
@@ -144,6 +146,10 @@ class Timeline:
             "time/engine_idle": fmean(idle for idle, _ in loads),
             "throughput/running_mean": fmean(share for _, share in loads),
         }
+
+    def _change(self, num_requests: int) -> None:
+        self.requests = num_requests
+        self._running.change(time.perf_counter(), num_requests)
 
     def _load(self) -> tuple[float, float] | None:
         """Seconds idle, and the share of the requests there is room for, of this rank's replica."""

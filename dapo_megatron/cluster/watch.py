@@ -75,6 +75,8 @@ class Watch:
         """Where the user looks; a session that sends its output to a log sets it."""
         self.at_hang: Callable[[], None] = lambda: None
         """Called when the run hangs, by the one rank that reports it; it gets ASK_SECONDS."""
+        self.on_phase: Callable[[str, int], None] = lambda phase, step: None
+        """Told of every turn to another phase, and its step."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get("start", max(limits.values()))}
         self._attempt = start_attempt or attempt()
@@ -146,6 +148,7 @@ class Watch:
     def _turn_to(self, phase: str, sign: str) -> None:
         self._phase = phase
         self.beat(sign)
+        self.on_phase(phase, self._step)
         if self._threads and not self._closed.is_set():
             self._arm(self._limits[phase])  # not left to a thread: it may not run any more
 

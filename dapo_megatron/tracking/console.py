@@ -1,6 +1,7 @@
-"""What a person sees of a run: a header, a line per step, a bar while rolling out, a summary.
+"""What a person sees of a run: a header, a line per step, a summary.
 
-On a terminal with colour and a live bar; elsewhere plain lines without control characters.
+On a terminal with colour, and a panel under the lines (live.py); elsewhere plain lines without
+control characters.
 """
 
 from __future__ import annotations
@@ -8,23 +9,22 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from dapo_megatron.tracking.live import LivePanel, LiveView, TerminalConsole, clock
 
 PLAIN_SECONDS = 60.0
-"""Least time between two lines of progress where there is no bar."""
+"""Least time between two lines of progress where there is no panel."""
 
 
 class RolloutProgress(Protocol):
     """How far a rollout is."""
 
     def update(self, done_groups: int, **figures: float) -> None:
-        """`done_groups` so far; `figures` are shown beside them."""
+        """`done_groups` so far; lines, not the panel, show `figures` beside them."""
         ...
 
 
@@ -33,9 +33,9 @@ class RunConsole:
 
     def __init__(self, *, num_steps: int, file: TextIO | None = None) -> None:
         out = sys.stdout if file is None else file
-        terminal = out.isatty() and os.environ.get("TERM") != "dumb"
+        terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         # soft_wrap: a line stays one line, for grep and for narrow windows alike.
-        self._console = Console(
+        self._console = TerminalConsole(
             file=out,
             force_terminal=terminal,
             color_system="auto" if terminal else None,
@@ -46,9 +46,12 @@ class RunConsole:
         )
         self._num_steps = num_steps
         self._step_seconds: list[float] = []
+        self._view = LiveView(num_steps)
+        self._is_live = False
 
     def header(self, title: str, facts: Mapping[str, Any]) -> None:
         """What is about to run."""
+        self._view.name = title
         self._print(title, style="bold")
         self._facts(facts)
 
@@ -64,6 +67,7 @@ class RunConsole:
         """The line of a step, and one per evaluated set."""
         if "time/step" in metrics:
             self._step_seconds.append(metrics["time/step"])
+            self._view.log(step, metrics, self._eta(step))
             self._print(_step_line(step, self._num_steps, metrics, self._eta(step)))
         for line in _evaluation_lines(metrics):
             self._print(line, style="cyan")
@@ -78,26 +82,29 @@ class RunConsole:
 
     @contextmanager
     def rollout_progress(self, total: int) -> Iterator[RolloutProgress]:
-        """While rolling out: a bar of `total` groups, or a plain line once in a while."""
+        """While rolling out: of `total` groups in the panel, or a plain line once in a while."""
         if not self._console.is_terminal:
             yield _PlainProgress(self, total)
             return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-        )
-        bar = Progress(
-            *columns,
-            console=self._console,
-            transient=True,
-            redirect_stdout=False,  # what others print belongs in the rank's log
-            redirect_stderr=False,
-        )
-        with bar as progress:
-            yield _Bar(progress, total)
+        with self.live() as view:
+            yield _Bar(view, total)
+
+    def ask_requests(self, ask: Callable[[], str]) -> None:
+        """Whom the panel asks how many requests engines run: "118 of 128"."""
+        self._view.ask_requests(ask)
+
+    @contextmanager
+    def live(self) -> Iterator[LiveView]:
+        """On a terminal the panel, as long as this lasts; what it is told is shown in it."""
+        if self._is_live or not self._console.is_terminal:
+            yield self._view
+            return
+        self._is_live = True
+        try:
+            with LivePanel(self._view, self._console):
+                yield self._view
+        finally:
+            self._is_live = False
 
     def summary(
         self,
@@ -143,12 +150,12 @@ class RunConsole:
 
 
 class _Bar:
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("rollout", total=total, figures="")
+    def __init__(self, view: LiveView, total: int) -> None:
+        self._view, self._total = view, total
+        view.groups(0, total)
 
     def update(self, done_groups: int, **figures: float) -> None:
-        self._progress.update(self._task, completed=done_groups, figures=_figures(figures))
+        self._view.groups(done_groups, self._total)
 
 
 class _PlainProgress:
@@ -185,7 +192,7 @@ _COLUMNS = (
 def _step_line(step: int, num_steps: int, metrics: Mapping[str, float], eta: float) -> str:
     cells = [f"{label} {_number(metrics.get(name), form)}" for label, name, form in _COLUMNS]
     counter = f"step {step:>{len(str(num_steps))}}/{num_steps}"
-    return "  ".join([counter, *cells, f"{metrics['time/step']:.1f} s", f"left {_clock(eta)}"])
+    return "  ".join([counter, *cells, f"{metrics['time/step']:.1f} s", f"left {clock(eta)}"])
 
 
 def evaluation_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
@@ -215,9 +222,3 @@ def _evaluation_lines(metrics: Mapping[str, float]) -> Iterator[str]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

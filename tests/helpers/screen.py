@@ -1,0 +1,93 @@
+"""A terminal to write to, and what is then to be seen on it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+import termios
+import threading
+from contextlib import suppress
+from typing import TextIO
+
+CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
+
+
+class Screen:
+    """The lines of a terminal that was sent some text: colours are dropped, the cursor moves. Lines
+    longer than the terminal are not folded: nothing that is looked at here may have any."""
+
+    def __init__(self) -> None:
+        self.lines = [""]
+        self.frames: list[list[str]] = []
+        """The lines before each jump upwards: what was there to be seen."""
+        self.shows_cursor = True
+        self._row = self._column = 0
+
+    def feed(self, text: str) -> None:
+        """Take text with control sequences."""
+        position = 0
+        while position < len(text):
+            if found := CONTROL.match(text, position):
+                self._control(found[1], found[2])
+                position = found.end()
+                continue
+            self._put(text[position])
+            position += 1
+
+    def _control(self, argument: str, letter: str) -> None:
+        if letter == "A":
+            if self.frames[-1:] != [self.lines]:
+                self.frames.append(list(self.lines))
+            self._row -= int(argument or 1)
+        elif letter == "K":
+            assert argument == "2"
+            self.lines[self._row] = ""
+        elif argument.startswith("?25"):
+            self.shows_cursor = letter == "h"
+        else:
+            assert letter == "m", (argument, letter)
+        assert self._row >= 0
+
+    def _put(self, character: str) -> None:
+        if character == "\n":
+            self._row, self._column = self._row + 1, 0
+            if self._row == len(self.lines):
+                self.lines.append("")
+        elif character == "\r":
+            self._column = 0
+        else:
+            line = self.lines[self._row].ljust(self._column)
+            self.lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
+            self._column += 1
+
+
+class Terminal:
+    """A pseudo-terminal; `file` is where a program writes, `close` gives all that was written."""
+
+    def __init__(self, columns: int = 80, rows: int = 40) -> None:
+        self._reader, writer = os.openpty()
+        self.resize(columns, rows, writer)
+        self.file: TextIO = os.fdopen(writer, "w", encoding="utf-8", buffering=1)
+        self._chunks: list[bytes] = []
+        # A terminal that nobody reads takes some kilobytes, and then makes its writers wait.
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def resize(self, columns: int, rows: int, descriptor: int | None = None) -> None:
+        """As a person drags the window."""
+        size = struct.pack("HHHH", rows, columns, 0, 0)
+        fcntl.ioctl(self._reader if descriptor is None else descriptor, termios.TIOCSWINSZ, size)
+
+    def close(self) -> str:
+        """All that was written."""
+        self.file.close()
+        self._thread.join(10)
+        os.close(self._reader)
+        return b"".join(self._chunks).decode()
+
+    def _read(self) -> None:
+        with suppress(OSError):  # the end of a terminal that nobody writes to any more
+            while chunk := os.read(self._reader, 65536):
+                self._chunks.append(chunk)

@@ -1,0 +1,271 @@
+"""The panel on a terminal: what it says in which width, and what it leaves behind."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from dapo_megatron.tracking import RunConsole
+from dapo_megatron.tracking.live import (
+    LEVELS,
+    MAX_COLUMNS,
+    MAX_ROWS,
+    LiveView,
+    clock,
+    shares,
+    sparkline,
+    step_phases,
+)
+from tests.helpers.screen import Screen, Terminal
+
+METRICS = {
+    "accuracy/raw": 0.412,
+    "reward/mean": -0.12,
+    "response_tokens/mean": 4.2,
+    "response_tokens/max": 9.0,
+    "groups/keep_rate": 0.62,
+    "policy/entropy": 0.512,
+    "time/step": 10.0,
+    "time/generate": 5.5,
+    "time/update": 3.0,
+    "time/sync": 1.0,
+}
+
+
+def drawn(view: LiveView, width: int, encoding: str = "utf-8") -> list[str]:
+    """The panel as a terminal of this width shows it."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=width, color_system=None, soft_wrap=True)
+    console.print(view)
+    file.flush()
+    return file.buffer.getvalue().decode(encoding).splitlines()  # type: ignore[attr-defined]
+
+
+def view_at(now: float = 114.0) -> LiveView:
+    """In the 12th of 40 steps, 14 seconds into generating."""
+    times = {"now": 0.0}
+    view = LiveView(40, now=lambda: times["now"])
+    view.name = "dapo_megatron tiny"
+    times["now"] = 90.0
+    for step in range(1, 12):
+        view.log(step, METRICS | {"accuracy/raw": step / 11 * 0.412}, 784.0)
+    times["now"] = 100.0
+    view.phase("generate", 12)
+    view.groups(21, 32)
+    view.ask_requests(lambda: "118 of 128")
+    times["now"] = now
+    return view
+
+
+def test_what_it_says() -> None:
+    top, *lines, bottom = drawn(view_at(), 80)
+    assert top.startswith("╭─ dapo_megatron tiny ──")
+    assert bottom.startswith("╰──")
+    head, groups, accuracy, figures, bar, legend = (line.strip("│ ") for line in lines)
+    assert re.fullmatch(r"step 12/40  generate 0:14  left 12:40  done at \d\d:\d\d", head)
+    assert re.fullmatch(r"groups +█+░+  21/32  requests 118 of 128", groups)
+    assert accuracy == "accuracy  0.412  " + sparkline([step / 11 for step in range(1, 12)])
+    assert figures == "reward -0.120  tokens 4.2, max 9  keep 0.62  entropy 0.512"
+    assert re.fullmatch(r"last step █+▓+▒+░+", bar)
+    assert [bar.count(fill) for fill in "█▓▒░"] == shares([5.5, 3.0, 1.0, 0.5], 66)
+    assert legend == "█ generate 55%  ▓ update 30%  ▒ sync 10%  ░ other 5%"
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 140, 300])
+def test_it_fits_into_its_window(width: int) -> None:
+    lines = drawn(view_at(), width)
+    assert len(lines) == MAX_ROWS
+    assert {cell_len(line) for line in lines} == {min(width, MAX_COLUMNS)}
+
+
+def test_a_narrow_window_has_what_matters_most() -> None:
+    text = "\n".join(drawn(view_at(), 60))
+    for needed in ("step 12/40  generate 0:14  left 12:40", "21/32", "accuracy  0.412", "reward"):
+        assert needed in text
+    assert "keep 0.62\n" not in text
+    assert "generate 55%  ▓ update 30%  ▒ sync 10%" in text
+
+
+def test_a_run_that_has_just_begun() -> None:
+    view = LiveView(40, now=iter([0.0, 0.0, 75.0, 75.0]).__next__)
+    _, line, _ = drawn(view, 80)
+    assert line.strip("│ ") == "step 0/40  starting 1:15"
+
+
+def test_requests_are_those_of_generating_alone() -> None:
+    view = view_at()
+    view.phase("update", 12)
+    assert "requests" not in "\n".join(drawn(view, 80))
+    view.phase("other", 12)
+    assert "update 0:00" in "\n".join(drawn(view, 80)), "what lies between phases is not one"
+
+
+def test_the_time_left_goes_on_and_ends_at_nothing() -> None:
+    assert "left 12:40" in drawn(view_at(114.0), 80)[1]
+    assert "left 12:30" in drawn(view_at(124.0), 80)[1]
+    assert "left 0:00" in drawn(view_at(5000.0), 80)[1]
+
+
+def test_where_there_is_no_unicode() -> None:
+    text = "\n".join(drawn(view_at(), 80, encoding="ascii"))
+    assert "accuracy  0.412  _" in text
+    assert text.isascii()
+
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(
+    st.dictionaries(st.sampled_from([*METRICS, "time/logprobs", "time/evaluate"]), NUMBERS),
+    NUMBERS,
+    st.integers(1, 150),
+)
+def test_no_figure_can_break_it(
+    metrics: Mapping[str, float], seconds_left: float, width: int
+) -> None:
+    """It is drawn with every line of the console: an error would end the run."""
+    view = view_at()
+    view.log(12, metrics, seconds_left)
+    drawn(view, width)
+
+
+@given(st.lists(st.floats(0.0, 1e6), max_size=8), st.integers(0, 200))
+def test_columns_are_divided_as_the_seconds_are(seconds: Sequence[float], width: int) -> None:
+    columns = shares(seconds, width)
+    total = sum(seconds)
+    assert sum(columns) == (width if total else 0)
+    for one, share in zip(columns, seconds, strict=True):
+        assert abs(one - width * share / (total or 1.0)) <= 1.0
+
+
+def test_a_sparkline_is_from_the_least_to_the_greatest() -> None:
+    assert sparkline([0.1, 0.2, 0.8, 0.5]) == "▁▂█▅"
+    assert sparkline([0.3, 0.3]) == LEVELS[4] * 2
+    assert sparkline([]) == ""
+
+
+def test_what_lies_between_phases_is_other() -> None:
+    assert step_phases(METRICS) == {"generate": 5.5, "update": 3.0, "sync": 1.0, "other": 0.5}
+    assert step_phases({"time/step": 5.0, "time/generate": 6.0}) == {"generate": 6.0}
+    assert step_phases({}) == {}
+
+
+def test_a_clock() -> None:
+    assert [clock(seconds) for seconds in (0.0, 75.4, 3600.0)] == ["0:00", "1:15", "1:00:00"]
+
+
+# ---------------------------------------------------------------------------- on a terminal
+
+
+@pytest.fixture(autouse=True)
+def a_common_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def on_terminal(use: Callable[[RunConsole, Terminal], None], columns: int = 150) -> Screen:
+    terminal = Terminal(columns)
+    use(RunConsole(num_steps=20, file=terminal.file), terminal)
+    screen = Screen()
+    screen.feed(terminal.close())
+    return screen
+
+
+def there(screen: Screen) -> list[str]:
+    """What is on it in the end, without the empty lines below."""
+    return "\n".join(screen.lines).rstrip("\n").split("\n")
+
+
+def test_lines_stay_and_the_panel_goes() -> None:
+    def run(console: RunConsole, terminal: Terminal) -> None:
+        console.header("dapo_megatron tiny", {"model": "m"})
+        with console.live() as view:
+            for step in (1, 2, 3):
+                view.phase("generate", step)
+                with console.rollout_progress(32) as bar:
+                    bar.update(7 * step)
+                    time.sleep(0.5)
+                console.log(step, METRICS)
+        console.note("the end")
+
+    screen = on_terminal(run)
+    assert [line[:10].rstrip() for line in there(screen)] == [
+        "dapo_megat", "  model  m", "step  1/20", "step  2/20", "step  3/20", "the end",
+    ]  # fmt: skip
+    seen = ["\n".join(frame) for frame in screen.frames]
+    assert any("step 2/20  generate 0:00" in frame and " 14/32" in frame for frame in seen)
+    assert all(frame.count("╭") == 1 for frame in seen), "never two panels"
+    assert screen.shows_cursor
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_finds_a_clean_terminal(error: type[BaseException]) -> None:
+    def run(console: RunConsole, terminal: Terminal) -> None:
+        with pytest.raises(error), console.live(), console.rollout_progress(32) as bar:
+            bar.update(3)
+            raise error
+        print("error: it broke", file=terminal.file)
+
+    assert there(on_terminal(run)) == ["error: it broke"]
+
+
+def test_the_cursor_is_never_hidden() -> None:
+    def run(console: RunConsole, terminal: Terminal) -> None:
+        with console.live():
+            terminal.file.flush()
+
+    terminal = Terminal()
+    run(RunConsole(num_steps=20, file=terminal.file), terminal)
+    assert "\x1b[?25l" not in terminal.close()
+
+
+def test_what_another_rank_says_is_not_wiped() -> None:
+    """As session.py says it: with so many empty lines below."""
+
+    def run(console: RunConsole, terminal: Terminal) -> None:
+        with console.live() as view:
+            view.groups(1, 2)
+            console.log(1, METRICS)
+            terminal.file.write("rank 1: boom" + "\n" * MAX_ROWS)
+            console.log(2, METRICS)
+
+    screen = on_terminal(run)
+    assert any("rank 1: boom" in line for line in screen.lines)
+    assert any(line.startswith("step  2/20") for line in screen.lines)
+
+
+def test_another_size_of_the_window_is_seen() -> None:
+    def run(console: RunConsole, terminal: Terminal) -> None:
+        with console.live():
+            time.sleep(0.5)
+            terminal.resize(60, 40)
+            time.sleep(0.8)
+
+    frames = on_terminal(run, columns=90).frames
+    assert len(frames[0][0]) == 90
+    assert len(frames[-1][0]) == 60
+
+
+def test_a_terminal_that_is_not_one_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+
+    def run(console: RunConsole, terminal: Terminal) -> None:
+        with console.live() as view, console.rollout_progress(32) as bar:
+            view.phase("generate", 1)
+            bar.update(3)
+            console.log(1, METRICS)
+
+    terminal = Terminal()
+    run(RunConsole(num_steps=20, file=terminal.file), terminal)
+    text = terminal.close()
+    assert "\x1b" not in text
+    assert len(text.splitlines()) == 1
