@@ -4,8 +4,9 @@ version. What cannot be read is told of in `RunData.warnings` and left out."""
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def finite(value: Any) -> float | None:
     """A number as a float; None for what is not one: null, NaN, text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) <= sys.float_info.max else None  # false for NaN
 
 
 def _evaluations(step: int, line: Mapping[str, Any]) -> Iterable[Evaluation]:
@@ -168,7 +169,7 @@ def _check_is_run(path: Path) -> None:
         what = "does not exist"
     inside = path if path.is_dir() else path.parent
     found = [inside] if not path.is_dir() else []
-    if inside.is_dir():
+    with suppress(OSError):
         found += sorted(one for one in inside.iterdir() if one.is_dir())
     runs = [str(one) for one in found if any((one / mark).exists() for mark in MARKS)]
     more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""

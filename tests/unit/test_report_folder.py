@@ -1,0 +1,249 @@
+"""A run's folder as the report reads it: whole, half-written, damaged, done again, or no run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.cluster import pulse
+from dapo_megatron.cluster.attempt import begin_attempt, end_attempt
+from dapo_megatron.cluster.pulse import Pulse, State
+from dapo_megatron.cluster.watch import hang_file
+from dapo_megatron.report.folder import read_metrics, read_run
+from dapo_megatron.report.series import evaluation_curves, stride_of, thin, thin_steps
+from dapo_megatron.report.state import StateWord
+from dapo_megatron.types import ConfigError
+
+A_PULSE = Pulse(
+    rank=0,
+    world_size=1,
+    attempt="7.0",
+    host="n1",
+    pid=1,
+    state=State.RUNNING,
+    time=0.0,
+    phase="generate",
+    step=3,
+    limit_seconds=60.0,
+    silent_seconds=1.0,
+    sign="token 5",
+)
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]] | None = None, steps: int = 40) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(
+        f"run: {{name: mine}}\ntrain: {{rollout_steps: {steps}}}\ndata: {{train: [{{name: a}}]}}\n"
+    )
+    lines = [{"step": 1, "accuracy/raw": 0.5}] if lines is None else lines
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_run_is_read(tmp_path: Path) -> None:
+    evaluated = {"eval/a/b/avg@4": 0.4, "eval/a/b/avg@4_low": 0.3, "eval/a/b/avg@4_high": 0.5}
+    folder = write_run(
+        tmp_path / "r",
+        [{"step": 0, **evaluated}, {"step": 1, "x": 1}, {"step": 2, "x": math.nan, "y": 2.5}],
+    )
+    run = read_run(folder)
+    assert run.name == "mine"
+    assert run.metrics.steps == [1, 2]
+    assert run.metrics.column("x") == [1.0, None]
+    assert run.metrics.column("y") == [None, 2.5]
+    assert run.metrics.column("never") == [None, None]
+    assert run.metrics.last("x") == 1.0
+    (one,) = run.evaluations
+    assert (one.set, one.figure, one.step) == ("a/b", "avg@4", 0)
+    assert (one.value, one.low, one.high) == (0.4, 0.3, 0.5)
+    assert run.knob("train.rollout_steps") == 40
+    assert run.knob("data.train.0.name") == "a"
+    assert run.knob("data.train.1.name", "none") == run.knob("train.x.y", "none") == "none"
+
+
+def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    (folder / "attempts.jsonl").write_text("")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "accuracy')
+    run = read_run(folder)
+    assert run.metrics.steps == [1]
+    assert run.warnings == []
+
+
+def test_what_is_damaged_is_left_out_and_told(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    lines = b'\xff\xfe\n[1]\n{"step": "two"}\n{"step": 3, "accuracy/raw": "high"}\n{"step": 4}\n'
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(lines)
+    (folder / "config.yaml").write_text("a: [")
+    (folder / "summary.json").write_text("[]")
+    (folder / "plan.json").write_text("[" * 100_000)
+    (folder / "provenance.json").mkdir()
+    run = read_run(folder)
+    assert run.metrics.steps == [1, 3, 4]
+    assert run.metrics.column("accuracy/raw") == [0.5, None, None]
+    assert (run.config, run.summary, run.plan, run.provenance) == ({}, None, None, None)
+    assert run.name == "r"
+    told = " ".join(run.warnings)
+    for name in ("config.yaml", "metrics.jsonl: 2", "line 2, 3", "summary", "plan", "provenance"):
+        assert name in told
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["step", "x", "eval/a/avg@2", "eval/a/avg@2_low", "eval/"]),
+            st.one_of(st.none(), st.booleans(), st.integers(-2, 9), st.just(10**400), st.floats(), st.text()),
+        )
+    )
+)
+def test_any_lines_make_columns_of_one_length(lines: list[dict[str, Any]]) -> None:
+    metrics, evaluations = read_metrics(lines)
+    assert metrics.steps == sorted(set(metrics.steps))
+    assert all(step >= 1 for step in metrics.steps)
+    for column in metrics.columns.values():
+        assert len(column) == len(metrics.steps)
+        assert all(value is None or math.isfinite(value) for value in column)
+    assert all(math.isfinite(one.value) and one.step >= 0 for one in evaluations)
+
+
+def test_steps_done_again_replace_what_was_after_them() -> None:
+    lines = [{"step": step, "x": float(step)} for step in (0, 1, 2, 3, 4)]
+    metrics, _ = read_metrics([*lines, {"step": 2, "x": 20.0}, {"step": 3, "x": 30.0}])
+    assert metrics.steps == [1, 2, 3]
+    assert metrics.column("x") == [1.0, 20.0, 30.0]
+
+
+@pytest.mark.parametrize("wrong", ["none", "empty", "runs", "file"])
+def test_a_wrong_folder_is_refused_with_the_way_out(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "runs").mkdir()
+    good = write_run(tmp_path / "runs" / "good")
+    (tmp_path / "empty").mkdir()
+    path = {
+        "none": tmp_path / "none",
+        "empty": tmp_path / "empty",
+        "runs": tmp_path / "runs",
+        "file": good / "config.yaml",
+    }[wrong]
+    with pytest.raises(ConfigError, match="RUN_FOLDER") as raised:
+        read_run(path)
+    assert str(path) in str(raised.value)
+    if wrong in ("runs", "file"):
+        assert f"such as {good}" in str(raised.value)
+
+
+# ------------------------------------------------------------------ how it stands
+
+
+def state(folder: Path) -> StateWord:
+    return read_run(folder).state.word
+
+
+def test_without_any_sign_it_is_not_known(tmp_path: Path) -> None:
+    assert state(write_run(tmp_path / "r")) is StateWord.UNKNOWN
+
+
+def test_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    book = folder / "attempts.jsonl"
+    begin_attempt(book, 0, SLURM)
+    pulse.write(folder, replace(A_PULSE, time=time.time()))
+    running = read_run(folder).state
+    assert running.word is StateWord.RUNNING
+    assert not running.has_ended
+    pulse.write(folder, replace(A_PULSE, time=time.time() - 100))
+    cut = read_run(folder).state
+    assert cut.word is StateWord.CRASHED
+    assert "100 s ago" in cut.text or "2 min ago" in cut.text
+    for end in ("stopped", "crashed", "hung"):
+        end_attempt(book, end, SLURM)
+        assert state(folder) == end
+    hang_file(folder, "7.0").write_text(json.dumps({"text": "rank 3 is missing\nmore"}))
+    assert "rank 3 is missing" in read_run(folder).state.text
+    (folder / "summary.json").write_text(json.dumps({"steps": 40}))
+    assert state(folder) is StateWord.FINISHED
+
+
+@pytest.mark.parametrize("end", ["stopped", "crashed"])
+def test_a_run_that_said_how_it_ended_has_ended_though_its_ranks_still_live(
+    tmp_path: Path, end: str
+) -> None:
+    """It writes its report before it lets go."""
+    folder = write_run(tmp_path / "r")
+    pulse.write(folder, replace(A_PULSE, time=time.time()))
+    begin_attempt(folder / "attempts.jsonl", 0, SLURM)
+    end_attempt(folder / "attempts.jsonl", end, SLURM)
+    assert state(folder) == end
+    begin_attempt(folder / "attempts.jsonl", 1, {**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert state(folder) is StateWord.RUNNING
+    (folder / "summary.json").write_text(json.dumps({"steps": 40}))
+    assert state(folder) is StateWord.FINISHED
+
+
+def test_the_summary_of_a_shorter_run_is_not_the_end(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r", steps=80)
+    (folder / "summary.json").write_text(json.dumps({"steps": 40}))
+    assert state(folder) is StateWord.UNKNOWN
+    pulse.write(folder, replace(A_PULSE, time=time.time()))
+    assert state(folder) is StateWord.RUNNING
+
+
+def test_pulses_of_another_version_are_no_pulses(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    pulse.write(folder, A_PULSE)
+    pulse.pulse_file(folder, 1).write_text('{"rank": 1}')
+    pulse.pulse_file(folder, 0).write_text('{"state": "running"}')
+    assert state(folder) is StateWord.UNKNOWN
+
+
+def test_a_folder_that_is_written_to_meanwhile(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    with (folder / "metrics.jsonl").open("ab", buffering=0) as file:
+        for step in range(2, 60):
+            line = json.dumps({"step": step, "accuracy/raw": step / 100, "pad": "x" * 99}) + "\n"
+            for part in (line[:40], line[40:]):
+                os.write(file.fileno(), part.encode())
+                steps = read_run(folder).metrics.steps
+                assert steps == list(range(1, len(steps) + 1))
+    assert steps[-1] == 59
+
+
+# ------------------------------------------------------------------ curves
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50), st.integers(1, 7))
+def test_thinned_curves(column: list[float | None], stride: int) -> None:
+    steps = thin_steps(range(1, len(column) + 1), stride)
+    means, largest = thin("a/mean", column, stride), thin("a/gap_max", column, stride)
+    assert len(steps) == len(means) == len(largest) == -(-len(column) // stride)
+    assert steps[-1:] == ([len(column)] if column else [])
+    known = [value for value in column if value is not None]
+    if known:  # a peak is never lost
+        kept = max(value for value in largest if value is not None)
+        assert kept == pytest.approx(max(known), rel=1e-5)
+    for mean, top in zip(means, largest, strict=True):
+        assert (mean is None) == (top is None)
+        assert mean is None or top is None or mean <= top + 1e-5 * abs(top) + 1e-5 * abs(mean)
+
+
+def test_short_runs_are_not_thinned() -> None:
+    assert [stride_of(n) for n in (0, 1, 2000, 2001, 5000)] == [1, 1, 1, 2, 3]
+
+
+def test_of_a_figure_the_one_of_most_samples_is_drawn() -> None:
+    line = {"step": 0, "eval/a/pass@1": 0.1, "eval/a/pass@4": 0.4, "eval/a/ungraded": 2.0}
+    _, evaluations = read_metrics([line, {**line, "step": 5, "eval/a/pass@4_low": 0.3}])
+    assert evaluation_curves(evaluations) == [
+        {"set": "a", "figure": "pass@4", "points": [[0, 0.4, None, None], [5, 0.4, 0.3, None]]}
+    ]

@@ -1,0 +1,337 @@
+"""The report as a file: what is in it, that nothing in it is taken for markup, that it loads
+nothing, and when it is written."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_megatron.cluster import pulse
+from dapo_megatron.report import command, page
+from dapo_megatron.report.charts import CHARTS, chart_of, names_in, recorded
+from dapo_megatron.report.command import parse_steps, report, watch
+from dapo_megatron.report.facts import headline, span
+from dapo_megatron.report.folder import read_run
+from dapo_megatron.report.paper import GHOSTS, ghosts
+from dapo_megatron.report.payload import Options, make_payload
+from dapo_megatron.types import ConfigError
+from tests.helpers.made_run import MadeRun
+from tests.unit.test_report_folder import A_PULSE, write_run
+
+HOSTILE = "</script><script>bad()</script><img src=x onerror=bad()>{{ 7*7 }}"
+
+
+class Elements(HTMLParser):
+    """The start tags of a page, and the text of each element of a kind."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def written(folders: list[Path], target: Path, **options: Any) -> str:
+    report(folders, target, Options(**options))
+    return target.read_text(encoding="utf-8")
+
+
+def data_of(text: str) -> Any:
+    found = re.search(r'id="data">([^<]*)<', text)
+    assert found is not None
+    return json.loads(gzip.decompress(base64.b64decode(found[1])))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MadeRun(num_steps=6).write(tmp_path_factory.mktemp("runs") / "made")
+
+
+def test_the_page_is_whole(made: Path, tmp_path: Path) -> None:
+    text = written([made], tmp_path / "r.html")
+    elements = Elements(text)
+    ids = [one["id"] for _, one in elements.tags if "id" in one]
+    assert len(ids) == len(set(ids))
+    for name in ("health", "training", "groups", "time", "rollouts", "provenance", "timeline"):
+        assert name in ids
+    data = data_of(text)
+    drawn = [one["data-chart"] for one in elements.of("div") if "data-chart" in one]
+    assert drawn == [
+        one["id"] for one in sorted(data["charts"], key=lambda one: ids.index(f"chart-{one['id']}"))
+    ]
+    (run,) = data["runs"]
+    assert run["steps"] == [1, 2, 3, 4, 5, 6]
+    assert all(len(column) == 6 for column in run["metrics"].values())
+    assert names_in(data["charts"]) >= set(run["metrics"])
+    for finding in run["findings"]:
+        assert finding["chart"] is None or finding["chart"] in drawn
+    assert "<noscript>" in text
+    assert len(text) < 8e6
+
+
+def test_the_health_is_there_before_any_script(made: Path, tmp_path: Path) -> None:
+    text = written([made], tmp_path / "r.html")
+    run = read_run(made)
+    before = unescape(text[: text.index("<script")])
+    for said in (run.name, run.state.word, headline(run), "Findings", "Provenance"):
+        assert said in before
+
+
+def test_nothing_is_loaded_and_only_our_scripts_run(made: Path, tmp_path: Path) -> None:
+    text = written([made], tmp_path / "r.html")
+    elements = Elements(text)
+    (policy,) = [
+        str(one["content"])
+        for one in elements.of("meta")
+        if one.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert policy.startswith("default-src 'none'; script-src 'nonce-")
+    assert "unsafe-eval" not in policy and "http" not in policy
+    nonce = re.search(r"nonce-([\w-]+)", policy)
+    assert nonce is not None
+    for one in elements.of("script"):
+        assert one.get("nonce") == nonce[1] or one.get("type") == "application/octet-stream"
+    for tag, attributes in elements.tags:
+        assert "src" not in attributes, tag
+        for name in ("href", "action", "data", "poster", "srcset"):
+            assert str(attributes.get(name) or "#").startswith(("#", "data:,")), tag
+    assert "@import" not in text[: text.index("<script")]
+    assert "url(" not in text[: text.index("<script")]
+    assert nonce[1] not in written([made], tmp_path / "again.html")
+
+
+def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "r", [{"step": 0, f"eval/{HOSTILE}/avg@4": 0.5}, {"step": 1, HOSTILE: 1}]
+    )
+    config = {"run": {"name": HOSTILE}, "model": {"path": HOSTILE}, HOSTILE: HOSTILE}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    facts = {"facts": {HOSTILE: HOSTILE, "lone": "\ud800"}, "tags": {"git.commit": HOSTILE}}
+    (folder / "provenance.json").write_text(json.dumps(facts))
+    attempt = {"attempt": HOSTILE, "job": HOSTILE, "step": HOSTILE, "time": 0, "end": "crashed"}
+    (folder / "attempts.jsonl").write_text(json.dumps(attempt))
+    (folder / "data").mkdir()
+    (folder / "data" / "<b>.report.json").write_text(json.dumps({"output": {HOSTILE: [HOSTILE]}}))
+    plain = Elements(written([write_run(tmp_path / "plain")], tmp_path / "plain.html"))
+    text = written([folder], tmp_path / "r.html")
+    elements = Elements(text)
+    assert "<img" not in text and "<script>bad" not in text
+    assert len(elements.of("script")) == len(plain.of("script"))
+    assert not any(name.startswith("on") for _, one in elements.tags for name in one)
+    assert HOSTILE in unescape(text)  # its braces too
+    assert data_of(text)["runs"][0]["name"] == HOSTILE
+
+
+def test_a_script_may_not_end_itself() -> None:
+    with pytest.raises(ValueError, match="its own element"):
+        page._script("const a = '</SCRIPT>';")
+
+
+def test_several_runs(made: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "b")
+    same = write_run(tmp_path / "c")
+    text = written([made, other, same], tmp_path / "r.html", completions=30)
+    data = data_of(text)
+    names = [run["name"] for run in data["runs"]]
+    assert names == ["made", f"mine ({other})", f"mine ({same})"]
+    elements = Elements(text)
+    assert [one["value"] for one in elements.of("option")][:3] == ["0", "1", "2"]
+    hidden = [("hidden" in one) for one in elements.of("div") if one.get("data-run") is not None]
+    assert hidden == [False, True, True] * 2
+    assert len([one for one in elements.of("button") if "data-chip" in one]) == 3
+
+
+def test_a_bare_run_has_a_page_too(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("{}")
+    text = written([folder], tmp_path / "r.html")
+    assert data_of(text)["runs"][0]["steps"] == []
+    assert "Not recorded:" in text
+    assert "None recorded" in text
+
+
+# ------------------------------------------------------------------ charts
+
+
+def test_charts_are_well_formed() -> None:
+    assert len({one["id"] for one in CHARTS}) == len(CHARTS)
+    for chart in CHARTS:
+        assert re.fullmatch(r"[a-z_]+", chart["id"])
+        assert chart["help"].endswith(".")
+        assert set(chart.get("ghosts", ())) <= set(GHOSTS)
+
+
+def test_what_never_occurs_is_left_out() -> None:
+    shown = recorded(CHARTS, {"policy/clip_fraction_low"}, {"pass@4"})
+    assert [one["id"] for one in shown] == ["evaluation_best_and_vote", "clipping"]
+    assert [one["label"] for one in shown[1]["series"]] == ["down"]
+    assert chart_of("policy/clip_fraction_low", shown) == "clipping"
+    assert chart_of("eval/some/set/pass@4", shown) == "evaluation_best_and_vote"
+    assert chart_of("policy/entropy", shown) is chart_of(None, shown) is None
+
+
+def test_the_papers_curves_are_in_rollout_steps_and_shares() -> None:
+    found = ghosts(GHOSTS)
+    accuracy = found["aime_avg"]["points"]
+    assert accuracy[0] == [0.0, 0.01042] and accuracy[-1] == [330.0, 0.49583]
+    assert found["entropy_collapse"]["points"][-1] == [146.0, 0.00564]
+    assert found["length"]["points"][0][1] == pytest.approx(743, abs=1)
+    for curve in found.values():
+        steps = [step for step, _ in curve["points"]]
+        assert steps == sorted(steps)
+
+
+def test_the_sentence_at_the_top(made: Path, tmp_path: Path) -> None:
+    lines = [
+        {"step": 0, "eval/a/avg@4": 0.25, "eval/b/avg@4": 0.5},
+        {"step": 1, "time/step": 100.0, "accuracy/raw": 0.5},
+    ]
+    folder = write_run(tmp_path / "r", lines)
+    said = headline(read_run(folder))
+    assert said == "accuracy 0.250 at step 0 on a and 1 more (1 of 40 steps, 2 min)"
+    write_run(folder, [*lines, {"step": 2, "eval/a/avg@4": 0.75}])
+    assert "accuracy 0.250 → 0.750 on a" in headline(read_run(folder))
+    write_run(folder, lines[1:])
+    assert "0.500 on its training prompts" in headline(read_run(folder))
+    write_run(folder, [])
+    assert headline(read_run(folder)) == "nothing measured yet (0 of 40 steps, 0 s)"
+    assert [span(n) for n in (12, 240, 7200, 200_000)] == ["12 s", "4 min", "2.0 h", "2.3 d"]
+
+
+def test_a_password_of_the_server_is_not_passed_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    server = {"server": "https://me:secret@host:5000/x", "run_id": "17"}
+    (folder / "mlflow_run.json").write_text(json.dumps(server))
+    text = written([folder], tmp_path / "r.html")
+    assert "https://host:5000/x" in text
+    assert "secret" not in text[: text.index("<script")]
+
+
+# ------------------------------------------------------------------ writing
+
+
+def test_the_output_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "r")
+    report([folder], None, Options())
+    kept = (folder / "report.html").read_bytes()
+
+    def full(path: Path, text: str, *, durable: bool) -> None:
+        path.with_name(f".{path.name}.{command.os.getpid()}.partial").write_text(text[:9])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "write_text", full)
+    with pytest.raises(ConfigError, match=r"--output: .*report.html: No space left"):
+        report([folder], None, Options())
+    assert (folder / "report.html").read_bytes() == kept
+    assert not list(folder.glob(".*partial"))
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    for output in (tmp_path / "no" / "r.html", tmp_path):
+        with pytest.raises(ConfigError, match="--output"):
+            report([folder], output, Options())
+
+
+@pytest.mark.parametrize("text", ["5", "a:b", ":", "9:3", ""])
+def test_steps_that_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--steps"):
+        parse_steps(text)
+
+
+def test_steps() -> None:
+    assert parse_steps(None) is None
+    assert [parse_steps(text) for text in ("3:9", "3:", ":9")] == [(3, 9), (3, None), (None, 9)]
+
+
+def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    arguments = [sys.executable, "-m", "dapo_megatron", "report", str(folder), "--completions", "5"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"report  \S+report.html  \([\d.]+ MB, [\d.]+ s\)\n", done.stdout)
+    wrong = subprocess.run([*arguments[:4], str(tmp_path)], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: RUN_FOLDER: ")
+    assert str(folder) in wrong.stderr
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, dapo_megatron.report.command; "
+        "sys.exit(str(sorted({'torch', 'numpy', 'transformers', 'mlflow'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "[]"
+
+
+# ------------------------------------------------------------------ --watch
+
+
+def test_watch_writes_what_changes_and_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "r")
+    pulse.write(folder, replace(A_PULSE, time=time.time()))
+    looks = 0
+    seen: list[tuple[int, float | None]] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        data = data_of((folder / "report.html").read_text())
+        seen.append((len(data["runs"][0]["steps"]), data["refresh_seconds"]))
+        assert looks < 9
+        if looks < 4:
+            pulse.write(folder, replace(A_PULSE, time=time.time()))
+        if looks == 2:
+            write_run(folder, [{"step": 1}, {"step": 2}])
+        if looks == 4:
+            (folder / "summary.json").write_text('{"steps": 40}')
+            pulse.write(folder, replace(A_PULSE, state=pulse.State.ENDED))
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    watch([folder], None, Options(), every=7.0)
+    assert seen[:4] == [(1, 7.0), (1, 7.0), (2, 7.0), (2, 7.0)]
+    assert looks == 5
+    assert data_of((folder / "report.html").read_text())["refresh_seconds"] is None
+    assert capsys.readouterr().out.count("report  ") == 4  # first, step 2, the end twice
+
+
+def test_watch_of_an_ended_run_writes_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "r")
+    thread = threading.Thread(target=watch, args=([folder], None, Options(), 30.0))
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert capsys.readouterr().out.count("report  ") == 1
+
+
+def test_payload_keeps_rollouts_of_each_run_apart(made: Path) -> None:
+    run = read_run(made)
+    payload = make_payload([run, run], Options(completions=40))
+    tables = [one["rollouts"] for one in payload.data["runs"]]
+    if tables[0] is None:
+        pytest.skip("rollouts are not built yet")
+    assert set(tables[0]["blobs"]).isdisjoint(tables[1]["blobs"])
+    assert {*tables[0]["blobs"], *tables[1]["blobs"]} <= set(payload.blobs)
