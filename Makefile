@@ -1,6 +1,7 @@
 PYTHON ?= python3
 CONFIG ?= model_configs/tiny_cpu.yaml
 ARGS   ?=
+JOBS   ?= 2
 VENV   := .venv
 READY  := $(VENV)/.ready
 GPU    := .venv-gpu
@@ -33,8 +34,9 @@ quickstart: env  ## train the tiny model on this machine; more arguments with AR
 ladder: env  ## the paper's ladder on the tiny task, six rungs and three seeds (half an hour): docs/ladder.md
 	$(VENV)/bin/python tools/ladder.py $(ARGS)
 
-test: env  ## the tests, without those of the next four; more arguments with ARGS="-k name"
-	$(VENV)/bin/python -m pytest $(ARGS)
+# The slow files come first: they are not sorted by their number of tests.
+test: env  ## the tests, without those of the next four, two files at a time (JOBS=2); more arguments with ARGS="-k name"
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: env  ## only the tests marked long
 	$(VENV)/bin/python -m pytest -m long $(ARGS)
