@@ -4,7 +4,8 @@ A definition is plain JSON, drawn by page/charts.js:
     id, section, title, help (a sentence for a newcomer), y (axis title with unit)
     kind        lines | stacked_area | stacked_bars | bars
     overlay     true: all runs in one chart; false: the chosen run's alone
-    series      [{metric, label, dash?, axis?: "y2", color?: slot 0..7}]
+    series      [{metric, label, dash?, axis?: "y2", color?: slot 0..7, line?: true}]
+                line: over what is stacked, not part of it
     band        {low: metric, high: metric}
     evaluations figures by prefix ("avg@"): points with 95% intervals, one trace per set
     ghosts      keys of paper.py, drawn when asked for

@@ -55,7 +55,8 @@ def _machines(run: RunData) -> Rows:
     for key in ("devices", "num_processes"):
         if given.get(key) is not None:
             rows.append((key.replace("num_", ""), str(given[key])))
-    shown = ("host", "slurm.", "chosen.")
+    # "computed by" of the facts says what was chosen.
+    shown = ("host", "slurm.") if rows else ("host", "slurm.", "chosen.")
     rows += [(key, str(value)) for key, value in _tags(run).items() if key.startswith(shown)]
     if not rows and run.knob("policy.tensor_parallel") is not None:
         rows = [
@@ -68,7 +69,7 @@ def _machines(run: RunData) -> Rows:
 def _starts(run: RunData) -> Rows:
     rows = []
     for one in run.attempts:
-        end = one.get("end") or ("the last" if one is run.attempts[-1] else "cut short")
+        end = one.get("end") or (run.state.word if one is run.attempts[-1] else "cut short")
         when = finite(one.get("time"))
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if when is not None else "?"
         job = f", Slurm job {one['job']}" if one.get("job") else ""

@@ -103,11 +103,14 @@ const Charts = (() => {
 
   function stacked(chart, runs, isOne) {
     return runs.flatMap(({ run, number }) => chart.series.filter((one) => run.metrics[one.metric]).map((series) => {
-      const place = chart.series.indexOf(series);
-      const color = slot(series.color ?? place);
-      const trace = { x: run.steps, y: run.metrics[series.metric], name: named(isOne, run, series.label) };
-      if (chart.kind !== "stacked_area") return { ...trace, type: "bar", marker: { color } };
-      return { ...trace, type: "scatter", mode: "lines", stackgroup: String(number),
+      const color = slot(series.color ?? chart.series.indexOf(series));
+      const values = run.metrics[series.metric];
+      const trace = { x: run.steps, y: values, name: named(isOne, run, series.label), yaxis: series.axis ?? "y" };
+      // A line over what is stacked.
+      if (series.line) return { ...trace, type: "scatter", mode: "lines", line: { color, width: 2 } };
+      const whole = { ...trace, y: chart.kind === "bars" ? values : values.map((one) => one ?? 0) };
+      if (chart.kind !== "stacked_area") return { ...whole, type: "bar", marker: { color } };
+      return { ...whole, type: "scatter", mode: "lines", stackgroup: String(number),
         line: { color, width: 0.8 }, fillcolor: faint(color, 0.55) };
     }));
   }
