@@ -39,7 +39,8 @@ updates before it and in its one micro-batch."""
 
 
 def command(directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = False) -> list[str]:
-    tracking = (f"tracking.mlflow={str(mlflow).lower()}", "tracking.wait_seconds=60")
+    told = str(mlflow).lower()
+    tracking = (f"tracking.mlflow={told}", "tracking.wait_seconds=60", f"tracking.report={told}")
     where = (f"run.directory={directory}", f"run.name={name}", "resume=auto", *tracking)
     program = (sys.executable, "-m", "tests.helpers.stopper", str(stop_at))
     return [*program, "train", str(TINY), *OVERRIDES, *where]
@@ -87,8 +88,16 @@ def check_same(folder: Path, undisturbed: Path) -> None:
     assert metrics == expected_metrics
     assert tensors.keys() == expected.keys()
     assert not [name for name in expected if not torch.equal(tensors[name], expected[name])]
-    samples = [path.read_text() for path in sorted((folder / "samples").iterdir())]
-    assert samples == [path.read_text() for path in sorted((undisturbed / "samples").iterdir())]
+    assert samples_of(folder) == samples_of(undisturbed)
+
+
+def samples_of(folder: Path) -> dict[str, str]:
+    """The rollouts, their index, and what the policy said of them: a resumed step, whose old
+    log-probs come from the checkpoint, has what its first attempt wrote."""
+    inside = folder / "samples"
+    found = {str(path.relative_to(inside)): path.read_text() for path in inside.rglob("step_*")}
+    assert len(found) == 3 * STEPS
+    return found
 
 
 @pytest.mark.long
@@ -143,6 +152,11 @@ def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
     out, _ = process.communicate(timeout=100)
     assert process.returncode == STOPPED, out
     print(f"from SIGUSR1 to the end: {time.monotonic() - begun:.1f} s")
+    page = folder / "report.html"
+    while "WARNING: report.html is not ready" in out and not page.exists():
+        assert time.monotonic() - begun < 100
+        time.sleep(0.2)
+    assert "asked to stop" in page.read_text(encoding="utf-8")
     client = MlflowClient(f"sqlite:///{directory}/mlflow.db")
     run_id = json.loads((folder / "mlflow_run.json").read_text())["run_id"]
     deadline = time.monotonic() + 30  # the sender stays a while
@@ -155,6 +169,7 @@ def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
     check_same(folder, undisturbed)
     assert json.loads((folder / "mlflow_run.json").read_text())["run_id"] == run_id
     assert client.get_run(run_id).info.status == "FINISHED"
+    assert "asked to stop" not in page.read_text(encoding="utf-8")
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:

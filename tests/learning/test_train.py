@@ -200,7 +200,7 @@ def test_what_the_policy_said_is_of_the_groups_trained_on(straight: Path) -> Non
             engine = named[line["ticket"], line["sample"]]["logprobs"]
             assert len(line["entropy"]) == len(line["logprobs"]) == len(engine)
             gap = max(abs(a - b) for a, b in zip(engine, line["logprobs"], strict=True))
-            assert gap == pytest.approx(line["gap_max"], abs=1e-6)  # of rounding
+            assert gap == pytest.approx(line["gap_max"], rel=1e-3, abs=1e-6)  # of rounding
         of_step = metrics[int(path.stem.removeprefix("step_"))]
         if of_step["groups/fresh_token_fraction"] == 1:
             num_fresh += 1
