@@ -52,7 +52,8 @@ class Blob:
         for position, one in enumerate(group["completions"]):
             policy = group["policy"].get(one["sample"], {})
             trained = self._trained(group, position, rewards, policy)
-            facts = explain(grader, group, position, rewards, self._rules)
+            recorded = policy.get("advantage")
+            facts = explain(grader, group, position, rewards, self._rules, recorded)
             rows.append(_row(place, group, position, rewards, trained, policy, pick))
             shown_ones.append(
                 {
@@ -173,7 +174,7 @@ def _row(
         "age": age_of(pick.group.step, one),
         "logprob_mean": _rounded(sum(logprobs) / len(logprobs)) if logprobs else None,
         "logprob_min": _rounded(min(logprobs)) if logprobs else None,
-        "gap_max": _rounded(policy.get("gap_max"), 6),
+        "gap_max": _digits(policy.get("gap_max")),
         "why": pick.why(one["sample"]),
         "group": place,
     }
@@ -197,5 +198,10 @@ def _whole(values: Sequence[float | None], scale: int) -> list[int | None]:
         ]
 
 
-def _rounded(value: float | None, decimals: int = 4) -> float | None:
-    return round(value, decimals) if value is not None and math.isfinite(value) else None
+def _rounded(value: float | None) -> float | None:
+    return round(value, 4) if value is not None and math.isfinite(value) else None
+
+
+def _digits(value: float | None) -> float | None:
+    """Four of them, for a figure that may be as small as 1e-7."""
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

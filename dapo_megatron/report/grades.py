@@ -16,8 +16,12 @@ from dapo_megatron.rewards import dapo_math
 MAX_SHOWN = 2000
 """Characters of an answer or a truth; a program, or the tests of one, may be far longer."""
 
+MINUS = "\N{MINUS SIGN}"
 DAPO_MATH_TAIL = 300
 """Characters at the end of a response that dapo_math looks at."""
+
+_SAME_ADVANTAGE = 0.001
+"""The run computes in float32."""
 
 _LOOKS_FOR = {
     "dapo_math": (
@@ -139,8 +143,13 @@ def explain(
     position: int,
     rewards: GroupRewards,
     rules: Rules,
+    trained: float | None = None,
 ) -> list[tuple[str, str]]:
-    """How the completion at `position` was graded: (heading, sentences), as it happened."""
+    """How the completion at `position` was graded: (heading, sentences), as it happened.
+
+    `trained` is the advantage that the run recorded, if it did: a run may have gone on with another
+    config than the one that `rules` are of.
+    """
     one = group["completions"][position]
     found = [("Grader", _looks_for(grader))]
     if one["score"] is None:
@@ -149,7 +158,7 @@ def explain(
         found.append(("Answer read", _answer(grader, one, group["truth"])))
         found.append(("Verdict", "Right." if one["correct"] else "Wrong."))
         found.append(("Reward", _reward(one, rewards.penalties[position], rules)))
-    found.append(("Advantage", _advantage(position, rewards, rules)))
+    found.append(("Advantage", _advantage(position, rewards, rules, trained)))
     fate = group["fate"]
     found.append(("Group", _FATES.get(fate, f"Its fate: {fate}.")))
     return found
@@ -193,21 +202,29 @@ def _missed(text: str) -> str:
 def _reward(one: Mapping[str, Any], penalty: float, rules: Rules) -> str:
     score, num_tokens = one["score"], len(one["tokens"])
     if not rules.penalty:
-        return f"{score:g}: the score alone (overlong.penalty is off)."
+        return f"{_figure(score)}: the score alone (overlong.penalty is off)."
     free = rules.max_tokens - rules.buffer_tokens
     if penalty == 0.0:
         return (
-            f"{score:g}: the score; no length penalty, for {num_tokens:,} tokens are no more than "
-            f"{free:,}."
+            f"{_figure(score)}: the score; no length penalty, for {num_tokens:,} tokens are no "
+            f"more than {free:,}."
         )
     return (
-        f"{score:g} - {-penalty:.4g} = {score + penalty:.4g}: the score, less the length penalty: "
-        f"{num_tokens:,} tokens are {num_tokens - free:,} beyond {free:,}, of "
-        f"{rules.buffer_tokens:,} that take it to -1."
+        f"{_figure(score)} {MINUS} {-penalty:.4g} = {_figure(score + penalty)}: the score, less "
+        f"the length penalty: {num_tokens:,} tokens are {num_tokens - free:,} beyond {free:,}, of "
+        f"{rules.buffer_tokens:,} that take it to {MINUS}1."
     )
 
 
-def _advantage(position: int, rewards: GroupRewards, rules: Rules) -> str:
+def _advantage(position: int, rewards: GroupRewards, rules: Rules, trained: float | None) -> str:
+    computed = rewards.advantages[position]
+    said = _formula(position, rewards, rules)
+    if trained is None or (computed is not None and abs(trained - computed) < _SAME_ADVANTAGE):
+        return said
+    return f"The run recorded {_figure(trained)}. By the config as it is now: {said}"
+
+
+def _formula(position: int, rewards: GroupRewards, rules: Rules) -> str:
     if not rewards.counted[position]:
         return "None: it was truncated, and overlong.filter leaves it out of its group."
     if rewards.mean is None or rewards.std is None:
@@ -217,11 +234,18 @@ def _advantage(position: int, rewards: GroupRewards, rules: Rules) -> str:
         return "None: all rewards of the group are equal."
     num = sum(rewards.counted)
     if num == 1:
-        return f"{value:.4g}: its reward, for it is alone in its group."
+        return f"{_figure(value)}: its reward, for it is alone in its group."
     return (
-        f"({reward:.4g} - {rewards.mean:.4g}) / ({rewards.std:.4g} + {rules.eps:g}) = {value:.4g}: "
-        f"its reward against mean and standard deviation of {num} rewards."
+        f"({_figure(reward)} {MINUS} {_figure(rewards.mean, after=True)}) / "
+        f"({_figure(rewards.std)} + {rules.eps:g}) = {_figure(value)}: its reward against mean and "
+        f"standard deviation of {num} rewards."
     )
+
+
+def _figure(value: float, *, after: bool = False) -> str:
+    """Four digits; in parentheses `after` a sign, if it has one itself."""
+    text = f"{value:.4g}".replace("-", MINUS, 1) if value < 0 else f"{value:.4g}"
+    return f"({text})" if after and value < 0 else text
 
 
 def _penalty(num_tokens: int, rules: Rules) -> float:

@@ -16,13 +16,16 @@ from typing import Any
 
 from dapo_megatron.report import recorded
 from dapo_megatron.report.blobs import Blob
-from dapo_megatron.report.choosing import Chooser, Pick, Wanted
+from dapo_megatron.report.choosing import ASKED, Chooser, Pick, Wanted
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.grades import Rules
 from dapo_megatron.report.pieces import find_tokenizer
 
 MAX_BLOB_BYTES = 18_000_000
-"""Of all blobs together, compressed; the page writes them a third longer."""
+"""Of all blobs together, compressed; the page writes them a third longer. A run that shares a page
+with others has a share of it, by the completions asked of it."""
+FULL_PAGE = 2000
+"""Completions."""
 BYTES_PER_TOKEN = 6
 """Compressed, about: what a choice is planned with."""
 MAX_READ_BYTES = 200_000_000
@@ -60,16 +63,17 @@ def rollouts(
     reading = _Reading(run, steps)
     if not reading.samples:
         return None
+    max_bytes = MAX_BLOB_BYTES * min(completions, FULL_PAGE) // FULL_PAGE
     wanted = Wanted(
         completions=completions,
-        tokens=MAX_BLOB_BYTES // BYTES_PER_TOKEN,
+        tokens=max_bytes // BYTES_PER_TOKEN,
         tickets=frozenset(tickets),
         gaps=reading.gaps(),
         inspected=run.knob("tracking.inspected_groups", 4),
     )
     chooser = reading.chooser(wanted)
     page = _Page(run, reading)
-    page.fill(chooser.choose())
+    page.fill(chooser.choose(), max_bytes)
     return Rollouts(
         table={
             "note": _note(page, reading, chooser),
@@ -165,8 +169,9 @@ class _Page:
         self._blob = self._new_blob()
         self._num_bytes = 0
 
-    def fill(self, picks: Sequence[Pick]) -> None:
-        """Read the groups and write their blobs, the first ones first."""
+    def fill(self, picks: Sequence[Pick], max_bytes: int) -> None:
+        """Read the groups and write their blobs, the first ones first, until there are so many
+        bytes of them; those asked for in any case, but for a size that no page can have."""
         lost = []
         for pick in picks:
             group = self._read(pick)
@@ -177,8 +182,9 @@ class _Page:
             self.blob_of.append(str(len(self.blobs)))
             if self._blob.num_groups >= _GROUPS_PER_BLOB or self._blob.size >= _BYTES_PER_BLOB:
                 self._close_blob()
-                if self._num_bytes >= MAX_BLOB_BYTES:
-                    self.is_full = True
+                asked = pick.reasons.get(None) == [ASKED]
+                if self._num_bytes >= (MAX_BLOB_BYTES if asked else max_bytes):
+                    self.is_full = pick is not picks[-1]
                     break
         if self._blob.num_groups:
             self._close_blob()

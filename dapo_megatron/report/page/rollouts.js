@@ -15,22 +15,22 @@ const Rollouts = (() => {
   const OUTCOMES = { right: "✓ right", wrong: "✗ wrong", unread: "∅ no answer found", none: "? no grade" };
   // name, heading, whether a number, how it is written, width
   const COLUMNS = [
-    ["step", "step", true, counted, "64px"], ["ticket", "ticket", true, plain, "76px"],
-    ["sample", "sample", true, plain, "72px"], ["source", "set", false, plain, "minmax(80px, 1fr)"],
-    ["fate", "fate", false, words, "96px"], ["outcome", "graded", false, (value) => OUTCOMES[value], "150px"],
-    ["reward", "reward", true, fixed(2), "76px"], ["advantage", "advantage", true, fixed(2), "94px"],
-    ["num_tokens", "tokens", true, counted, "76px"], ["finish", "finish", false, words, "90px"],
-    ["age", "age", true, plain, "56px"], ["logprob_mean", "mean log-prob", true, fixed(2), "118px"],
-    ["logprob_min", "least log-prob", true, fixed(2), "118px"], ["gap_max", "largest gap", true, small, "104px"],
-    ["why", "here because", false, plain, "minmax(170px, 2fr)"],
+    ["step", "step", true, counted, "58px"], ["ticket", "ticket", true, plain, "70px"],
+    ["sample", "sample", true, plain, "70px"], ["source", "set", false, plain, "minmax(96px, 1fr)"],
+    ["fate", "fate", false, words, "92px"], ["outcome", "graded", false, (value) => OUTCOMES[value], "140px"],
+    ["reward", "reward", true, fixed(2), "72px"], ["advantage", "advantage", true, fixed(2), "92px"],
+    ["num_tokens", "tokens", true, counted, "72px"], ["finish", "finish", false, words, "76px"],
+    ["age", "age", true, plain, "50px"], ["logprob_mean", "log-prob", true, fixed(2), "82px"],
+    ["logprob_min", "lowest", true, fixed(2), "72px"], ["gap_max", "gap", true, small, "70px"],
+    ["why", "here because", false, plain, "minmax(150px, 2fr)"],
   ];
   const HELP = {
     ticket: "The group's serial number in the run", age: "Versions between the weights that sampled its first token and those its step began with",
-    fate: "What became of its group", advantage: "What it was trained with", gap_max: "Largest |engine log-prob − policy log-prob| of its tokens",
+    fate: "What became of its group", advantage: "What it was trained with", gap_max: "The largest |engine log-prob − policy log-prob| of its tokens",
     logprob_mean: "Mean of the engine's log-probs of its tokens", logprob_min: "The engine's log-prob of its least likely token",
     why: "Why this completion was kept for the page",
   };
-  const CHOICES = [["source", "set"], ["fate", "fate"], ["verdict", "verdict"], ["outcome", "graded"], ["finish", "finish"]];
+  const CHOICES = [["source", "set"], ["fate", "fate"], ["verdict", "verdict"], ["outcome", "graded"], ["finish", "finish"], ["why", "here because"]];
   const RANGES = [["step", "step"], ["reward", "reward"], ["num_tokens", "tokens"], ["age", "age"]];
 
   function make(tag, properties = {}, ...children) {
@@ -45,6 +45,7 @@ const Rollouts = (() => {
 
   function mount(element, run, openBlob) {
     let rows, order, chosen, top; // top: the first row that is drawn
+    let hidden = new Set(); // columns that say the same of every row
     let filter, sort;
     const ui = skeleton();
     element.replaceChildren(ui.root, ui.dialog);
@@ -62,6 +63,9 @@ const Rollouts = (() => {
       chosen = 0;
       if (!table) return apply();
       ui.note.textContent = table.note;
+      hidden = new Set(new Set(table.rows.source).size > 1 ? [] : ["source"]);
+      ui.grid.style.setProperty("--columns", COLUMNS.filter(([name]) => !hidden.has(name)).map((column) => column[4]).join(" "));
+      for (const head of ui.head.children) head.hidden = hidden.has(head.dataset.name);
       fillFilters();
       apply();
       openHash();
@@ -73,6 +77,7 @@ const Rollouts = (() => {
         const row = { index };
         for (const name of table.columns) row[name] = table.rows[name][index];
         row.outcome = row.graded === "none" ? "none" : row.correct ? "right" : row.graded === "unread" ? "unread" : "wrong";
+        row.reasons = String(row.why).split(", "); // of the completion itself; those beside it have none
         row.text = `ticket=${row.ticket} sample=${row.sample} ${row.ticket}/${row.sample} ${row.source} ${row.fate} ${row.outcome} ${row.finish} ${row.why}`.toLowerCase();
         found.push(row);
       }
@@ -88,7 +93,7 @@ const Rollouts = (() => {
       const kept = rows[order?.[chosen]];
       order = [];
       for (const row of rows) {
-        if (choices.every(([name, value]) => String(row[name]) === value)
+        if (choices.every(([name, value]) => values(row, name).includes(value))
           && ranges.every(([name, [low, high]]) => row[name] != null && row[name] >= low && row[name] <= high)
           && terms.every((term) => row.text.includes(term))) order.push(row.index);
       }
@@ -114,13 +119,15 @@ const Rollouts = (() => {
       draw();
     }
 
+    const values = (row, name) => name === "why" ? row.reasons : [String(row[name])];
+
     function fillFilters() {
       for (const [name] of CHOICES) {
         const select = ui.filters[name];
-        const values = [...new Set(rows.map((row) => String(row[name])))].sort();
+        const found = [...new Set(rows.flatMap((row) => values(row, name)))].filter((value) => !value.startsWith("beside ")).sort();
         select.replaceChildren(make("option", { value: "" }, "any"),
-          ...values.map((value) => make("option", { value }, OUTCOMES[value] ?? (value === "null" ? "none" : words(value)))));
-        select.closest("label").hidden = values.length < 2;
+          ...found.map((value) => make("option", { value }, OUTCOMES[value] ?? (value === "null" ? "none" : words(value)))));
+        select.closest("label").hidden = found.length < 2;
       }
       for (const [name] of RANGES) {
         const known = rows.map((row) => row[name]).filter((value) => value != null);
@@ -175,6 +182,7 @@ const Rollouts = (() => {
       line.dataset.row = row.index;
       line.dataset.place = place;
       for (const [name, , isNumber, write] of COLUMNS) {
+        if (hidden.has(name)) continue;
         const text = write(row[name]);
         const cell = make("span", { role: "gridcell", className: isNumber ? "num" : "" }, text);
         if (!isNumber) cell.title = text;
@@ -260,7 +268,6 @@ const Rollouts = (() => {
       found.empty = make("p", { className: "muted r-empty", hidden: true }, "No completion passes the filter.");
       found.scroller = make("div", { className: "r-scroll", role: "presentation" }, found.head, found.space, found.empty);
       found.grid = make("div", { id: "rollout-table", className: "card r-table", role: "grid", tabIndex: 0, "aria-label": "Completions: arrow keys move, Enter opens" }, found.scroller);
-      found.grid.style.setProperty("--columns", COLUMNS.map(([, , , , width]) => width).join(" "));
       found.dialog = make("dialog", { id: "viewer", "aria-label": "Completion" });
       found.root = make("div", { className: "rollouts" }, found.note, found.lost,
         make("div", { className: "r-filters" }, found.search, ...choices, ...ranges, found.clear, found.count), found.grid);

@@ -63,7 +63,7 @@ const RolloutViewer = (() => {
       sides = [sample, beside].filter((one) => group.completions.some((other) => other.sample === one));
       draw();
       if (!dialog.open) dialog.showModal();
-      dialog.querySelector(".v-tokens")?.focus({ preventScroll: true });
+      if (!dialog.querySelector(":focus")) body.querySelector(".v-tokens").focus({ preventScroll: true });
     }
 
     const bySample = (sample) => group.completions.find((one) => one.sample === sample);
@@ -84,6 +84,7 @@ const RolloutViewer = (() => {
     // ---------------------------------------------------------------- around the tokens
 
     function draw() {
+      const key = dialog.contains(document.activeElement) ? document.activeElement.dataset.key : null;
       if (sides.every((sample) => COLORS[color].lacks(bySample(sample), group))) color = "logprob";
       drawBar();
       drawStrip();
@@ -92,10 +93,15 @@ const RolloutViewer = (() => {
       body.classList.toggle("v-two", sides.length === 2);
       body.replaceChildren(...(sides.length === 2 ? [about(), ...sides.map(half)] : [about(bySample(sides[0])), half(sides[0])]));
       say(null);
+      if (!dialog.open) return;
+      // All of it is new: who was on a button stays on it, everyone else is at the tokens.
+      const again = key && [...dialog.querySelectorAll("[data-key]")].find((one) => one.dataset.key === key && !one.disabled);
+      (again ?? body.querySelector(".v-tokens")).focus({ preventScroll: true });
     }
 
     function button(label, title, click, properties = {}) {
       const made = element("button", { type: "button", title, ...properties }, label);
+      made.dataset.key = properties.id ?? title;
       made.addEventListener("click", click);
       return made;
     }
@@ -150,8 +156,9 @@ const RolloutViewer = (() => {
     // Prompt, truth, and, of one alone, how it was graded.
     function about(one) {
       const side = element("aside", { className: "v-about" });
-      if (one) side.append(facts(one), grade(one, true));
+      if (one) side.append(facts(one));
       side.append(text("Prompt", group.prompt), text("Truth", group.truth || "none: the grader needs none"));
+      if (one) side.append(grade(one, true));
       return side;
     }
 
@@ -181,7 +188,7 @@ const RolloutViewer = (() => {
 
     function half(sample) {
       const one = bySample(sample);
-      const part = element("section", { className: "v-half", "aria-label": `sample ${sample}` });
+      const part = element("div", { className: "v-half", role: "region", "aria-label": `sample ${sample}` });
       if (sides.length === 2) {
         part.append(element("h3", {}, `${SIGNS[one.correct]} sample ${sample}`,
           element("span", { className: "muted" }, ` reward ${fixed(one.reward, 2)} · advantage ${fixed(one.advantage, 2)} · ${count.format(one.num_tokens)} tokens · ${one.finish}`)), grade(one, false));
