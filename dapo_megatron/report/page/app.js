@@ -5,7 +5,7 @@ const App = (() => {
   const KEY = `dapo_megatron report ${location.pathname}`;
   const $ = (id) => document.getElementById(id);
   const state = { run: 0, smoothing: 0, paper: "off", hidden: [], mark: null, theme: null };
-  const charts = new Map(); // element -> {chart, drawn: {update} | null}
+  const charts = new Map(); // element -> {chart, handle: {update} | null, isNear, isStale}
   const parts = {}; // name -> what its mount returned
   let data;
 
@@ -35,18 +35,27 @@ const App = (() => {
 
   // ---------------------------------------------------------------- drawing
 
+  // A chart is drawn when it is scrolled near, and drawn again only while it is.
   const visible = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) if (isIntersecting) drawn(target);
+    for (const { target, isIntersecting } of entries) {
+      charts.get(target).isNear = isIntersecting;
+      if (isIntersecting) drawn(target);
+    }
   }, { rootMargin: "400px" });
 
   function drawn(element) {
     const entry = charts.get(element);
-    visible.unobserve(element);
-    entry.drawn ??= Charts.draw(element, entry.chart, data, state);
+    if (!entry.handle) entry.handle = Charts.draw(element, entry.chart, data, state);
+    else if (entry.isStale) entry.handle.update(state);
+    entry.isStale = false;
   }
 
   function redraw(which = () => true) {
-    for (const { chart, drawn: handle } of charts.values()) if (handle && which(chart)) handle.update(state);
+    for (const [element, entry] of charts) {
+      if (!entry.handle || !which(entry.chart)) continue;
+      entry.isStale = true;
+      if (entry.isNear) drawn(element);
+    }
   }
 
   function isDark() {
@@ -136,7 +145,7 @@ const App = (() => {
     if (state.run) choose(state.run);
     for (const chart of data.charts) {
       const element = document.querySelector(`[data-chart="${chart.id}"]`);
-      charts.set(element, { chart, drawn: null });
+      charts.set(element, { chart, handle: null, isNear: false, isStale: false });
       visible.observe(element);
     }
     for (const [name, part] of Object.entries(parts)) {

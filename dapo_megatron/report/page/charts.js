@@ -29,7 +29,7 @@ const Charts = (() => {
 
   // Plotly takes text for a kind of HTML; a name of a run or a data set is none.
   const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-  const named = (isOne, run, label) => plain(isOne ? label : `${run.name} · ${label}`);
+  const named = (isOne, run, label) => plain(isOne ? label : [run.name, label].filter(Boolean).join(" · "));
 
   // Exponential moving average, as if what came before the first value were like it.
   function smoothed(values, weight) {
@@ -52,7 +52,7 @@ const Charts = (() => {
         const { color, dash } = look(isOne, number, place, series);
         const trace = {
           x: run.steps, y: values, type: "scatter", mode: run.steps.length > 1 ? "lines" : "markers",
-          name: named(isOne, run, series.label), line: { color, dash, width: 1.8 }, marker: { color, size: 6 },
+          name: named(isOne, run, isOne || chart.series.length > 1 ? series.label : ""), line: { color, dash, width: 1.8 }, marker: { color, size: 6 },
           yaxis: series.axis ?? "y", legendgroup: series.label,
         };
         if (state.smoothing > 0 && chart.smooth !== false) {
@@ -178,7 +178,8 @@ const Charts = (() => {
     if (chart.y2) made.yaxis2 = { ...axis, overlaying: "y", side: "right", showgrid: false, title: { ...axis.title, text: chart.y2 },
       tickformat: chart.y2_tick_format, hoverformat: hoverFormat(chart.y2_tick_format), tickmode: "auto", nticks: 5, rangemode: "nonnegative" };
     const mark = state.mark;
-    if (mark && mark.chart === chart.id && mark.steps) {
+    // Steps that are all of the run need no mark.
+    if (mark?.chart === chart.id && mark.steps && mark.steps[1] - mark.steps[0] < 0.8 * (range[1] - range[0])) {
       made.shapes.push({ type: "rect", xref: "x", yref: "paper", x0: mark.steps[0] - 0.5, x1: mark.steps[1] + 0.5,
         y0: 0, y1: 1, line: { width: 0 }, fillcolor: faint(css("--accent"), 0.16), layer: "below" });
     }
