@@ -7,14 +7,17 @@ Of a run of few steps only facts are told, no trends. What a run did not record 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from dapo_megatron.report import health_policy, health_time, health_work
 from dapo_megatron.report.finding import LEVELS, Finding, Level, named, times
-from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.folder import Metrics, RunData
 from dapo_megatron.report.state import StateWord
 from dapo_megatron.report.thresholds import limit
 
 __all__ = ["Finding", "Level", "findings"]
+
+_ABSURD = 1e100
 
 Rule = Callable[[RunData], Iterator[Finding]]
 
@@ -25,8 +28,20 @@ enough were carried, has no accuracy.)"""
 
 def findings(run: RunData) -> list[Finding]:
     """The worst first; of one level in the order of RULES."""
+    run = replace(run, metrics=_sane(run.metrics))
     found = [finding for rule in RULES for finding in rule(run)]
     return sorted(found, key=lambda one: LEVELS.index(one.level))
+
+
+def _sane(metrics: Metrics) -> Metrics:
+    """Without figures so large that nothing can be made of them: they are missing."""
+    return Metrics(
+        metrics.steps,
+        {
+            name: [v if v is not None and abs(v) < _ABSURD else None for v in column]
+            for name, column in metrics.columns.items()
+        },
+    )
 
 
 def state(run: RunData) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dapo_megatron.report.charts import line, lines
-from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.folder import RunData, finite
 
 FATES = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
 """As rollout/ledger.py has them."""
@@ -42,7 +42,7 @@ CHARTS: list[dict[str, Any]] = [
         [
             line("groups/trained", "trained on", color=2),
             line("groups/all_correct", "all answers right", color=0),
-            line("groups/all_wrong", "all answers wrong", color=5),
+            line("groups/all_wrong", "all answers wrong", color=1),
             line("groups/overlong", "too long to compare", color=3),
             line("groups/abstained", "a grade is missing", color=6),
             line("groups/expired", "expired", color=7),
@@ -91,7 +91,7 @@ CHARTS: list[dict[str, Any]] = [
         "versions",
         [
             line("groups/age_mean", "mean", color=0),
-            line("groups/age_max", "oldest", dash=True, color=5),
+            line("groups/age_max", "oldest", dash=True, color=1),
         ],
         section="groups",
         overlay=False,
@@ -109,7 +109,7 @@ CHARTS: list[dict[str, Any]] = [
                 "interrupted completions",
                 axis="y2",
                 dash=True,
-                color=5,
+                color=1,
             ),
         ],
         section="groups",
@@ -127,7 +127,7 @@ CHARTS: list[dict[str, Any]] = [
         [
             line("grading/unparsed", "no answer found", color=7, line=True),
             line("grading/timeout", "timeout", color=0),
-            line("grading/crash", "crash", color=5),
+            line("grading/crash", "crash", color=1),
             line("grading/memory", "memory", color=3),
             line("grading/error", "error", color=6),
         ],
@@ -147,6 +147,7 @@ def derived(run: RunData) -> dict[str, list[float | None]]:
     for at, mixed in enumerate(newly_mixed):
         others = [column[at] for column in judged]
         total = None if mixed is None else mixed + sum(other or 0.0 for other in others)
+        total = finite(total)
         decided.append(total)
         kept.append(mixed / total if mixed is not None and total else None)
     return {KEPT: kept, DECIDED: decided}
@@ -174,7 +175,7 @@ def _balance(here: Sequence[float | None]) -> float | None:
     if trained is None or expired is None or ready is None or before is None:
         return None
     mixed = trained + expired + ready - before
-    return mixed if mixed >= 0 else None
+    return finite(mixed) if mixed >= 0 else None
 
 
 def totals(run: RunData) -> dict[str, int]:

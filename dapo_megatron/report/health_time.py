@@ -123,6 +123,7 @@ def slow_steps(run: RunData) -> Iterator[Finding]:
         f"the median is {number(median(series.values))} s.",
         "time/step",
         (steps[0], steps[-1]),
+        chart="time_phases",
     )
 
 

@@ -258,7 +258,7 @@ def syncs(run: RunData) -> Iterator[Finding]:
             "note",
             "The engines' weights were never compared with the policy's",
             f"At none of {times(len(compared), 'sync')} on record{gap}.",
-            "sync/canary_gap",
+            "mismatch/gap_max",
             compared.span,
             "sync.fingerprint_every: lower",
         )

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from dapo_megatron.report.charts import line, lines
-from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.folder import RunData, finite
 
 PHASES = ("generate", "logprobs", "update", "sync", "checkpoint", "evaluate")
 """What the loop's clock measures, each in time/<phase>, in the order of a step."""
 
 COLORS = {
     "generate": 0,
-    "grade": 6,
+    "grade": 5,
     "logprobs": 4,
     "update": 2,
     "sync": 1,
     "checkpoint": 3,
-    "evaluate": 5,
+    "evaluate": 6,
     "rest": 7,
 }
 """Slot of the series colours by phase, here and in the timeline."""
@@ -91,7 +91,7 @@ CHARTS: list[dict[str, Any]] = [
         "sequences (engine.max_sequences) were running on average.",
         "share",
         [
-            line(IDLE, "idle", color=5),
+            line(IDLE, "idle", color=1),
             line("throughput/running_mean", "running", color=2),
         ],
         section="time",
@@ -139,7 +139,9 @@ def derived(run: RunData) -> dict[str, list[float | None]]:
 
 def _less(whole: float | None, *parts: float | None) -> float | None:
     """A whole without its parts, not below 0: clocks are read one after the other."""
-    return None if whole is None else max(0.0, whole - sum(part or 0.0 for part in parts))
+    if whole is None:
+        return None
+    return finite(max(0.0, whole - sum(part or 0.0 for part in parts)))
 
 
 def _share(part: float | None, whole: float | None) -> float | None:

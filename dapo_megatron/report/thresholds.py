@@ -197,7 +197,7 @@ TABLE: tuple[Threshold, ...] = (
         "policy.kl",
         0.1,
         "nats",
-        "|policy/approx_kl| within a step above it: a warning",
+        "size of policy/approx_kl, within a step, above it: a warning",
         "0.0001 to 0.01 in healthy runs",
     ),
     Threshold(

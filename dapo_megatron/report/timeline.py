@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dapo_megatron.report.finding import number, percent
@@ -195,7 +196,7 @@ def _shown(one: Recorded) -> dict[str, Any]:
                 "name": phase,
                 "label": LABELS.get(phase, phase),
                 "color": COLORS.get(phase, COLORS["rest"]),
-                "mean": round(sum(by_rank.values()) / len(by_rank), 4),
+                "mean": round(fmean(by_rank.values()), 4),
                 "least": round(min(by_rank.values()), 4),
                 "most": round(max(by_rank.values()), 4),
                 "slowest": max(by_rank, key=by_rank.__getitem__),
@@ -274,19 +275,15 @@ def _sentences(one: Recorded) -> Iterator[str]:
 
 
 def _longest(one: Recorded) -> Iterator[str]:
-    if not one.ranks or one.seconds <= 0:
+    means = {phase: fmean(by_rank.values()) for phase, by_rank in _took(one).items()}
+    if not means or one.seconds <= 0:
         return
-    sums: dict[str, float] = {}
-    for span in one.ranks[0].spans:
-        sums[span.phase] = sums.get(span.phase, 0.0) + span.end - span.begin
-    if not sums:
-        return
-    phase = max(sums, key=sums.__getitem__)
-    rest = one.seconds - sum(sums.values())
-    outside = f"; {number(rest)} s are in no phase" if rest > SPREAD * one.seconds else ""
+    phase = max(means, key=means.__getitem__)
+    rest = one.seconds - sum(means.values())
+    outside = f"; ranks are in no phase for {number(rest)} s" if rest > SPREAD * one.seconds else ""
     yield (
-        f"{phase} takes {number(sums[phase])} of {number(one.seconds)} s "
-        f"({percent(sums[phase] / one.seconds)}){outside}."
+        f"{phase} takes {number(means[phase])} of {number(one.seconds)} s "
+        f"({percent(means[phase] / one.seconds)}){outside}."
     )
 
 
@@ -300,7 +297,7 @@ def _tail(one: Recorded) -> Iterator[str]:
     whole = window[1] - window[0]
     yield (
         f"For {percent(seconds / whole)} of generate ({number(seconds)} of {number(whole)} s) "
-        f"fewer than a tenth as many requests ran as at most ({most:,.0f})."
+        f"fewer than a tenth of the most requests ({most:,.0f}) were running."
     )
 
 

@@ -1,0 +1,644 @@
+"""Each finding on a series that has it and on one that has not; no finding on noise."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo_megatron.report import findings as rules
+from dapo_megatron.report import thresholds, trend
+from dapo_megatron.report.charts import CHARTS, chart_of
+from dapo_megatron.report.findings import Finding, findings
+from dapo_megatron.report.folder import Evaluation, Metrics, RunData
+from dapo_megatron.report.groups import CHARTS as GROUPS
+from dapo_megatron.report.memory import charts as memory_charts
+from dapo_megatron.report.phases import CHARTS as TIME
+from dapo_megatron.report.state import RunState, StateWord
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+KNOBS: dict[str, Any] = {
+    "rollout": {
+        "prompts_per_step": 32,
+        "samples_per_prompt": 16,
+        "on_policy": False,
+        "dynamic_sampling": True,
+        "lookahead": 1.8,
+        "max_response_tokens": 1024,
+    },
+    "sync": {"max_gap": 1e-3},
+    "optimizer": {"clip_grad": 1.0},
+}
+
+HEALTHY = {
+    "accuracy/raw": 0.5,
+    "policy/entropy": 0.5,
+    "policy/grad_norm": 0.3,
+    "policy/loss": 0.01,
+    "policy/clip_fraction_high": 0.005,
+    "policy/clip_fraction_low": 0.005,
+    "policy/dual_clip_fraction": 0.0,
+    "policy/approx_kl": 0.001,
+    "response_tokens/mean": 300.0,
+    "response_tokens/clipped_fraction": 0.02,
+    "mismatch/gap_mean": 1e-6,
+    "mismatch/gap_max": 1e-5,
+    "groups/issued": 40.0,
+    "groups/trained": 32.0,
+    "groups/all_correct": 5.0,
+    "groups/all_wrong": 3.0,
+    "groups/overlong": 0.0,
+    "groups/abstained": 0.0,
+    "groups/expired": 0.0,
+    "groups/carried": 0.0,
+    "groups/carried_ready": 0.0,
+    "groups/age_mean": 0.5,
+    "grading/unparsed": 3.0,
+    "grading/timeout": 0.0,
+    "grading/crash": 0.0,
+    "grading/memory": 0.0,
+    "grading/error": 0.0,
+    "sync/fingerprinted": 1.0,
+    "sync/unread_tensors": 0.0,
+    "sync/canary_gap": 1e-6,
+    "time/step": 100.0,
+    "time/generate": 60.0,
+    "time/engine_idle": 3.0,
+    "time/logprobs": 8.0,
+    "time/update": 28.0,
+    "time/sync": 3.0,
+    "throughput/tokens_per_second": 1000.0,
+    "memory/generate_gib": 60.0,
+    "memory/update_gib": 70.0,
+}
+
+Series = float | Sequence[float | None]
+
+
+def run_of(num_steps: int = 40, **changes: Any) -> RunData:
+    """A healthy run of constant series but for `series`; knobs by dotted key in `knobs`."""
+    series: dict[str, Series] = {**HEALTHY, **changes.pop("series", {})}
+    config = {section: dict(values) for section, values in KNOBS.items()}
+    for key, value in changes.pop("knobs", {}).items():
+        section, name = key.split(".")
+        config[section][name] = value
+    columns = {
+        name: [value] * num_steps if isinstance(value, int | float) else list(value)
+        for name, value in series.items()
+    }
+    standing: dict[str, Any] = {
+        "path": Path("runs/made"),
+        "name": "made",
+        "config": config,
+        "config_text": "",
+        "metrics": Metrics(list(range(1, num_steps + 1)), columns),
+        "evaluations": [],
+        "state": RunState(StateWord.FINISHED, "it wrote its summary"),
+        "summary": None,
+        "attempts": [{"attempt": "a", "step": 0}],
+        "plan": None,
+        "provenance": None,
+        "warnings": [],
+    }
+    return RunData(**standing | changes)
+
+
+def titles(run: RunData, *levels: str) -> list[str]:
+    wanted = levels or ("bad", "warn", "note")
+    return [one.title for one in findings(run) if one.level in wanted]
+
+
+def noisy(values: Sequence[float], share: float = 0.05, seed: int = 0) -> list[float]:
+    chance = random.Random(seed)
+    return [value * (1 + chance.gauss(0, share)) for value in values]
+
+
+def ramp(begin: float, end: float, num_steps: int = 40) -> list[float]:
+    return [begin + (end - begin) * at / (num_steps - 1) for at in range(num_steps)]
+
+
+def peaks(at: dict[int, float], base: float = 0.3, num_steps: int = 40) -> list[float]:
+    """Noise around `base`, but for what is `at` some places."""
+    values = noisy([base] * num_steps, 0.1)
+    for place, value in at.items():
+        values[place] = value
+    return values
+
+
+def fall(begin: float, share: float, num_steps: int = 40) -> list[float]:
+    """Exponential, to a share (or a multiple) of its begin."""
+    return [begin * share ** (at / (num_steps - 1)) for at in range(num_steps)]
+
+
+# name: (what is different, the title (a pattern), the level, the metric)
+FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
+    "learning": (
+        {"accuracy/raw": noisy(ramp(0.3, 0.7))},
+        r"Learning: accuracy 0\.\d+ → 0\.\d+",
+        "good",
+        "accuracy/raw",
+    ),
+    "falling": ({"accuracy/raw": noisy(ramp(0.7, 0.3))}, "is falling", "bad", "accuracy/raw"),
+    "from its best": (
+        {"accuracy/raw": noisy(ramp(0.3, 0.8, 24) + ramp(0.8, 0.5, 16))},
+        "fallen by 0\\.[23]",
+        "warn",
+        "accuracy/raw",
+    ),
+    "top": ({"accuracy/raw": 0.97}, "Flat at the top", "good", "accuracy/raw"),
+    "entropy low": ({"policy/entropy": noisy(fall(0.7, 0.3))}, "down to", "note", "policy/entropy"),
+    "entropy lower": (
+        {"policy/entropy": noisy(fall(0.7, 0.08))},
+        "down to",
+        "warn",
+        "policy/entropy",
+    ),
+    "entropy gone": (
+        {"policy/entropy": noisy(fall(0.7, 0.01))},
+        "has collapsed",
+        "bad",
+        "policy/entropy",
+    ),
+    "entropy grows": (
+        {"policy/entropy": noisy(ramp(0.7, 4))},
+        "has grown",
+        "warn",
+        "policy/entropy",
+    ),
+    "length": (
+        {"response_tokens/mean": noisy(fall(200, 5))},
+        "longer while accuracy does not rise",
+        "warn",
+        "response_tokens/mean",
+    ),
+    "short": (
+        {"response_tokens/mean": noisy(fall(300, 0.2))},
+        "become short",
+        "note",
+        "response_tokens/mean",
+    ),
+    "cut off": (
+        {"response_tokens/clipped_fraction": 0.4},
+        "40% of answers are cut off",
+        "warn",
+        "response_tokens/clipped_fraction",
+    ),
+    "more cut off": (
+        {"response_tokens/clipped_fraction": noisy(ramp(0.01, 0.18))},
+        "More and more",
+        "warn",
+        "response_tokens/clipped_fraction",
+    ),
+    "spike": (
+        {"policy/grad_norm": peaks({20: 9.0, 30: 5.0})},
+        "spikes at steps 21, 31",
+        "note",
+        "policy/grad_norm",
+    ),
+    "spikes": (
+        {"policy/grad_norm": peaks({12: 9.0, 20: 9.0, 25: 9.0, 33: 9.0})},
+        "spikes at steps 13, 21, 26, 34",
+        "warn",
+        "policy/grad_norm",
+    ),
+    "clipped gradient": ({"policy/grad_norm": 3.0}, "clipped at 100%", "note", "policy/grad_norm"),
+    "clipped tokens": (
+        {"policy/clip_fraction_low": 0.2},
+        "of tokens are clipped",
+        "warn",
+        "policy/clip_fraction_high",
+    ),
+    "dual clip": (
+        {"policy/dual_clip_fraction": 0.05},
+        "dual clip stops 5%",
+        "warn",
+        "policy/dual_clip_fraction",
+    ),
+    "kl": ({"policy/approx_kl": -0.4}, "nats of KL", "warn", "policy/approx_kl"),
+    "gap near": (
+        {"mismatch/gap_max": [*[1e-5] * 39, 9e-4]},
+        "came near sync.max_gap at step 40",
+        "warn",
+        "mismatch/gap_max",
+    ),
+    "gap grows": (
+        {"mismatch/gap_mean": noisy(ramp(1e-6, 2e-5))},
+        "gap of engine and policy grows",
+        "warn",
+        "mismatch/gap_mean",
+    ),
+    "starved": (
+        {"groups/trained": [*[32.0] * 39, 20.0]},
+        "Starved: 1 step trained on fewer than 32",
+        "warn",
+        "groups/trained",
+    ),
+    "starving": ({"groups/trained": 20.0}, "Starved: 40 steps", "bad", "groups/trained"),
+    "keep low": (
+        {"groups/all_correct": 300.0, "groups/issued": 335.0},
+        "Only 9.55% of groups are mixed",
+        "warn",
+        "derived/keep_rate",
+    ),
+    "keep fell": (
+        {"groups/all_correct": [round(one) for one in ramp(0, 60)]},
+        "Down to",
+        "note",
+        "derived/keep_rate",
+    ),
+    "abstained": (
+        {"groups/abstained": 1.0, "groups/issued": 41.0},
+        "of groups abstained",
+        "warn",
+        "groups/abstained",
+    ),
+    "expired": (
+        {"groups/expired": 1.0, "groups/issued": 41.0},
+        "of groups expired",
+        "warn",
+        "groups/expired",
+    ),
+    "unaccounted": ({"groups/issued": 41.0}, "40 groups are unaccounted", "warn", "groups/issued"),
+    "stale": ({"groups/age_mean": 5.0}, "5.0 versions old", "note", "groups/age_mean"),
+    "graders": (
+        {"grading/timeout": [*[0.0] * 39, 2.0], "grading/code/timeout": [*[0.0] * 39, 2.0]},
+        "failed on 2 completions",
+        "note",
+        "grading/timeout",
+    ),
+    "graders often": ({"grading/error": 20.0}, "failed on 800 comp", "warn", "grading/error"),
+    "graders always": ({"grading/crash": 300.0}, "failed on 12,000", "bad", "grading/crash"),
+    "unparsed": ({"grading/unparsed": 500.0}, "No answer is found", "warn", "grading/unparsed"),
+    "unread": ({"sync/unread_tensors": 3.0}, "3 tensors", "note", "sync/unread_tensors"),
+    "not compared": ({"sync/fingerprinted": 0.0}, "never compared", "note", "mismatch/gap_max"),
+    "verified": ({}, "Sync verified at each of 40 syncs", "good", "mismatch/gap_max"),
+    "accounted": ({}, "Every prompt is accounted for", "good", "groups/trained"),
+    "graded": ({}, "Every completion was graded", "good", "grading/timeout"),
+    "idle": ({"time/engine_idle": 20.0}, "idle for 33%", "note", "derived/engine_idle"),
+    "idle much": ({"time/engine_idle": 40.0}, "idle for 67%", "warn", "derived/engine_idle"),
+    "phase grew": (
+        {"time/update": noisy(ramp(20, 44), 0.02)},
+        "update takes 2.. times as long",
+        "note",
+        "time/update",
+    ),
+    "phase grew much": (
+        {"time/sync": noisy(ramp(3, 30), 0.02)},
+        "sync takes .* times as long",
+        "warn",
+        "time/sync",
+    ),
+    "slow step": (
+        {"time/step": peaks({20: 900.0}, 100.0)},
+        "Slow at step 21",
+        "note",
+        "time/step",
+    ),
+    "throughput": (
+        {"throughput/tokens_per_second": noisy(ramp(1000, 600))},
+        "Throughput is down",
+        "note",
+        "throughput/tokens_per_second",
+    ),
+    "throughput much": (
+        {"throughput/tokens_per_second": noisy(ramp(1000, 300))},
+        "Throughput is down",
+        "warn",
+        "throughput/tokens_per_second",
+    ),
+    "leak": (
+        {"memory/update_gib": ramp(40, 70)},
+        "Memory keeps growing: update",
+        "warn",
+        "memory/update_gib",
+    ),
+    "missing": (
+        {"policy/loss": [*[0.1] * 30, None, *[0.1] * 9]},
+        "policy/loss is missing at 1 step",
+        "warn",
+        "policy/loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIRES)
+def test_it_is_found(name: str) -> None:
+    series, title, level, metric = FIRES[name]
+    found = [one for one in findings(run_of(series=series)) if re.search(title, one.title)]
+    assert [(one.level, one.metric) for one in found] == [(level, metric)]
+    assert found[0].text.endswith((".", "?"))
+
+
+@pytest.mark.parametrize("name", [name for name, row in FIRES.items() if row[2] != "good"])
+def test_nothing_else_is_found(name: str) -> None:
+    """What a series brings besides is known: a step cannot starve without the books noticing."""
+    series, title, *_ = FIRES[name]
+    beside = {
+        "starved": {"Starved", "unaccounted"},
+        "starving": {"Starved", "unaccounted"},
+        "keep fell": {"unaccounted"},
+        "phase grew": set[str](),
+    }.get(name, set())
+    other = [
+        one
+        for one in titles(run_of(series=series))
+        if not re.search(title, one)
+        and not one.startswith("Flat")
+        and not any(word in one for word in beside)
+    ]
+    assert not other
+
+
+def test_a_healthy_run_of_constants_is_flat_and_nothing_else() -> None:
+    assert [one[:5] for one in titles(run_of())] == ["Flat:"]
+    assert titles(run_of(200), "warn") == titles(run_of(200))  # flat for so long is a warning
+
+
+@given(st.integers(0, 10_000), st.sampled_from([9, 20, 40, 150]))
+@settings(max_examples=60, deadline=None)
+def test_noise_is_no_finding(seed: int, num_steps: int) -> None:
+    chance = random.Random(seed)
+    kept = {name for name in HEALTHY if name.startswith(("groups/", "sync/", "grading/"))}
+    series = {
+        name: [value * (1 + chance.gauss(0, 0.1)) for _ in range(num_steps)]
+        for name, value in HEALTHY.items()
+        if name not in kept
+    }
+    series["accuracy/raw"] = [0.5 + chance.gauss(0, 0.03) for _ in range(num_steps)]
+    found = titles(run_of(num_steps, series=series))
+    assert all(one.startswith(("Flat", "No clear trend", "Accuracy has fallen")) for one in found)
+
+
+def test_false_alarms_on_noise_are_rare() -> None:
+    false = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        accuracy = [0.5 + chance.gauss(0, 0.03) for _ in range(40)]
+        found = findings(run_of(series={"accuracy/raw": accuracy}))
+        [title] = [one.title for one in found if one.metric == "accuracy/raw"]
+        false += not title.startswith(("Flat", "No clear trend"))
+    assert false <= 3
+
+
+NUMBERS = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(
+    st.integers(0, 12).flatmap(
+        lambda n: st.dictionaries(
+            st.sampled_from(sorted(HEALTHY)),
+            st.lists(NUMBERS, min_size=n, max_size=n),
+            min_size=1,
+            max_size=8,
+        ).map(lambda series: (n, series))
+    ),
+    st.sampled_from([0, 1, 32, None, "x", 1e-300]),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_series_of_numbers_stops_a_report(made: tuple[int, dict[str, Any]], odd: Any) -> None:
+    num_steps, series = made
+    knobs = {"sync.max_gap": odd, "optimizer.clip_grad": odd, "rollout.prompts_per_step": odd}
+    plan = {"phases": {"update": 1e-300, "generate": "much"}}
+    for one in findings(run_of(num_steps, series=series, knobs=knobs, plan=plan)):
+        assert one.title
+        assert one.level in ("good", "note", "warn", "bad")
+
+
+def test_the_worst_is_first() -> None:
+    found = findings(run_of(series={"accuracy/raw": ramp(0.7, 0.3), "policy/approx_kl": 0.5}))
+    order = ["bad", "warn", "note", "good"]
+    places = [order.index(one.level) for one in found]
+    assert places == sorted(places)
+    assert found[0].level == "bad"
+
+
+# ---------------------------------------------------------------------------- short runs
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 7])
+def test_a_short_run_is_told_of_facts_alone(num_steps: int) -> None:
+    wild: dict[str, Any] = {
+        "accuracy/raw": ramp(0.9, 0.1, 7)[:num_steps],
+        "policy/entropy": fall(1, 0.001, 7)[:num_steps],
+        "time/update": ramp(1, 100, 7)[:num_steps],
+    }
+    [one] = titles(run_of(num_steps, series=wild))
+    assert one.startswith("No step" if num_steps == 0 else f"{num_steps} step")
+
+
+def test_a_short_run_is_told_that_it_starves() -> None:
+    found = findings(run_of(1, series={"groups/trained": [5.0]}))
+    assert any(one.title.startswith("Starved") and one.level == "warn" for one in found)
+
+
+def test_a_run_that_recorded_next_to_nothing() -> None:
+    run = run_of(20, series={})
+    bare = Metrics(run.metrics.steps, {"accuracy/raw": noisy(ramp(0.1, 0.5, 20))})
+    [one] = findings(run_of(20, metrics=bare, config={}))
+    assert one.level == "good"
+
+
+# ---------------------------------------------------------------------------- the run itself
+
+
+@pytest.mark.parametrize(
+    ("word", "level"),
+    [("crashed", "bad"), ("hung", "bad"), ("stopped", "note"), ("unknown", "note")],
+)
+def test_how_it_ended(word: str, level: str) -> None:
+    run = run_of(state=RunState(StateWord(word), "said so"))
+    [one] = [one for one in findings(run) if "Said so." in one.text]
+    assert one.level == level
+    assert "after step 40" in one.title
+
+
+def test_starts() -> None:
+    def starts(*ends: str | None) -> list[dict[str, Any]]:
+        return [{"attempt": str(i), "step": 5 * i, "end": end} for i, end in enumerate(ends)]
+
+    assert not [one for one in titles(run_of(attempts=starts(None))) if "Started" in one]
+    [stopped] = [
+        one
+        for one in findings(run_of(attempts=starts("stopped", "stopped", None)))
+        if "Started" in one.title
+    ]
+    assert (stopped.level, stopped.knob) == ("note", None)
+    assert "2 stopped" in stopped.text
+    [crashed] = [
+        one
+        for one in findings(run_of(attempts=starts("crashed", None, "hung", None)))
+        if "Started" in one.title
+    ]
+    assert crashed.level == "warn"
+    assert "1 crashed, 1 cut short, 1 hung" in crashed.text
+
+
+def test_steps_without_a_line() -> None:
+    run = run_of(4)
+    lacking = Metrics([3, 4, 7, 8], run.metrics.columns)
+    found = [one for one in findings(run_of(4, metrics=lacking)) if "without metrics" in one.title]
+    assert [(one.title, one.steps) for one in found] == [("2 steps without metrics", (5, 6))]
+
+
+def test_on_policy_expects_groups_to_expire() -> None:
+    series = {"groups/expired": 8.0, "groups/issued": 48.0}
+    assert any("expired" in one for one in titles(run_of(series=series)))
+    calm = titles(run_of(series=series, knobs={"rollout.on_policy": True}))
+    assert not any("expired" in one for one in calm)
+
+
+def test_growth_that_tokens_explain_is_none() -> None:
+    series = {
+        "time/update": ramp(20, 60),
+        "time/step": ramp(80, 120),
+        # Tokens trained on grow as the seconds do.
+        "throughput/tokens_per_second": [
+            1000 * a / b for a, b in zip(ramp(20, 60), ramp(80, 120), strict=True)
+        ],
+    }
+    assert not [one for one in titles(run_of(series=series)) if "times as long" in one]
+    assert [
+        one for one in titles(run_of(series={"time/update": ramp(20, 60)})) if "times as" in one
+    ]
+
+
+def test_growth_with_accuracy_is_no_running_away() -> None:
+    series: dict[str, Any] = {"response_tokens/mean": noisy(fall(200, 5))}
+    series["accuracy/raw"] = noisy(ramp(0.2, 0.8))
+    assert not [one for one in titles(run_of(series=series)) if "longer" in one]
+
+
+def test_memory_against_the_plan() -> None:
+    plan = {"device": "gpu", "phases": {"update": 60.0, "generate": 59.0}, "note": ""}
+    [one] = [one for one in findings(run_of(plan=plan)) if "planned" in one.title]
+    assert one.title == "update takes more memory than planned"
+    assert "70 GiB, the plan said 60." in one.text
+    plan["phases"] = {"update": 69.0, "generate": 59.0}
+    assert not [one for one in titles(run_of(plan=plan)) if "planned" in one]
+
+
+@pytest.mark.parametrize(
+    ("points", "level", "title"),
+    [
+        ([(0, 0.2, 0.15, 0.25), (40, 0.5, 0.45, 0.55)], "good", "confirms"),
+        ([(0, 0.2, 0.15, 0.25), (40, 0.24, 0.2, 0.3)], "note", "no change beyond"),
+        ([(0, 0.5, 0.45, 0.55), (40, 0.2, 0.15, 0.25)], "bad", "below its start"),
+        (
+            [(0, 0.2, 0.15, 0.25), (20, 0.7, 0.65, 0.75), (40, 0.5, 0.45, 0.55)],
+            "warn",
+            "fallen from its best",
+        ),
+        ([(0, 0.2, None, None), (40, 0.5, None, None)], "good", "confirms"),
+        ([(0, 0.2, None, None), (40, 0.23, None, None)], "note", "no change beyond"),
+    ],
+)
+def test_evaluations_by_their_intervals(points: Any, level: str, title: str) -> None:
+    evaluations = [Evaluation("held", "avg@4", *point) for point in points]
+    evaluations += [Evaluation("held", "pass@4", 0, 0.9), Evaluation("other", "avg@4", 0, 0.9)]
+    found = [one for one in findings(run_of(evaluations=evaluations)) if "valuation" in one.title]
+    assert [(one.level, one.metric) for one in found] == [(level, "eval/held/avg@4")]
+    assert title in found[0].title
+
+
+def test_the_papers_collapse_is_named_at_the_runs_step() -> None:
+    [one] = [
+        one
+        for one in findings(run_of(series={"policy/entropy": noisy(fall(0.7, 0.08))}))
+        if one.metric == "policy/entropy"
+    ]
+    # Figure 2b at rollout step 40, and figure 7c: see reference figures in data/paper_curves.json.
+    assert "At step 40 the paper's run has 57% of its start" in one.text
+    assert "without clip-higher 6.39%" in one.text
+
+
+def test_the_papers_own_curves_are_judged_as_the_paper_does() -> None:
+    from dapo_megatron.report.paper import ghosts
+
+    curves = ghosts(["entropy", "entropy_collapse"])
+
+    def judged(key: str) -> list[Finding]:
+        values = [value for _, value in curves[key]["points"]]
+        run = run_of(len(values), series={"policy/entropy": values})
+        return [one for one in findings(run) if one.metric == "policy/entropy"]
+
+    assert judged("entropy") == []
+    assert [one.level for one in judged("entropy_collapse")] == ["bad"]
+
+
+def test_each_finding_has_a_chart_to_jump_to() -> None:
+    charts = [*CHARTS, *GROUPS, *TIME, *memory_charts(run_of())]
+    ids = {chart["id"] for chart in charts}
+    without = set()
+    for series, *_ in FIRES.values():
+        for one in findings(run_of(series=series)):
+            if (one.chart or chart_of(one.metric, charts)) not in ids:
+                without.add(one.metric)
+    assert without == {"sync/unread_tensors"}  # a count that is drawn nowhere
+
+
+# ---------------------------------------------------------------------------- trends
+
+
+def test_mann_kendall_by_hand() -> None:
+    # 1 2 4 3: of 6 pairs 5 rise and 1 falls, S = 4; variance 4 * 3 * 13 / 18.
+    assert trend.mann_kendall([1, 2, 4, 3]) == pytest.approx(3 / math.sqrt(4 * 3 * 13 / 18))
+    # A tie of two takes 2 * 1 * 9 / 18 off the variance.
+    assert trend.mann_kendall([1, 2, 2, 3]) == pytest.approx(4 / math.sqrt((156 - 18) / 18))
+    assert trend.mann_kendall([5, 5, 5, 5]) == 0
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=30))
+def test_a_series_upside_down_has_the_opposite_trend(values: list[float]) -> None:
+    assert trend.mann_kendall(values) == -trend.mann_kendall([-one for one in values])
+    assert trend.mann_kendall(values) == -trend.mann_kendall(values[::-1])
+
+
+def test_a_long_series_has_its_trend() -> None:
+    steps = list(range(1, 3001))
+    chance = random.Random(1)
+    rising = trend.track_of(steps, [at / 3000 + chance.gauss(0, 1) for at in steps])
+    assert rising.rises
+    assert not trend.track_of(steps, [chance.gauss(0, 1) for _ in steps]).rises
+
+
+def test_gaps_are_left_out() -> None:
+    found = trend.track_of([1, 2, 3, 4], [None, 5.0, None, 7.0])
+    assert (found.steps, found.values, found.span) == ((2, 4), (5.0, 7.0), (2, 4))
+
+
+# ---------------------------------------------------------------------------- the table
+
+
+def sources() -> str:
+    names = ("findings", "health_policy", "health_work", "health_time", "trend")
+    folder = Path(rules.__file__).parent
+    return "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in names)
+
+
+def test_every_threshold_is_used_and_every_one_used_is_in_the_table() -> None:
+    used = set(re.findall(r'limit\("([\w.]+)"\)', sources()))
+    assert used == {one.name for one in thresholds.TABLE}
+    assert len({one.name for one in thresholds.TABLE}) == len(thresholds.TABLE)
+
+
+def test_the_table_is_whole_markdown() -> None:
+    lines = thresholds.table().splitlines()
+    assert len(lines) == len(thresholds.TABLE) + 2
+    assert all(line.count("|") == 6 for line in lines)
+
+
+def test_the_docs_show_the_table() -> None:
+    page = REPOSITORY / "docs" / "report.md"
+    if not page.exists():
+        pytest.skip("docs/report.md is not written yet")
+    text = page.read_text(encoding="utf-8")
+    shown = text.split("<!-- thresholds -->")[1].split("<!-- /thresholds -->")[0]
+    assert shown.strip() == thresholds.table(), "python -m dapo_megatron.report.thresholds"

@@ -1,0 +1,192 @@
+"""The books of groups, over a run: the keep rate that came is what the coordinator saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo_megatron.report.folder import Metrics, RunData
+from dapo_megatron.report.groups import CHARTS, DECIDED, FATES, KEPT, derived, totals
+from dapo_megatron.report.state import RunState, StateWord
+from dapo_megatron.rollout.ledger import Fate, Ledger, State
+
+NAMES = ("issued", *FATES, "carried", "carried_ready")
+
+# Of a real run: model_configs/tiny_cpu.yaml, seed 0, 40 steps. By step: NAMES, and its own
+# accuracy/perfect_fraction, of the groups decided in the step, which nothing here is made of.
+REAL = """
+32 32 0 0 0 0 0 0 0 0.000000
+32 32 0 0 0 0 0 0 0 0.000000
+32 32 0 0 0 0 0 0 0 0.000000
+32 32 0 0 0 0 0 0 0 0.000000
+32 32 0 0 0 0 0 0 0 0.000000
+32 32 0 0 0 0 0 0 0 0.000000
+32 32 0 0 0 0 0 0 0 0.000000
+64 32 2 0 0 0 0 30 30 0.031250
+32 32 0 0 0 0 0 30 30 0.000000
+32 32 1 0 0 0 0 29 29 0.031250
+32 32 0 0 0 0 0 29 29 0.000000
+32 32 0 0 0 0 0 29 29 0.000000
+32 32 0 0 0 0 0 29 29 0.000000
+32 32 3 0 0 0 0 26 26 0.093750
+32 32 4 0 0 0 0 22 22 0.125000
+32 32 2 0 0 0 0 20 20 0.062500
+32 32 2 0 0 0 0 18 18 0.062500
+32 32 3 0 0 0 0 15 15 0.093750
+32 32 2 0 0 0 0 13 13 0.062500
+32 32 2 0 0 0 0 11 11 0.062500
+32 32 4 0 0 0 0 7 7 0.125000
+32 32 3 0 0 0 0 4 4 0.093750
+32 32 4 0 0 0 0 0 0 0.125000
+64 32 12 0 0 0 0 20 20 0.187500
+32 32 6 0 0 0 0 14 14 0.187500
+32 32 6 0 0 0 0 8 8 0.187500
+32 32 8 0 0 0 0 0 0 0.250000
+64 32 14 0 0 0 0 18 18 0.218750
+32 32 8 0 0 0 0 10 10 0.250000
+32 32 4 0 0 0 0 6 6 0.125000
+32 32 2 0 0 0 0 4 4 0.062500
+64 32 9 0 0 0 0 27 26 0.142857
+32 32 4 0 0 0 0 23 22 0.125000
+32 32 9 0 0 0 0 14 12 0.290323
+32 32 9 0 0 0 0 5 4 0.272727
+64 32 15 0 0 0 0 22 21 0.234375
+32 32 6 0 0 0 0 16 14 0.193548
+32 32 6 0 0 0 0 10 9 0.181818
+32 32 8 0 0 0 0 2 1 0.250000
+64 32 15 0 0 0 0 19 18 0.234375
+"""
+
+
+def run_of(rows: list[dict[str, float]], steps: list[int] | None = None, **knobs: Any) -> RunData:
+    columns: dict[str, list[float | None]] = {
+        f"groups/{name}": [row.get(name) for row in rows] for name in NAMES
+    }
+    return RunData(
+        path=Path("runs/made"),
+        name="made",
+        config={"rollout": knobs},
+        config_text="",
+        metrics=Metrics(steps or list(range(1, len(rows) + 1)), columns),
+        evaluations=[],
+        state=RunState(StateWord.FINISHED, ""),
+        summary=None,
+        attempts=[],
+        plan=None,
+        provenance=None,
+        warnings=[],
+    )
+
+
+def real() -> tuple[RunData, list[float]]:
+    lines = [line.split() for line in REAL.strip().splitlines()]
+    rows = [dict(zip(NAMES, map(float, line[:-1]), strict=True)) for line in lines]
+    return run_of(rows), [float(line[-1]) for line in lines]
+
+
+def test_the_real_runs_books_balance() -> None:
+    found = totals(real()[0])
+    assert found["issued"] == 1472
+    assert found["trained"] == 40 * 32
+    assert found["unaccounted"] == 0
+    assert found["issued"] == sum(found[fate] for fate in FATES) + found["open"]
+
+
+def test_the_real_runs_own_fraction_says_how_many_were_decided() -> None:
+    run, perfect = real()
+    decided = derived(run)[DECIDED]
+    assert len(decided) == 40
+    for at, fraction in enumerate(perfect):
+        all_correct = run.metrics.column("groups/all_correct")[at]
+        assert all_correct == pytest.approx(fraction * (decided[at] or 0), abs=1e-3)
+
+
+@st.composite
+def steps_of_a_ledger(draw: st.DrawFn) -> tuple[list[dict[str, float]], list[tuple[int, int]]]:
+    """(counts by step, (newly mixed, decided) by step) of a ledger that is used at random."""
+    ledger = Ledger()
+    counts, truth = [], []
+    for _ in range(draw(st.integers(1, 6))):
+        for ticket in [t for t, state in ledger.open.items() if state is State.READY]:
+            if draw(st.integers(0, 5)) == 0:  # at the begin of a step, for age
+                ledger.settle(ticket, Fate.EXPIRED)
+        ledger.issue(draw(st.integers(0, 8)))
+        mixed = decided = 0
+        for ticket in [t for t, state in ledger.open.items() if state is not State.READY]:
+            ended = draw(st.sampled_from(["open", "ready", *Fate]))
+            if ended in ("open", Fate.TRAINED, Fate.EXPIRED):
+                continue
+            ledger.move(ticket, State.RUNNING)
+            ledger.move(ticket, State.GRADING)
+            decided += 1
+            if ended == "ready":
+                mixed += 1
+                ledger.move(ticket, State.READY)
+            else:
+                ledger.settle(ticket, Fate(ended))
+        for ticket in [t for t, state in ledger.open.items() if state is State.READY]:
+            if draw(st.booleans()):
+                ledger.settle(ticket, Fate.TRAINED)
+        held = {ticket: state is State.READY for ticket, state in ledger.open.items()}
+        counts.append({name: float(count) for name, count in ledger.close_step(held).items()})
+        truth.append((mixed, decided))
+    return counts, truth
+
+
+@given(steps_of_a_ledger())
+@settings(deadline=None)
+def test_the_keep_rate_that_came_is_what_the_ledger_saw(
+    made: tuple[list[dict[str, float]], list[tuple[int, int]]],
+) -> None:
+    counts, truth = made
+    found = derived(run_of(counts))
+    assert found[DECIDED] == [decided for _, decided in truth]
+    assert found[KEPT] == [mixed / decided if decided else None for mixed, decided in truth]
+    sums = totals(run_of(counts))
+    assert sums["unaccounted"] == 0
+    assert sums["open"] == counts[-1]["carried"]
+
+
+def test_on_policy_leaves_out_what_expired() -> None:
+    row = {"issued": 20.0, "trained": 8.0, "all_wrong": 2.0, "expired": 10.0, "carried_ready": 0.0}
+    row |= {"all_correct": 0.0, "overlong": 0.0, "abstained": 0.0, "carried": 0.0}
+    found = derived(run_of([row, row], on_policy=True))
+    assert found[KEPT] == [0.8, 0.8]
+    assert derived(run_of([row, row], on_policy=False))[KEPT] == [0.9, 0.9]
+
+
+def test_a_step_after_a_gap_is_not_known() -> None:
+    row = {**dict.fromkeys(NAMES, 0.0), "issued": 4.0, "trained": 4.0}
+    found = derived(run_of([row, row, row], steps=[2, 3, 5]))
+    assert found[KEPT] == [None, 1.0, None]
+
+
+def test_a_run_that_did_not_record_them() -> None:
+    run = run_of([{}, {}])
+    assert derived(run) == {KEPT: [None, None], DECIDED: [None, None]}
+    assert totals(run) == {}
+
+
+def test_a_lost_line_shows_in_the_totals() -> None:
+    run, _ = real()
+    columns = {name: column[:5] + column[6:] for name, column in run.metrics.columns.items()}
+    lost = Metrics(run.metrics.steps[:5] + run.metrics.steps[6:], columns)
+    rows = [
+        {name: columns[f"groups/{name}"][at] or 0.0 for name in NAMES}
+        for at in range(len(lost.steps))
+    ]
+    rows[0]["issued"] += 3
+    assert totals(run_of(rows))["unaccounted"] == 3
+
+
+def test_charts_name_what_the_coordinator_counts() -> None:
+    stacked = next(chart for chart in CHARTS if chart["id"] == "groups_fates")
+    drawn = {series["metric"] for series in stacked["series"]}
+    assert drawn == {f"groups/{fate}" for fate in Fate} | {"groups/carried"}
+    assert set(FATES) == set(Fate)
+    assert {chart["section"] for chart in CHARTS} == {"groups"}
+    assert len({chart["id"] for chart in CHARTS}) == len(CHARTS)

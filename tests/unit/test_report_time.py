@@ -1,0 +1,273 @@
+"""Phases, memory and timelines of a run, from made series and made files."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.report import memory, phases, timeline
+from dapo_megatron.report.folder import Metrics, RunData
+from dapo_megatron.report.state import RunState, StateWord
+
+
+def run_of(
+    path: Path = Path("runs/made"),
+    columns: dict[str, list[float | None]] | None = None,
+    steps: list[int] | None = None,
+    **changes: Any,
+) -> RunData:
+    columns = columns or {}
+    length = len(next(iter(columns.values()), []))
+    standing: dict[str, Any] = {
+        "name": "made",
+        "config": {},
+        "config_text": "",
+        "evaluations": [],
+        "state": RunState(StateWord.FINISHED, ""),
+        "summary": None,
+        "attempts": [],
+        "plan": None,
+        "provenance": None,
+        "warnings": [],
+    }
+    metrics = Metrics(steps or list(range(1, length + 1)), columns)
+    return RunData(path=path, metrics=metrics, **standing | changes)
+
+
+# ---------------------------------------------------------------------------- phases
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    columns: dict[str, list[float | None]] = {
+        "time/step": [20.0, 9.0],
+        "time/generate": [10.0, 4.0],
+        "time/grade": [1.0, None],
+        "time/logprobs": [2.0, 1.0],
+        "time/update": [3.0, 2.0],
+        "time/sync": [2.0, 1.0],
+        "time/sync_verify": [0.5, 0.25],
+        "time/sync_turns": [0.25, None],
+        "time/evaluate": [1.5, None],
+    }
+    run = run_of(columns=columns)
+    found = phases.derived(run)
+    everything = {**columns, **found}
+    [chart] = [one for one in phases.CHARTS if one["id"] == "time_phases"]
+    for at in range(2):
+        drawn = (everything.get(one["metric"], [0.0, 0.0])[at] for one in chart["series"])
+        assert sum(value or 0.0 for value in drawn) == columns["time/step"][at]
+    assert found[phases.REST] == [1.5, 1.0]
+    assert found[phases.MOVED] == [1.25, 0.75]
+
+
+def test_the_idle_share_of_engines() -> None:
+    columns: dict[str, list[float | None]] = {
+        "time/generate": [10.0, 0.0, None, 4.0],
+        "time/engine_idle": [2.5, 0.0, 1.0, 5.0],
+    }
+    assert phases.derived(run_of(columns=columns))[phases.IDLE] == [0.25, None, None, 1.0]
+
+
+def test_figures_too_large_to_add_are_missing() -> None:
+    columns: dict[str, list[float | None]] = {"time/step": [-1e308], "time/update": [1e308]}
+    columns |= {"time/sync": [1e308], "time/generate": [1e308], "time/grade": [-1e308]}
+    found = phases.derived(run_of(columns=columns))
+    assert found[phases.REST] == [0.0]
+    assert found[phases.GENERATE] == [None]
+
+
+def test_a_run_that_recorded_no_times() -> None:
+    found = phases.derived(run_of(columns={"accuracy/raw": [0.5]}))
+    assert set(map(tuple, found.values())) == {(None,)}
+
+
+def test_charts_have_each_their_own_id() -> None:
+    ids = [chart["id"] for chart in phases.CHARTS]
+    assert len(set(ids)) == len(ids)
+    assert {chart["section"] for chart in phases.CHARTS} == {"time"}
+
+
+# ---------------------------------------------------------------------------- memory
+
+
+def test_the_plan_lies_over_what_was_measured() -> None:
+    columns: dict[str, list[float | None]] = {
+        "memory/update_gib": [60.0, 61.0],
+        "memory/sync_gib": [50.0, None],
+    }
+    plan = {"device": "gpu", "phases": {"update": 62, "sync": 40.0, "generate": 0}, "note": "Why."}
+    run = run_of(columns=columns, plan=plan)
+    assert memory.derived(run)["derived/plan_update_gib"] == [62.0, 62.0]
+    assert memory.derived(run)["derived/plan_sync_gib"] == [40.0, None]
+    [chart] = memory.charts(run)
+    assert "Why." in chart["help"]
+    by_metric = {series["metric"]: series for series in chart["series"]}
+    level = by_metric["derived/plan_update_gib"]
+    assert level["dash"] is True
+    assert level["color"] == by_metric["memory/update_gib"]["color"]
+    assert "derived/plan_generate_gib" not in by_metric
+
+
+def test_no_plan_no_level() -> None:
+    run = run_of(columns={"memory/update_gib": [60.0]})
+    assert memory.memory_plan(run) is None
+    assert memory.derived(run) == {}
+    [chart] = memory.charts(run)
+    assert "plan" not in chart["help"]
+    assert memory.charts(run_of(columns={"accuracy/raw": [0.5]})) == []
+
+
+@pytest.mark.parametrize("plan", [{}, {"phases": []}, {"phases": {"update": "much"}}])
+def test_a_plan_that_is_none(plan: dict[str, Any]) -> None:
+    assert memory.memory_plan(run_of(plan=plan)) is None
+
+
+# ---------------------------------------------------------------------------- timelines
+
+
+def write(folder: Path, step: int, **changes: Any) -> None:
+    body = {
+        "step": step,
+        "begin": 1.0,
+        "ranks": [
+            {"rank": 0, "host": "n1", "spans": [["generate", 0, 10], ["update", 10, 14]]},
+            {"rank": 1, "host": "n2", "spans": [["generate", 0, 10], ["update", 10, 19]]},
+        ],
+        "replicas": [
+            {"replica": 0, "running": [[0, 8], [2, 4], [4, 0], [10, 0]]},
+            {"replica": 1, "running": [[0, 8], [8, 1], [10, 0]]},
+        ],
+    }
+    (folder / "timeline").mkdir(exist_ok=True)
+    text = json.dumps(body | changes)
+    (folder / "timeline" / f"step_{step:06d}.json").write_text(text, encoding="utf-8")
+
+
+def test_a_timeline_as_it_is_drawn(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    [found] = timeline.timelines(run_of(tmp_path))
+    assert (found["step"], found["seconds"]) == (3, 19)
+    assert [one["name"] for one in found["phases"]] == ["generate", "update"]
+    update = found["phases"][1]
+    assert (update["mean"], update["least"], update["most"], update["slowest"]) == (6.5, 4, 9, 1)
+    assert update["color"] == phases.COLORS["update"]
+    assert found["ranks"][1] == {"rank": 1, "host": "n2", "spans": [[0, 0, 10], [1, 10, 19]]}
+    engines = found["engines"]
+    assert (engines["begin"], engines["end"], engines["most"]) == (0, 10, 8)
+    assert len(engines["replicas"][0]["cells"]) == timeline.CELLS
+    assert timeline.note(run_of(tmp_path)) is None
+
+
+def test_what_a_timeline_shows_in_words(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    [found] = timeline.timelines(run_of(tmp_path))
+    assert found["sentences"] == [
+        "generate takes 10 of 19 s (53%); ranks are in no phase for 2.5 s.",
+        # From 8 s on one request of 16 runs.
+        "For 20% of generate (2 of 10 s) fewer than a tenth of the most requests (16) were "
+        "running.",
+        "Replica 0 has nothing to run from 4 s on, replica 1 works until 10 s.",
+        "Ranks differ most in update: by 5 s; rank 1 (n2) takes longest, 9 s.",
+    ]
+
+
+def test_time_in_no_phase_is_told(tmp_path: Path) -> None:
+    spans = [["generate", 0, 4], ["sync", 9, 10]]
+    write(tmp_path, 1, ranks=[{"rank": 0, "host": "n", "spans": spans}], replicas=[])
+    [found] = timeline.timelines(run_of(tmp_path))
+    assert found["sentences"] == ["generate takes 4 of 10 s (40%); ranks are in no phase for 5 s."]
+    assert found["engines"] is None
+
+
+POINTS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), min_size=1, max_size=30).map(
+    lambda points: sorted({at: (at, count) for at, count in points}.values())
+)
+
+
+@given(POINTS)
+def test_cells_hold_the_integral(points: list[tuple[float, float]]) -> None:
+    cells = timeline.cells(points, 0, 100, count=50)
+    whole = sum(count * (until - at) for (at, count), (until, _) in pairwise(points))
+    assert sum(cells) * 2 == pytest.approx(whole, abs=0.1 * 50 * 2)
+    assert max(cells) <= max(count for _, count in points)
+
+
+@given(st.lists(POINTS, min_size=1, max_size=3))
+def test_the_tail_by_looking_at_each_second(replicas: list[list[tuple[float, float]]]) -> None:
+    def running(at: float) -> float:
+        total = 0.0
+        for points in replicas:
+            total += sum(c for (a, c), (b, _) in pairwise(points) if a <= at < b)
+        return total
+
+    counts = [running(second) for second in range(100)]
+    most = max(counts)
+    after = counts[counts.index(most) :]
+    found = timeline.tail(replicas, 0, 100)
+    assert found == (most, sum(count < 0.1 * most for count in after) if most else 0)
+
+
+def test_runs_without_timelines_say_why(tmp_path: Path) -> None:
+    assert timeline.timelines(run_of(tmp_path)) == []
+    assert "recorded none (tracking.timeline_every" in (timeline.note(run_of(tmp_path)) or "")
+    off = run_of(tmp_path, config={"tracking": {"timeline_every": 0}})
+    assert "is 0" in (timeline.note(off) or "")
+
+
+def test_what_is_damaged_is_left_out_and_named(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2, ranks=[{"rank": 0, "spans": [["update", 3, 1], ["sync", 0, 1], 5]}, 7])
+    (tmp_path / "timeline" / "step_000003.json").write_text('{"step": 3, "ra', encoding="utf-8")
+    (tmp_path / "timeline" / "step_000004.json").write_text("[1]", encoding="utf-8")
+    found = timeline.timelines(run_of(tmp_path))
+    assert [one["step"] for one in found] == [1, 2]
+    assert found[1]["ranks"] == [{"rank": 0, "host": "", "spans": [[0, 0, 1]]}]
+    assert "step_000003.json, step_000004.json" in (timeline.note(run_of(tmp_path)) or "")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["rank", "host", "spans", "replica", "running", "x"]), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON, JSON)
+def test_nothing_in_a_file_stops_a_report(
+    tmp_path_factory: pytest.TempPathFactory, ranks: Any, replicas: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    write(folder, 1, ranks=ranks, replicas=replicas)
+    timeline.timelines(run_of(folder))
+
+
+def test_of_many_the_slowest_first_and_last_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step)
+    seconds: list[float | None] = [10.0] * 100
+    seconds[42] = 900.0
+    run = run_of(tmp_path, {"time/step": seconds})
+    steps = [one["step"] for one in timeline.timelines(run)]
+    assert {1, 43, 100} <= set(steps)
+    assert len(steps) == timeline.MAX_TIMELINES
+    assert steps == sorted(steps)
+    assert f"{len(steps)} of 100" in (timeline.note(run) or "")
+
+
+def test_a_file_written_anew_is_read_anew(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    assert timeline.timelines(run_of(tmp_path))[0]["seconds"] == 19
+    spans = [["generate", 0, 4]]
+    write(tmp_path, 1, ranks=[{"rank": 0, "host": "n", "spans": spans}])
+    assert timeline.timelines(run_of(tmp_path))[0]["seconds"] == 4
