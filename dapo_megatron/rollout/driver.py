@@ -155,6 +155,7 @@ class EngineDriver:
         """See `Driver`."""
         mine = orders[self._engine.replica]
         self._prompts |= {(o.request.ticket, o.request.sample): o.prompt for o in mine}
+        self.on_running(len(self._prompts))
         self._engine.submit([order.request for order in mine])
         for ticket, prompt, completion in grade:
             if ticket % self.num_replicas == self._engine.replica:
@@ -192,7 +193,6 @@ class EngineDriver:
         """What finished in some engine steps."""
         sampled: list[tuple[int, Completion]] = []
         begun, steps = time.perf_counter(), 0
-        self.on_running(len(self._prompts))
         while steps < self._num_steps and self._engine.has_work():
             for ticket, completion in self._engine.step():
                 sampled.append((ticket, completion))

@@ -210,3 +210,17 @@ def test_steps_between_exchanges_at_most_double() -> None:
 def test_what_a_grader_said_last_is_known_to_every_rank(ranks: list[Any]) -> None:
     assert ranks[0][5] == ranks[1][5]
     assert "sums" in ranks[0][5]
+
+
+def test_requests_are_told_from_the_order_to_the_last_answer() -> None:
+    engine, driver = timed()
+    told: list[int] = []
+    driver.on_running = told.append
+    driver.advance([many(5)])
+    while engine.has_work():
+        driver.advance([[]])
+    assert told == sorted(told, reverse=True)
+    assert set(told) == {5, 3, 1, 0}  # two are answered in each of its steps
+    driver.advance([many(4, 5)])
+    driver.interrupt()
+    assert told[-1] == 0
