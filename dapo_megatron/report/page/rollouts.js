@@ -47,6 +47,8 @@ const Rollouts = (() => {
     let rows, order, chosen, top; // top: the first row that is drawn
     let hidden = new Set(); // columns that say the same of every row
     let filter, sort;
+    let opening = 0; // how often one was asked for
+    const blobs = new Map(); // id -> promise
     const ui = skeleton();
     element.replaceChildren(ui.root, ui.dialog);
     const viewer = RolloutViewer.make(ui.dialog, make, { move: (by) => move(by, true), openAt });
@@ -211,9 +213,20 @@ const Rollouts = (() => {
     // ---------------------------------------------------------------- opening
 
     async function open(row, beside = null) {
-      const blob = await openBlob(run.rollouts.blobs[row.group]);
+      const turn = ++opening;
+      const blob = await cached(run.rollouts.blobs[row.group]);
+      if (turn !== opening) return; // another was opened meanwhile, or the viewer closed
       viewer.show(blob, row.group, row.sample, beside);
       setHash(row.ticket, row.sample, beside);
+    }
+
+    // The neighbours of a completion are in its blob: the last few stay.
+    function cached(id) {
+      const blob = blobs.get(id) ?? openBlob(id);
+      blobs.delete(id);
+      blobs.set(id, blob);
+      if (blobs.size > 3) blobs.delete(blobs.keys().next().value);
+      return blob;
     }
 
     // Another sample of the group that is open.
@@ -312,6 +325,7 @@ const Rollouts = (() => {
         if (event.key === "Enter" && order.length) { event.preventDefault(); open(rows[order[chosen]]); }
       });
       ui.dialog.addEventListener("close", () => {
+        opening++;
         viewer.clear();
         history.replaceState(null, "", location.href.split("#")[0]);
         ui.grid.focus({ preventScroll: true });
