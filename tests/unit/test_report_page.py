@@ -320,7 +320,7 @@ def test_watch_of_an_ended_run_writes_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "r")
-    thread = threading.Thread(target=watch, args=([folder], None, Options(), 30.0))
+    thread = threading.Thread(target=watch, args=([folder], None, Options(), 30.0), daemon=True)
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
