@@ -31,6 +31,7 @@ MAX_CUT_SHORT = 20
 """Starts in a row that may be cut short (preempted without time to save) without one."""
 
 _ATTEMPT = "DAPO_MEGATRON_ATTEMPT"
+_BEGAN = time.strftime("%Y%m%d-%H%M%S")  # of this process: its start has one name
 
 
 def attempt(environ: Mapping[str, str] = os.environ) -> str:
@@ -43,7 +44,7 @@ def attempt(environ: Mapping[str, str] = os.environ) -> str:
         return f"{run}-{address}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if job := environ.get("SLURM_JOB_ID"):
         return f"{job}.{environ.get('SLURM_RESTART_COUNT', '0')}"
-    return time.strftime("%Y%m%d-%H%M%S")
+    return _BEGAN
 
 
 def attempt_variable() -> dict[str, str]:
