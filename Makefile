@@ -53,7 +53,7 @@ test-slurm: env  ## only the job scripts, on an emulated cluster: installs Slurm
 
 test-browser: env  ## only the report's page, in Chromium: installs it with apt-get (root or sudo) if there is none
 	tests/browser/install.sh
-	$(VENV)/bin/python -m pytest tests/browser $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/browser $(ARGS)
 
 test-contracts: env $(NEXT)/.ready  ## what we lean on in Megatron-core and vLLM, and the parity core: on the pinned, then on the next Megatron-core
 	$(VENV)/bin/python -m pytest $(CORE) $(ARGS)

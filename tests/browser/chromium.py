@@ -49,13 +49,13 @@ class Watched:
             lambda one: one.url.startswith(LOCAL) or note(f"asked the network for {one.url}"),
         )
         page.on("dialog", lambda dialog: (note(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(30_000)  # two busy cores
         return watched
 
     def open(self, report: Path, anchor: str = "") -> Page:
         """Load a report and wait until it can be used; `anchor` as after the # of a link."""
         self.page.goto(report.as_uri() + anchor)
-        self.page.wait_for_selector(READY)
+        self.page.wait_for_selector(READY, state="attached")
         return self.page
 
     def close(self) -> None:

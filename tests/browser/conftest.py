@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.helpers.made_run import MadeRun
 
 RECORDED = Path(__file__).parent / "recorded_run"
 SCREENSHOTS = REPOSITORY / "build" / "screenshots"
+STARTED = time.time()
 
 Open = Callable[..., Page]
 """(report, anchor, options of the browser's context) -> its page, ready."""
@@ -71,18 +73,15 @@ def screenshot(request: pytest.FixtureRequest) -> Callable[..., None]:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         path = SCREENSHOTS / f"{name}.png"
         page.screenshot(path=path, **options)
-        KEPT.append(path)
 
     return keep
 
 
-KEPT: list[Path] = []
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Where the pictures are."""
-    if KEPT:
-        terminalreporter.write_line(f"pictures of the pages: {SCREENSHOTS} ({len(KEPT)})")
+    """Where the pictures are; workers of pytest-xdist made them, and tell nobody."""
+    pictures = [path for path in SCREENSHOTS.glob("*.png") if path.stat().st_mtime > STARTED]
+    if pictures:
+        terminalreporter.write_line(f"{len(pictures)} pictures of the pages: {SCREENSHOTS}")
 
 
 @pytest.fixture(scope="session")

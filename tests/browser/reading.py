@@ -72,8 +72,10 @@ def code_units(text: str) -> list[int]:
 
 def shown_text(locator: Locator) -> list[int]:
     """The textContent of an element in code units."""
-    return list(
-        locator.evaluate(
-            """e => Array.from({length: e.textContent.length}, (_, i) => e.textContent.charCodeAt(i))"""
-        )
-    )
+    return list(locator.evaluate(CODE_UNITS))
+
+
+CODE_UNITS = """element => {
+  const text = element.textContent;
+  return Array.from({length: text.length}, (_, at) => text.charCodeAt(at));
+}"""

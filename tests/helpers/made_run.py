@@ -11,6 +11,7 @@ import json
 import math
 import random
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,8 @@ class MadeRun:
     """Texts and names that try to be more than text."""
     crashed: bool = False
     """Killed in the middle of a line of metrics.jsonl."""
+    alive: bool = False
+    """It goes on: a rank has just given a sign of life."""
     name: str = "made"
     seed: int = 0
 
@@ -87,6 +90,7 @@ class _Writer:
     """Piece -> its token."""
     ticket: int = 0
     carried: int = 0
+    num_hostile: int = 0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.run.seed)
@@ -178,7 +182,8 @@ class _Writer:
         num_tokens = self.run.tokens_per_completion - self.rng.randint(0, 9) - 1
         pieces = (pieces * (num_tokens // len(pieces) + 1))[: max(num_tokens, 1)]
         if self.run.hostile:
-            pieces.insert(len(pieces) // 2, self.rng.choice(HOSTILE))
+            self.num_hostile += 1
+            pieces.insert(len(pieces) // 2, HOSTILE[self.num_hostile % len(HOSTILE)])
         stops = correct or number > 0
         tokens = [self.ids[piece] for piece in pieces] + [self.ids["<eos>"]] * stops
         return Completion(
@@ -334,8 +339,8 @@ class _Writer:
 
     def _ends(self) -> None:
         run, last = self.run, self.run.num_steps
-        state = State.RUNNING if run.crashed else State.ENDED
-        now = BEGIN + 25 * last
+        state = State.RUNNING if run.crashed or run.alive else State.ENDED
+        now = time.time() + 60 if run.alive else BEGIN + 25 * last  # alive for a minute more
         write_pulse(
             self.folder,
             Pulse(0, 1, ATTEMPT, "n0", 1, state, now, "update", last, 900.0, 0.1, "micro-batch 3"),
@@ -356,6 +361,7 @@ class _Writer:
         if run.crashed:
             with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(f'{{"step": {last + 1}, "groups/iss')
+        if run.crashed or run.alive:
             return
         before, after = self._evaluation(0), self._evaluation(last)
         avg = f"eval/{self.set_name}/avg@4"
@@ -374,13 +380,13 @@ def _inspected(groups: Sequence[tuple[Group, str]], rng: random.Random) -> Itera
         scores = [one.grade.score for one in group.completions if one.grade]
         mean, spread = fmean(scores), pstdev(scores) or 1.0
         for one in group.completions:
-            gaps = [abs(rng.gauss(0, 1e-6)) for _ in one.tokens]
+            gap, num = rng.uniform(1e-7, 2e-6), len(one.tokens)
             yield Inspected(
                 ticket=group.ticket,
                 sample=one.sample,
                 advantage=((one.grade.score if one.grade else 0.0) - mean) / spread,
-                gap_mean=fmean(gaps),
-                gap_max=max(gaps),
-                logprobs=torch.tensor([p - gap for p, gap in zip(one.logprobs, gaps)]),
-                entropy=torch.tensor([rng.random() for _ in one.tokens]),
+                gap_mean=gap,
+                gap_max=gap,
+                logprobs=torch.tensor(one.logprobs) - gap,
+                entropy=torch.linspace(rng.random(), rng.random(), num),
             )
