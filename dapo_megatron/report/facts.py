@@ -44,10 +44,8 @@ def _facts(run: RunData) -> Iterator[tuple[str, str]]:
     processes = given.get("num_processes") or (run.summary or {}).get("num_processes")
     processes = processes or run.knob("run.processes")
     device = given.get("devices")
-    yield (
-        "on",
-        ", ".join(str(one) for one in (processes and f"{processes} processes", device) if one),
-    )
+    counted = f"{processes} process{'' if processes == 1 else 'es'}" if processes else ""
+    yield "on", ", ".join(str(one) for one in (counted, device) if one)
     yield "layout", str(recorded.get("policy", ""))
     began = finite(run.attempts[0].get("time")) if run.attempts else None
     if began is not None:
