@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _TOLD = "_dapo_megatron_told"
+PANEL_ROWS = 8
+"""Lines that rank 0's panel (tracking/live.py) wipes when it is drawn again: as many empty ones keep
+what another rank says above it."""
 
 
 @dataclass
@@ -128,12 +131,9 @@ def _tell(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) 
         print(f"error: {error}", file=terminal if rank == 0 else sys.stderr, flush=True)
         verdict.record(exit_code(error), f"rank {rank}: {error}")
     elif isinstance(error, Exception):
-        from dapo_megatron.tracking.live import MAX_ROWS
-
         where = f" (traceback in {logs}/rank_{rank}.log)" if logs else ""
         said = f"{type(error).__name__}: {error}".strip()
-        # Rank 0's panel, when it is drawn again, wipes as many lines.
-        below = "\n" * (MAX_ROWS if rank and terminal.isatty() else 1)
+        below = "\n" * (PANEL_ROWS if rank and terminal.isatty() else 1)
         print(f"rank {rank}: {said[:300]}{where}", end=below, file=terminal, flush=True)
         verdict.record(1, f"rank {rank}: {said}", "".join(traceback.format_exception(error)))
 

@@ -73,7 +73,9 @@ class LiveView:
     def log(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
         """A step has ended, and so many seconds are left."""
         self._step, self._eta = step, (self._now(), seconds_left)
-        self._metrics = dict(metrics)
+        # A step that trains on groups decided before has no figures of its own.
+        known = {key: value for key, value in self._metrics.items() if not key.startswith("time/")}
+        self._metrics = {**known, **metrics}
         accuracy = metrics.get("accuracy/raw", math.nan)
         if math.isfinite(accuracy):
             self._accuracies.append(accuracy)
@@ -211,7 +213,7 @@ def shares(seconds: Sequence[float], width: int) -> list[int]:
     total = sum(seconds)
     if total <= 0:
         return [0] * len(seconds)
-    ends = [round(width * part / total) for part in accumulate(seconds)]
+    ends = [round(width * (part / total)) for part in accumulate(seconds)]
     return [end - begin for begin, end in pairwise([0, *ends])]
 
 
@@ -220,10 +222,10 @@ def step_phases(metrics: Mapping[str, float]) -> dict[str, float]:
     found = {
         phase: seconds
         for phase in COLOURS
-        if 0 < (seconds := metrics.get(f"time/{phase}", 0.0)) < math.inf
+        if 0 < (seconds := metrics.get(f"time/{phase}", 0.0)) < YEAR_SECONDS
     }
     rest = metrics.get("time/step", 0.0) - sum(found.values())
-    return found | ({"other": rest} if 0 < rest < math.inf else {})
+    return found | ({"other": rest} if 0 < rest < YEAR_SECONDS else {})
 
 
 def clock(seconds: float) -> str:

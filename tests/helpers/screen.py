@@ -21,9 +21,10 @@ class Screen:
     def __init__(self) -> None:
         self.lines = [""]
         self.frames: list[list[str]] = []
-        """The lines before each jump upwards: what was there to be seen."""
+        """The lines before each time that some are wiped: what was there to be seen."""
         self.shows_cursor = True
         self._row = self._column = 0
+        self._wipes = False
 
     def feed(self, text: str) -> None:
         """Take text with control sequences."""
@@ -37,9 +38,10 @@ class Screen:
             position += 1
 
     def _control(self, argument: str, letter: str) -> None:
+        if letter in "AK" and not self._wipes:
+            self.frames.append(list(self.lines))
+            self._wipes = True
         if letter == "A":
-            if self.frames[-1:] != [self.lines]:
-                self.frames.append(list(self.lines))
             self._row -= int(argument or 1)
         elif letter == "K":
             assert argument == "2"
@@ -51,6 +53,7 @@ class Screen:
         assert self._row >= 0
 
     def _put(self, character: str) -> None:
+        self._wipes = self._wipes and character == "\r"
         if character == "\n":
             self._row, self._column = self._row + 1, 0
             if self._row == len(self.lines):

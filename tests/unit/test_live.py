@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from dapo_megatron.session import PANEL_ROWS
 from dapo_megatron.tracking import RunConsole
 from dapo_megatron.tracking.live import (
     LEVELS,
@@ -98,6 +99,16 @@ def test_a_run_that_has_just_begun() -> None:
     view = LiveView(40, now=iter([0.0, 0.0, 75.0, 75.0]).__next__)
     _, line, _ = drawn(view, 80)
     assert line.strip("│ ") == "step 0/40  starting 1:15"
+
+
+def test_a_step_without_figures_leaves_those_before() -> None:
+    view = view_at()
+    view.log(12, {"policy/entropy": 0.5, "time/step": 4.0, "time/update": 4.0}, 700.0)
+    text = "\n".join(drawn(view, 80))
+    assert "accuracy  0.412" in text
+    assert "reward -0.120" in text
+    assert "entropy 0.500" in text
+    assert "█ update 100%  " in text, "of the last step alone"
 
 
 def test_requests_are_those_of_generating_alone() -> None:
@@ -235,9 +246,10 @@ def test_what_another_rank_says_is_not_wiped() -> None:
         with console.live() as view:
             view.groups(1, 2)
             console.log(1, METRICS)
-            terminal.file.write("rank 1: boom" + "\n" * MAX_ROWS)
+            terminal.file.write("rank 1: boom" + "\n" * PANEL_ROWS)
             console.log(2, METRICS)
 
+    assert PANEL_ROWS >= MAX_ROWS
     screen = on_terminal(run)
     assert any("rank 1: boom" in line for line in screen.lines)
     assert any(line.startswith("step  2/20") for line in screen.lines)
