@@ -6,7 +6,7 @@ from typing import Any
 
 from dapo_megatron.report.charts import line, lines
 from dapo_megatron.report.folder import RunData, finite
-from dapo_megatron.report.phases import COLORS, PHASES
+from dapo_megatron.report.phases import COLORS, LABELS, PHASES
 
 
 def memory_plan(run: RunData) -> dict[str, Any] | None:
@@ -48,13 +48,26 @@ def charts(run: RunData) -> list[dict[str, Any]]:
     plan = memory_plan(run)
     note = f" {plan['note']}" if plan else ""
     against = "Dashed: what the plan said before the run." if plan and plan["phases"] else ""
-    measured = [line(f"memory/{phase}_gib", phase, color=COLORS[phase]) for phase in PHASES]
+    measured = [
+        line(f"memory/{phase}_gib", LABELS.get(phase, phase), color=COLORS[phase])
+        for phase in PHASES
+    ]
     levels = [
-        line(planned_name(phase), f"{phase}, planned", color=COLORS[phase], dash=True)
+        line(
+            planned_name(phase),
+            f"{LABELS.get(phase, phase)}, planned",
+            color=COLORS[phase],
+            dash=True,
+        )
         for phase in (plan["phases"] if plan else ())
     ]
     of_torch = [
-        line(f"memory/{phase}_torch_gib", f"{phase}, tensors", color=COLORS[phase], dash=True)
+        line(
+            f"memory/{phase}_torch_gib",
+            f"{LABELS.get(phase, phase)}, tensors",
+            color=COLORS[phase],
+            dash=True,
+        )
         for phase in PHASES
     ]
     found = [

@@ -362,30 +362,30 @@ def test_a_healthy_run_of_constants_is_flat_and_nothing_else() -> None:
     assert titles(run_of(200), "warn") == titles(run_of(200))  # flat for so long is a warning
 
 
-@given(st.integers(0, 10_000), st.sampled_from([9, 20, 40, 150]))
-@settings(max_examples=60, deadline=None)
-def test_noise_is_no_finding(seed: int, num_steps: int) -> None:
+def noise(num_steps: int, seed: int, accuracy: float) -> RunData:
+    """Every series of a clock or a policy off by a tenth, accuracy by `accuracy`."""
     chance = random.Random(seed)
-    kept = {name for name in HEALTHY if name.startswith(("groups/", "sync/", "grading/"))}
-    series = {
+    kept = ("groups/", "sync/", "grading/")
+    series: dict[str, Any] = {
         name: [value * (1 + chance.gauss(0, 0.1)) for _ in range(num_steps)]
         for name, value in HEALTHY.items()
-        if name not in kept
+        if not name.startswith(kept)
     }
-    series["accuracy/raw"] = [0.5 + chance.gauss(0, 0.03) for _ in range(num_steps)]
-    found = titles(run_of(num_steps, series=series))
-    assert all(one.startswith(("Flat", "No clear trend", "Accuracy has fallen")) for one in found)
+    series["accuracy/raw"] = [0.5 + chance.gauss(0, accuracy) for _ in range(num_steps)]
+    return run_of(num_steps, series=series)
 
 
-def test_false_alarms_on_noise_are_rare() -> None:
-    false = 0
-    for seed in range(200):
-        chance = random.Random(seed)
-        accuracy = [0.5 + chance.gauss(0, 0.03) for _ in range(40)]
-        found = findings(run_of(series={"accuracy/raw": accuracy}))
-        [title] = [one.title for one in found if one.metric == "accuracy/raw"]
-        false += not title.startswith(("Flat", "No clear trend"))
-    assert false <= 3
+@pytest.mark.parametrize("num_steps", [8, 9, 20, 40])
+@pytest.mark.parametrize("accuracy", [0.03, 0.15])
+def test_noise_is_no_finding(num_steps: int, accuracy: float) -> None:
+    alarms = [
+        (one.title, seed)
+        for seed in range(60)
+        for one in findings(noise(num_steps, seed, accuracy))
+        if not one.title.startswith(("Flat", "No clear", "Sync", "Every"))
+    ]
+    # Of some 40 series in each of 60 runs; measured: 7 alarms in 1,660 runs.
+    assert len(alarms) <= 1, alarms
 
 
 NUMBERS = st.none() | st.floats(allow_nan=False, allow_infinity=False)
@@ -510,6 +510,13 @@ def test_growth_that_tokens_explain_is_none() -> None:
     ]
 
 
+def test_entropy_that_recovers_is_none() -> None:
+    fallen = [*fall(0.7, 0.3, 20), *ramp(0.21, 0.27, 20)]
+    assert not [one for one in titles(run_of(series={"policy/entropy": fallen})) if "Entr" in one]
+    falls = [*fall(0.7, 0.3, 20), *ramp(0.21, 0.18, 20)]
+    assert [one for one in titles(run_of(series={"policy/entropy": falls})) if "Entr" in one]
+
+
 def test_growth_with_accuracy_is_no_running_away() -> None:
     series: dict[str, Any] = {"response_tokens/mean": noisy(fall(200, 5))}
     series["accuracy/raw"] = noisy(ramp(0.2, 0.8))
@@ -607,6 +614,16 @@ def test_a_long_series_has_its_trend() -> None:
     rising = trend.track_of(steps, [at / 3000 + chance.gauss(0, 1) for at in steps])
     assert rising.rises
     assert not trend.track_of(steps, [chance.gauss(0, 1) for _ in steps]).rises
+
+
+def test_a_spike_is_outside_of_what_is_usual() -> None:
+    wide = [0.1 * (at % 20) for at in range(20)]  # 0 to 1.9, median 0.95, middle deviation 0.5
+    steps = range(1, 22)
+    assert trend.track_of(steps, [*wide, 7.0]).spikes(5.0) == []
+    assert trend.track_of(steps, [*wide, 9.0]).spikes(5.0) == [20]
+    narrow = [1.0 + 0.01 * (at % 3) for at in range(20)]
+    assert trend.track_of(steps, [*narrow, 4.9]).spikes(5.0) == []
+    assert trend.track_of(steps, [*narrow, 5.2]).spikes(5.0) == [20]
 
 
 def test_gaps_are_left_out() -> None:

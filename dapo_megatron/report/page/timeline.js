@@ -254,10 +254,12 @@ const Timeline = (() => {
     const tools = make(heading, "div", "", "tools");
     const step = choice(tools, "Step", "timeline-step");
     const part = choice(tools, "Show", "timeline-part");
-    make(card, "p", "Who did what when. Each row is a rank (one process, as a rule one GPU), each colour a phase; below, how many " +
+    const help = make(card, "p", "Who did what when. Each row is a rank (one process, as a rule one GPU), each colour a phase; below, how many " +
       "requests the engines had running. A long thin tail is engines waiting for a few long answers.", "muted");
+    help.style.cssText = "font-size: 13.5px; margin: 3px 0 8px;";
     const note = make(card, "p", "", "muted");
     const sentences = make(card, "ul");
+    sentences.style.cssText = "padding-left: 20px;";
     const frame = make(card, "div");
     frame.style.cssText = "position: relative; margin: 10px 0;";
     const canvas = make(frame, "canvas");
