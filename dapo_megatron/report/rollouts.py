@@ -26,7 +26,7 @@ MAX_BLOB_BYTES = 18_000_000
 with others has a share of it, by the completions asked of it."""
 FULL_PAGE = 2000
 """Completions."""
-BYTES_PER_TOKEN = 6
+BYTES_PER_TOKEN = 5
 """Compressed, about: what a choice is planned with."""
 MAX_READ_BYTES = 200_000_000
 """Of samples without an index."""

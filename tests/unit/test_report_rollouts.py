@@ -233,6 +233,7 @@ def test_bytes_that_are_no_text_cost_no_more_than_others() -> None:
     pieces = Pieces(broken).split([0] * 20_000)
     assert len(pieces) == 20_000
     assert set("".join(pieces)) == {"\N{REPLACEMENT CHARACTER}"}
+    assert Pieces(broken).split([1, 0]) == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_special_tokens_are_told_apart() -> None:
@@ -367,19 +368,39 @@ def test_what_the_page_gets_is_what_was_recorded(folder: Path) -> None:
         assert (one["gap"] is None) == (rows["fate"][row] != "trained")
 
 
-def test_policy_values_and_advantages_are_those_recorded(folder: Path) -> None:
-    found = reported(folder)
+def test_policy_values_and_advantages_are_those_recorded(folder: Path, tmp_path: Path) -> None:
+    run = copied(folder, tmp_path / "run")
+    for path in (run / "samples" / "policy").iterdir():
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for line in lines:
+            line["logprobs"] = [round(value - 0.25, 4) for value in line["logprobs"]]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found = reported(run)
     rows = found.table["rows"]
     row = next(row for row, fate in enumerate(rows["fate"]) if fate == "trained")
     _, one = opened(found, row)
-    path = folder / "samples" / "policy" / f"step_{rows['step'][row]:06d}.jsonl"
+    path = run / "samples" / "policy" / f"step_{rows['step'][row]:06d}.jsonl"
     policy = recorded.policy_of(path, rows["ticket"][row])[one["sample"]]
-    assert one["advantage"] == rows["advantage"][row] == policy["advantage"]
+    assert (
+        one["advantage"] == rows["advantage"][row] == pytest.approx(policy["advantage"], abs=1e-4)
+    )
     assert rows["gap_max"][row] == pytest.approx(policy["gap_max"], rel=1e-3)
     assert one["entropy"] == [round(1000 * value) for value in policy["entropy"]]
-    ours = recorded_completion(folder, rows["step"][row], rows["ticket"][row], one["sample"])
+    ours = recorded_completion(run, rows["step"][row], rows["ticket"][row], one["sample"])
     gaps = [own - other for own, other in zip(ours["logprobs"], policy["logprobs"])]
     assert one["gap"] == [round(10_000 * gap) for gap in gaps]
+    assert min(one["gap"]) > 2000, "engine less policy"
+
+
+def test_the_most_frequent_pieces_have_the_shortest_numbers(folder: Path) -> None:
+    for data in reported(folder).blobs.values():
+        blob = json.loads(data)
+        counts = [0] * len(blob["ids"])
+        for group in blob["groups"].values():
+            for one in group["completions"]:
+                for place in one["tokens"]:
+                    counts[place] += 1
+        assert counts == sorted(counts, reverse=True)
 
 
 def test_a_ticket_asked_for_is_there_and_one_that_is_not_is_told_of(folder: Path) -> None:
@@ -429,7 +450,7 @@ def test_of_too_many_samples_without_an_index_some_steps_are_read(
     for path in (old / "samples" / "index").iterdir():
         path.unlink()
     num_bytes = sum(path.stat().st_size for path in (old / "samples").glob("*.jsonl"))
-    monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_READ_BYTES", num_bytes // 2)
+    monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_READ_BYTES", num_bytes // 2 + 1)
     table = reported(old).table
     assert set(table["rows"]["step"]) == {1, 3, 5}
     assert "3 of 6 steps were not read" in table["note"]
@@ -455,8 +476,10 @@ def test_damaged_files_are_told_of_and_the_rest_is_shown(folder: Path, tmp_path:
     (samples / "index" / "step_000002.json").write_text('{"step": 2, "groups"', encoding="utf-8")
     (samples / "step_000003.jsonl").write_text("{\n", encoding="utf-8")
     (samples / "policy" / "step_000004.jsonl").write_text("{\n", encoding="utf-8")
+    replaced = samples / "step_000005.jsonl"  # after the index was read
+    replaced.write_bytes(b"".join(reversed(replaced.read_bytes().splitlines(keepends=True))))
     found = reported(hurt)
-    assert set(found.table["rows"]["step"]) == {1, 4, 5, 6}
+    assert set(found.table["rows"]["step"]) == {1, 4, 6}
     assert any("step 2" in one for one in found.warnings)
     assert any("groups cannot be read" in one for one in found.warnings)
 

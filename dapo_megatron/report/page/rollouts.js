@@ -12,16 +12,16 @@ const Rollouts = (() => {
   const words = (value) => value == null ? "–" : String(value).replaceAll("_", " ");
   const small = (value) => value == null ? "–" : value === 0 ? "0" : signed(value.toExponential(1));
 
-  const OUTCOMES = { right: "✓ right", wrong: "✗ wrong", unread: "∅ no answer found", none: "? no grade" };
+  const OUTCOMES = { right: "✓ right", wrong: "✗ wrong", unread: "∅ no answer", none: "? no grade" };
   // name, heading, whether a number, how it is written, width
   const COLUMNS = [
     ["step", "step", true, counted, "58px"], ["ticket", "ticket", true, plain, "70px"],
     ["sample", "sample", true, plain, "70px"], ["source", "set", false, plain, "minmax(96px, 1fr)"],
-    ["fate", "fate", false, words, "92px"], ["outcome", "graded", false, (value) => OUTCOMES[value], "140px"],
+    ["fate", "fate", false, words, "92px"], ["outcome", "graded", false, (value) => OUTCOMES[value], "112px"],
     ["reward", "reward", true, fixed(2), "72px"], ["advantage", "advantage", true, fixed(2), "92px"],
     ["num_tokens", "tokens", true, counted, "72px"], ["finish", "finish", false, words, "76px"],
     ["age", "age", true, plain, "50px"], ["logprob_mean", "log-prob", true, fixed(2), "82px"],
-    ["logprob_min", "lowest", true, fixed(2), "72px"], ["gap_max", "gap", true, small, "70px"],
+    ["logprob_min", "lowest", true, fixed(2), "78px"], ["gap_max", "gap", true, small, "70px"],
     ["why", "here because", false, plain, "minmax(150px, 2fr)"],
   ];
   const HELP = {
