@@ -87,13 +87,13 @@ def lost(run: RunData) -> Iterator[Finding]:
         "expired": "rollout.max_age: higher; rollout.lookahead: lower",
     }
     for fate, knob in knobs.items():
-        share = sums[fate] / sums["issued"]
-        if share < limit("groups.lost") or (
-            fate == "expired" and run.knob("rollout.on_policy") is True
-        ):
-            continue  # on-policy, what is open at the end of a step expires
+        if fate == "expired" and run.knob("rollout.on_policy") is True:
+            continue  # what is open at the end of a step expires
         ended = track(run, f"groups/{fate}")
         steps = [s for s, v in zip(ended.steps, ended.values, strict=True) if v > 0]
+        share = sums[fate] / sums["issued"]
+        if not steps or share < limit("groups.lost"):
+            continue
         yield Finding(
             "warn",
             f"{percent(share)} of groups {fate}",
