@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 _TOLD = "_dapo_megatron_told"
 PANEL_ROWS = 8
-"""That rank 0's panel (tracking/live.py) has at most, and wipes when it is drawn again: as many empty
-lines below it keep what another rank says."""
+"""That rank 0's panel (tracking/live.py) has at most, and wipes when it is drawn again: so many
+empty lines keep what another rank says above them."""
 
 
 @dataclass
