@@ -218,6 +218,9 @@ class World:
     def samples(self, step: int, groups: Any) -> None:
         pass
 
+    def inspected(self, step: int, sequences: Any) -> None:
+        pass
+
     @contextmanager
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
         yield
