@@ -412,6 +412,11 @@ def test_no_series_of_numbers_stops_a_report(made: tuple[int, dict[str, Any]], o
         assert one.level in ("good", "note", "warn", "bad")
 
 
+def test_figures_too_large_to_add_are_as_good_as_missing() -> None:
+    broken = run_of(2, series={"grading/timeout": [1e308, 1e308]})
+    assert "Every completion was graded" in titles(broken, "good")
+
+
 def test_the_worst_is_first() -> None:
     found = findings(run_of(series={"accuracy/raw": ramp(0.7, 0.3), "policy/approx_kl": 0.5}))
     order = ["bad", "warn", "note", "good"]
@@ -511,10 +516,24 @@ def test_growth_that_tokens_explain_is_none() -> None:
 
 
 def test_entropy_that_recovers_is_none() -> None:
-    fallen = [*fall(0.7, 0.3, 20), *ramp(0.21, 0.27, 20)]
+    fallen = [*fall(0.7, 0.3, 20), *ramp(0.21, 0.225, 20)]
     assert not [one for one in titles(run_of(series={"policy/entropy": fallen})) if "Entr" in one]
     falls = [*fall(0.7, 0.3, 20), *ramp(0.21, 0.18, 20)]
     assert [one for one in titles(run_of(series={"policy/entropy": falls})) if "Entr" in one]
+
+
+def test_a_phase_that_jumps_to_and_fro_has_not_grown() -> None:
+    slow = ramp(10, 17, 88)
+    series = {"time/update": [40.0 if at % 2 else slow[at] for at in range(88)]}
+    assert trend.track(run_of(88, series=series), "time/update").growth > 3
+    assert not [one for one in titles(run_of(88, series=series)) if "times as long" in one]
+
+
+def test_memory_that_stops_growing_is_no_leak() -> None:
+    grown = {"memory/update_gib": [*ramp(40, 60, 30), *[60.0] * 10]}
+    assert not [one for one in titles(run_of(series=grown)) if "Memory" in one]
+    grows = {"memory/update_gib": [*ramp(40, 60, 30), *ramp(60, 66, 10)]}
+    assert [one for one in titles(run_of(series=grows)) if "Memory" in one]
 
 
 def test_growth_with_accuracy_is_no_running_away() -> None:
