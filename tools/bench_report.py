@@ -2,9 +2,9 @@
 
     python tools/bench_report.py
 
-Two made runs (tests/helpers/made_run.py): a long one of 2,000 steps, and a broad one of 200 steps
-whose report keeps 2,000 completions in full. Making them is not counted. Without a Chromium the
-figures of the page are left out.
+Made runs (tests/helpers/made_run.py): a long one of 2,000 steps, a broad one of 200 steps with more
+completions in each, and a wordy one whose answers have thousands of tokens. Making them is not
+counted. Without a Chromium the figures of the page are left out.
 """
 
 from __future__ import annotations
@@ -153,16 +153,17 @@ def verdicts(one: Figures) -> list[str]:
 
 def main(
     steps: Annotated[int, typer.Option(help="Rollout steps of the long run.")] = 2_000,
-    kept: Annotated[int, typer.Option(help="Completions in full of the broad run.")] = 2_000,
+    kept: Annotated[int, typer.Option(help="Completions in full (--completions).")] = 2_000,
     rounds: Annotated[int, typer.Option(help="Each is measured so often; the best counts.")] = 2,
 ) -> None:
-    """Measure both reports; the last line is JSON."""
-    cases = [
-        (MadeRun(steps, name="long"), kept),
-        (MadeRun(200, groups_per_step=16, samples_per_group=16, name="broad"), kept),
+    """Measure the reports; the last line is JSON."""
+    runs = [
+        MadeRun(steps, name="long"),
+        MadeRun(200, groups_per_step=16, samples_per_group=16, name="broad"),
+        MadeRun(40, tokens_per_completion=4_000, name="wordy"),
     ]
     with tempfile.TemporaryDirectory() as folder:
-        found = [measure(made, Path(folder), kept, rounds) for made, kept in cases]
+        found = [measure(made, Path(folder), kept, rounds) for made in runs]
     Console(soft_wrap=True, width=140).print(table(found))
     for one in found:
         print(*verdicts(one), sep="\n")

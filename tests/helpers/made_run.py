@@ -13,7 +13,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -34,6 +34,8 @@ TOKENIZER = REPOSITORY / "model_configs" / "tiny_qwen3" / "tokenizer.json"
 ATTEMPT = "20260101-000000"
 BEGIN = 1_767_225_600.0
 """time.time() of the run's start."""
+
+NUM_NOISE = 20_000
 
 LONE = "@LONE@"
 """Stands for half of a surrogate pair until the file is written: as long as its JSON escape."""
@@ -94,6 +96,9 @@ class _Writer:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.run.seed)
+        # Each completion gets a part of it: drawing every number anew would take minutes.
+        num = NUM_NOISE + self.run.tokens_per_completion + 1
+        self.noise = tuple(-round(self.rng.expovariate(3), 5) for _ in range(num))
         self.set_name = HOSTILE[0] if self.run.hostile else "chain_sum_held_out"
 
     def write(self) -> None:
@@ -109,7 +114,7 @@ class _Writer:
             index.write(samples)
             if self.run.hostile:  # as long as before: the index still says what is where
                 path.write_bytes(path.read_bytes().replace(LONE.encode(), b"\\ud800"))
-            said = _inspected(groups, self.rng)
+            said = self._inspected(groups)
             write_policy(samples, step, said, self.run.inspected_groups)
             if step == 1 or (self.run.timeline_every and step % self.run.timeline_every == 0):
                 self._timeline(step)
@@ -189,7 +194,7 @@ class _Writer:
         return Completion(
             sample=0,
             tokens=tuple(tokens),
-            logprobs=tuple(-round(self.rng.expovariate(3), 5) for _ in tokens),
+            logprobs=self.noise[: len(tokens)],
             text="".join(pieces),
             finish=Finish.STOP if stops else Finish.LENGTH,
             segments=(),
@@ -214,17 +219,31 @@ class _Writer:
                 first = min(len(made.tokens) // 2, 5) if old < step - 1 else 0
                 parts = [(old, first), (step - 1, len(made.tokens) - first)]
                 segments = tuple(Segment(*part) for part in parts if part[1])
-                completions.append(
-                    Completion(
-                        sample, made.tokens, made.logprobs, made.text, made.finish, segments,
-                        made.grade,
-                    )
-                )  # fmt: skip
+                at = self.rng.randrange(NUM_NOISE)
+                noise = self.noise[at : at + len(made.tokens)]
+                completions.append(replace(made, sample=sample, logprobs=noise, segments=segments))
             yield (
                 Group(self.ticket, prompt, tuple(completions)),
                 ("trained" if trained else "all_correct"),
             )
             self.ticket += 1
+
+    def _inspected(self, groups: Sequence[tuple[Group, str]]) -> Iterator[Inspected]:
+        """What a policy that is nearly the engine's says of each sequence trained on."""
+        for group in (group for group, fate in groups if fate == "trained"):
+            scores = [one.grade.score for one in group.completions if one.grade]
+            mean, spread = fmean(scores), pstdev(scores) or 1.0
+            for one, score in zip(group.completions, scores):
+                gap, at = self.rng.uniform(1e-7, 2e-6), self.rng.randrange(NUM_NOISE)
+                yield Inspected(
+                    ticket=group.ticket,
+                    sample=one.sample,
+                    advantage=(score - mean) / spread,
+                    gap_mean=gap,
+                    gap_max=gap,
+                    logprobs=torch.tensor(one.logprobs) - gap,
+                    entropy=-torch.tensor(self.noise[at : at + len(one.tokens)]),
+                )
 
     def _metrics(self, step: int, groups: Sequence[tuple[Group, str]]) -> dict[str, float]:
         trained = [c for group, fate in groups if fate == "trained" for c in group.completions]
@@ -372,21 +391,3 @@ class _Writer:
              "evaluation_before": before, "evaluation_after": after, "seed": run.seed,
              "num_processes": 1, "versions": {"torch": "0.0"}, "commit": "0" * 40},
         )  # fmt: skip
-
-
-def _inspected(groups: Sequence[tuple[Group, str]], rng: random.Random) -> Iterator[Inspected]:
-    """What a policy that is nearly the engine's says of each sequence trained on."""
-    for group in (group for group, fate in groups if fate == "trained"):
-        scores = [one.grade.score for one in group.completions if one.grade]
-        mean, spread = fmean(scores), pstdev(scores) or 1.0
-        for one in group.completions:
-            gap, num = rng.uniform(1e-7, 2e-6), len(one.tokens)
-            yield Inspected(
-                ticket=group.ticket,
-                sample=one.sample,
-                advantage=((one.grade.score if one.grade else 0.0) - mean) / spread,
-                gap_mean=gap,
-                gap_max=gap,
-                logprobs=torch.tensor(one.logprobs) - gap,
-                entropy=torch.linspace(rng.random(), rng.random(), num),
-            )
