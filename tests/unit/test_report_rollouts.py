@@ -403,6 +403,17 @@ def test_the_most_frequent_pieces_have_the_shortest_numbers(folder: Path) -> Non
         assert counts == sorted(counts, reverse=True)
 
 
+def test_the_largest_gaps_are_looked_for_where_the_metrics_show_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_POLICY_BYTES", 1)
+    metrics = read_run(folder).metrics
+    gaps = dict(zip(metrics.steps, metrics.column("mismatch/gap_max")))
+    rows = reported(folder).table["rows"]
+    found = {step for step, why in zip(rows["step"], rows["why"]) if "largest gap" in why}
+    assert found == {max(gaps, key=lambda step: gaps[step] or 0.0)}
+
+
 def test_a_ticket_asked_for_is_there_and_one_that_is_not_is_told_of(folder: Path) -> None:
     found = reported(folder, completions=4, tickets=(9, 4711))
     assert 9 in found.table["rows"]["ticket"]

@@ -80,7 +80,7 @@ const Rollouts = (() => {
         for (const name of table.columns) row[name] = table.rows[name][index];
         row.outcome = row.graded === "none" ? "none" : row.correct ? "right" : row.graded === "unread" ? "unread" : "wrong";
         row.reasons = String(row.why).split(", "); // of the completion itself; those beside it have none
-        row.text = `ticket=${row.ticket} sample=${row.sample} ${row.ticket}/${row.sample} ${row.source} ${row.fate} ${row.outcome} ${row.finish} ${row.why}`.toLowerCase();
+        row.text = `${row.source} ${row.fate} ${row.outcome} ${row.finish} ${row.why}`.toLowerCase();
         found.push(row);
       }
       return found;
@@ -97,7 +97,7 @@ const Rollouts = (() => {
       for (const row of rows) {
         if (choices.every(([name, value]) => values(row, name).includes(value))
           && ranges.every(([name, [low, high]]) => row[name] != null && row[name] >= low && row[name] <= high)
-          && terms.every((term) => row.text.includes(term))) order.push(row.index);
+          && terms.every((term) => passes(row, term))) order.push(row.index);
       }
       const { name, down } = sort;
       const sign = down ? -1 : 1;
@@ -119,6 +119,13 @@ const Rollouts = (() => {
       }
       top = null;
       draw();
+    }
+
+    // A number is a ticket, 12/3 a sample of it; words stand anywhere.
+    function passes(row, term) {
+      const [, ticket, sample] = term.match(/^(?:ticket=)?(\d+)(?:\/(\d+))?$/) ?? [];
+      if (ticket && row.ticket === Number(ticket) && (!sample || row.sample === Number(sample))) return true;
+      return ticket && (sample || term !== ticket) ? false : row.text.includes(term);
     }
 
     const values = (row, name) => name === "why" ? row.reasons : [String(row[name])];
@@ -160,6 +167,7 @@ const Rollouts = (() => {
         if (low !== "" || high !== "") filter.ranges[name] = [low === "" ? -Infinity : Number(low), high === "" ? Infinity : Number(high)];
       }
       ui.scroller.scrollTop = 0;
+      order = []; // the first row is the chosen one
       apply();
     }
 
@@ -262,7 +270,7 @@ const Rollouts = (() => {
       const found = { filters: {}, ranges: {} };
       found.note = make("p", { className: "muted r-note" });
       found.lost = make("p", { className: "r-lost", hidden: true, role: "status" });
-      found.search = make("input", { type: "search", id: "rollout-filter", placeholder: "Filter: ticket, set, reason …   ( / )", "aria-label": "Filter by ticket, sample, set, fate or reason", autocomplete: "off", spellcheck: false });
+      found.search = make("input", { type: "search", id: "rollout-filter", placeholder: "Filter: 12, 12/3, a set, a reason …  ( / )", "aria-label": "Filter by ticket, sample, set, fate or reason", autocomplete: "off", spellcheck: false });
       found.clear = make("button", { type: "button", hidden: true }, "clear");
       found.count = make("span", { className: "r-count", role: "status" });
       const choices = CHOICES.map(([name, label]) => make("label", {}, `${label} `, found.filters[name] = make("select")));

@@ -62,8 +62,9 @@ const RolloutViewer = (() => {
       for (const one of group.completions) one.versions ??= versions(one);
       sides = [sample, beside].filter((one) => group.completions.some((other) => other.sample === one));
       draw();
-      if (!dialog.open) dialog.showModal();
-      if (!dialog.querySelector(":focus")) body.querySelector(".v-tokens").focus({ preventScroll: true });
+      if (dialog.open) return;
+      dialog.showModal();
+      body.querySelector(".v-tokens").focus({ preventScroll: true });
     }
 
     const bySample = (sample) => group.completions.find((one) => one.sample === sample);
