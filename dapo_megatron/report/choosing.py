@@ -106,6 +106,8 @@ class Chooser:
         self._spread: list[list[Candidate]] = []
         self.num_seen = 0
         """Completions."""
+        self.is_full = False
+        """There were more to choose, but no room for their tokens."""
 
     def see(self, index: StepIndex, has_policy: bool = False) -> None:
         """The next step. `has_policy`: there are policy values of its first trained groups."""
@@ -146,6 +148,7 @@ class Chooser:
                     misses += 1
             if room.is_full or misses >= _MISSES:
                 break
+        self.is_full = room.has_refused
         return list(picks.values())
 
     @property
@@ -260,10 +263,16 @@ class _Room:
     completions: int
     tokens: int
     taken: int = 0
+    has_refused: bool = False
+    """A group for its tokens."""
 
     def has_for(self, group: Candidate) -> bool:
-        fits = group.num_completions <= self.completions and group.num_tokens <= self.tokens
-        return fits or (self.taken == 0 and self.completions > 0)
+        if self.taken == 0 and self.completions > 0:
+            return True
+        if group.num_completions > self.completions:
+            return False
+        self.has_refused |= group.num_tokens > self.tokens
+        return group.num_tokens <= self.tokens
 
     def take(self, group: Candidate) -> None:
         self.taken += 1

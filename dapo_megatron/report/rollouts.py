@@ -26,7 +26,7 @@ MAX_BLOB_BYTES = 18_000_000
 with others has a share of it, by the completions asked of it."""
 FULL_PAGE = 2000
 """Completions."""
-BYTES_PER_TOKEN = 5
+BYTES_PER_TOKEN = 4
 """Compressed, about: what a choice is planned with."""
 MAX_READ_BYTES = 200_000_000
 """Of samples without an index."""
@@ -226,7 +226,7 @@ def _note(page: _Page, reading: _Reading, chooser: Chooser) -> str:
             "gaps, without a grade or an answer, truncated, or alone in being right or wrong; some "
             "of every data set and every fate; and an even spread over the steps"
         )
-    if page.is_full:
+    if page.is_full or chooser.is_full:
         said.append("The page has no room for more")
     if reading.skipped:
         said.append(

@@ -526,6 +526,16 @@ def test_a_page_that_is_full_says_so(folder: Path, monkeypatch: pytest.MonkeyPat
     assert "no room for more" in found.table["note"]
 
 
+def test_a_choice_without_room_for_more_tokens_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo_megatron.report.rollouts.BYTES_PER_TOKEN", 10_000)
+    table = reported(folder).table
+    assert 0 < table["kept"] < table["total"]
+    assert "no room for more" in table["note"]
+    assert sum(table["rows"]["num_tokens"]) <= 1800
+
+
 def run_with(train: list[dict[str, Any]], folder: Path) -> RunData:
     run = read_run(folder)
     run.config["data"]["train"] = train
