@@ -1,0 +1,32 @@
+"""docs/report.md reads every chart, state and option that there is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dapo_megatron.report import charts, groups, phases
+from dapo_megatron.report.state import StateWord
+from tests.helpers.configs import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "report.md").read_text(encoding="utf-8")
+FIRST_CELLS = set(re.findall(r"^\| ([^|]+?) \|", PAGE, re.MULTILINE))
+
+
+@pytest.mark.parametrize("chart", [*charts.CHARTS, *groups.CHARTS, *phases.CHARTS])
+def test_every_chart_is_explained(chart: dict[str, str]) -> None:
+    assert chart["title"] in FIRST_CELLS
+
+
+def test_every_state_is_explained() -> None:
+    assert {word.value for word in StateWord} <= FIRST_CELLS
+
+
+def test_every_option_is_explained() -> None:
+    source = (REPOSITORY / "dapo_megatron" / "__main__.py").read_text(encoding="utf-8")
+    command = source.split("def report(")[1].split("\ndef ")[0]
+    options = {f"--{name}" for name in re.findall(r"^    (\w+): Annotated", command, re.MULTILINE)}
+    arguments = {"--run_folders"}
+    assert {"--output", "--watch"} <= options - arguments
+    assert not [one for one in options - arguments if f"`{one}" not in PAGE]
