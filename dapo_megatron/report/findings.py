@@ -27,10 +27,18 @@ enough were carried, has no accuracy.)"""
 
 
 def findings(run: RunData) -> list[Finding]:
-    """The worst first; of one level in the order of RULES."""
+    """Problems and warnings first, then whether it learns, then notes and what is good; of one kind
+    in the order of RULES."""
     run = replace(run, metrics=_sane(run.metrics))
-    found = [finding for rule in RULES for finding in rule(run)]
-    return sorted(found, key=lambda one: LEVELS.index(one.level))
+    found = [(rule, finding) for rule in RULES for finding in rule(run)]
+    return [finding for _, finding in sorted(found, key=_place)]
+
+
+def _place(said: tuple[Rule, Finding]) -> tuple[int, bool, int]:
+    rule, finding = said
+    level = LEVELS.index(finding.level)
+    is_trouble = finding.level in ("bad", "warn")
+    return (level if is_trouble else len(LEVELS), rule is not health_policy.learning, level)
 
 
 def _sane(metrics: Metrics) -> Metrics:

@@ -26,6 +26,17 @@ from dapo_megatron.report.folder import RunData, finite
 
 FATES = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
 """As rollout/ledger.py has them."""
+_IN_WORDS = {
+    "issued": "issued",
+    "trained": "trained on",
+    "all_correct": "all answers right",
+    "all_wrong": "all answers wrong",
+    "overlong": "too long to compare",
+    "abstained": "a grade is missing",
+    "expired": "expired",
+    "open": "carried on, open",
+    "unaccounted": "of steps without metrics",
+}
 _JUDGED = ("all_correct", "all_wrong", "overlong", "abstained")
 
 KEPT = "derived/keep_rate"
@@ -40,12 +51,12 @@ CHARTS: list[dict[str, Any]] = [
         "step.",
         "groups",
         [
-            line("groups/trained", "trained on", color=2),
-            line("groups/all_correct", "all answers right", color=0),
-            line("groups/all_wrong", "all answers wrong", color=1),
-            line("groups/overlong", "too long to compare", color=3),
-            line("groups/abstained", "a grade is missing", color=6),
-            line("groups/expired", "expired", color=7),
+            line("groups/trained", _IN_WORDS["trained"], color=2),
+            line("groups/all_correct", _IN_WORDS["all_correct"], color=0),
+            line("groups/all_wrong", _IN_WORDS["all_wrong"], color=1),
+            line("groups/overlong", _IN_WORDS["overlong"], color=3),
+            line("groups/abstained", _IN_WORDS["abstained"], color=6),
+            line("groups/expired", _IN_WORDS["expired"], color=7),
             line("groups/carried", "carried on", color=4, line=True),
         ],
         section="groups",
@@ -187,6 +198,17 @@ def totals(run: RunData) -> dict[str, int]:
     sums["open"] = round(run.metrics.last("groups/carried") or 0)
     sums["unaccounted"] = sums["issued"] - sum(sums[fate] for fate in FATES) - sums["open"]
     return sums
+
+
+def totals_table(run: RunData) -> list[tuple[str, int, float | None]]:
+    """(what, groups, share of the issued) of `totals`, in words; the first is what was issued."""
+    sums = totals(run)
+    issued = sums.get("issued", 0)
+    return [
+        (_IN_WORDS[name], count, count / issued if issued and name != "issued" else None)
+        for name, count in sums.items()
+        if count or name in ("issued", "trained")
+    ]
 
 
 def _sum(run: RunData, name: str) -> int:

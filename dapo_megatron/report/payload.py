@@ -44,6 +44,7 @@ class View:
     provenance: list[dict[str, Any]]
     warnings: list[str]
     stride: int
+    totals: list[tuple[str, int, float | None]]
     has_rollouts: bool
 
 
@@ -122,6 +123,7 @@ def _view(run: RunData, charts: Sequence[Chart], found: Rollouts | None) -> View
         provenance=provenance(run),
         warnings=[*run.warnings, *(found.warnings if found is not None else ())],
         stride=stride_of(len(run.metrics.steps)),
+        totals=groups.totals_table(run),
         has_rollouts=found is not None,
     )
 
@@ -144,7 +146,6 @@ def _body(view: View, columns: dict[str, Column], names: set[str]) -> dict[str, 
             if name in names and _has_values(column)
         },
         "evaluations": evaluation_curves(run.evaluations),
-        "totals": groups.totals(run),
         "timelines": timeline.timelines(run),
         "timeline_note": timeline.note(run),
         "memory_plan": memory.memory_plan(run),

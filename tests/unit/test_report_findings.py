@@ -425,6 +425,16 @@ def test_the_worst_is_first() -> None:
     assert found[0].level == "bad"
 
 
+def test_whether_it_learns_comes_before_the_notes_and_after_the_trouble() -> None:
+    series = {"accuracy/raw": ramp(0.3, 0.7), "policy/grad_norm": 9.0, "policy/approx_kl": 0.5}
+    levels = [one.level for one in findings(run_of(series=series))]
+    learning = [one.title.startswith("Learning") for one in findings(run_of(series=series))]
+    at = learning.index(True)
+    assert set(levels[:at]) <= {"bad", "warn"} and levels[:at]
+    assert not {"bad", "warn"} & set(levels[at:])
+    assert "note" in levels[at:]
+
+
 # ---------------------------------------------------------------------------- short runs
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.report.folder import Metrics, RunData
-from dapo_megatron.report.groups import CHARTS, DECIDED, FATES, KEPT, derived, totals
+from dapo_megatron.report.groups import CHARTS, DECIDED, FATES, KEPT, derived, totals, totals_table
 from dapo_megatron.report.state import RunState, StateWord
 from dapo_megatron.rollout.ledger import Fate, Ledger, State
 
@@ -94,6 +94,13 @@ def test_the_real_runs_books_balance() -> None:
     assert found["trained"] == 40 * 32
     assert found["unaccounted"] == 0
     assert found["issued"] == sum(found[fate] for fate in FATES) + found["open"]
+
+
+def test_the_totals_in_words_are_all_of_the_issued() -> None:
+    (what, issued, _), *ends = totals_table(real()[0])
+    assert (what, issued) == ("issued", 1472)
+    assert sum(count for _, count, _ in ends) == issued
+    assert sum(share for *_, share in ends if share is not None) == pytest.approx(1)
 
 
 def test_the_real_runs_own_fraction_says_how_many_were_decided() -> None:
