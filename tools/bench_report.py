@@ -33,6 +33,8 @@ from tests.helpers.made_run import MadeRun  # noqa: E402
 MAX_WRITE_SECONDS = 20.0
 MAX_BYTES = 30_000_000
 MAX_READY_SECONDS = 2.0
+NUM_LOADS = 5
+"""Of a page, at least: it is soon done, and a neighbour disturbs it more."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def measure(made: MadeRun, folder: Path, kept: int, rounds: int) -> Figures:
         kept,
         min(seconds),
         report.stat().st_size,
-        *_shown(report, rounds),
+        *_shown(report, max(rounds, NUM_LOADS)),
     )
 
 
@@ -112,7 +114,7 @@ new MutationObserver(() => {
   if (!window.readyAt && document.body?.dataset.ready === "true") {
     window.readyAt = performance.now();
   }
-}).observe(document, {subtree: true, childList: true, attributes: true});
+}).observe(document, {subtree: true, attributeFilter: ["data-ready"]});
 """
 PAINT_SCRIPT = """
 performance.getEntriesByName("first-contentful-paint")[0]?.startTime
