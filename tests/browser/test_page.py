@@ -60,6 +60,15 @@ def _same(trace: Json, wanted: dict[int, float | None]) -> bool:
     )
 
 
+def test_the_last_accuracy_is_that_of_the_metrics(
+    recorded: Path, recorded_run: Path, open_page: Open
+) -> None:
+    right, _ = traces(open_page(recorded), "accuracy")
+    measured = metrics(recorded_run)
+    assert len(right["y"]) == len(measured) - 1 == 40  # step 0 is an evaluation alone
+    assert (right["x"][-1], right["y"][-1]) == (40, measured[40]["accuracy/raw"])
+
+
 def test_evaluations_come_with_their_intervals(
     recorded: Path, recorded_run: Path, open_page: Open
 ) -> None:
@@ -219,12 +228,13 @@ def test_two_runs_are_laid_over_each_other(
     assert {max(one["x"]) for one in drawn} == {30, max(metrics(recorded_run))}
     colors = {one["line"]["color"] for one in drawn}
     assert len(colors) == 2
+    for chart in ("reward", "evaluation_best_and_vote"):
+        traces(page, chart)
+    screenshot(page, "report_two_runs")
     first = traces(page, "groups_fates")
     page.locator("#run").select_option(label="other")
     assert "other" in page.inner_text("h1:visible")
     assert max(first[0]["x"]) != 30 and max(traces(page, "groups_fates")[0]["x"]) == 30
-    page.locator("#training").scroll_into_view_if_needed()
-    screenshot(page, "report_two_runs")
 
 
 def test_a_crashed_run_says_so(room: Path, open_page: Open, screenshot: Keep) -> None:
