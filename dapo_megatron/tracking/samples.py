@@ -65,7 +65,9 @@ def write_samples(
                 **group_to_json(group),
             }
             index.add(group, str(fate), verdict, offset=file.tell())
-            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            # A lone surrogate, which is no UTF-8, becomes JSON's own escape of it.
+            text = json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace")
+            file.write(text + b"\n")
     return path, index
 
 

@@ -37,8 +37,8 @@ BEGIN = 1_767_225_600.0
 
 NUM_NOISE = 20_000
 
-LONE = "@LONE@"
-"""Stands for half of a surrogate pair until the file is written: as long as its JSON escape."""
+LONE = "\ud800"
+"""Half of a surrogate pair: no text in UTF-8."""
 HOSTILE = (
     "<script>window.hacked=1</script>",
     '<img src=x onerror="window.hacked=1">',
@@ -110,10 +110,8 @@ class _Writer:
         tracker.log(0, self._evaluation(0))
         for step in range(1, self.run.num_steps + 1):
             groups = list(self._groups(step))
-            path, index = write_samples(samples, step, groups)
+            _, index = write_samples(samples, step, groups)
             index.write(samples)
-            if self.run.hostile:  # as long as before: the index still says what is where
-                path.write_bytes(path.read_bytes().replace(LONE.encode(), b"\\ud800"))
             said = self._inspected(groups)
             write_policy(samples, step, said, self.run.inspected_groups)
             if step == 1 or (self.run.timeline_every and step % self.run.timeline_every == 0):

@@ -92,6 +92,15 @@ def test_samples_hold_everything_of_a_group(tmp_path: Path) -> None:
     assert group_from_json(first) == group()
 
 
+def test_half_a_character_survives(tmp_path: Path) -> None:
+    broken = group()
+    broken = replace(
+        broken, prompt=replace(broken.prompt, text="a \ud800 b \udcff", truth="\udc80")
+    )
+    path, _ = write_samples(tmp_path, 1, [(broken, "trained")])
+    assert group_from_json(json.loads(path.read_text(encoding="utf-8"))) == broken
+
+
 @pytest.mark.parametrize(
     ("correct", "verdict"),
     [
