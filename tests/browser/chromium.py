@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,14 @@ READY = 'body[data-ready="true"]'
 
 
 def find_chromium() -> str | None:
-    """The program, if there is one on the PATH."""
-    return next(filter(None, map(shutil.which, NAMES)), None)
+    """The program, if there is one on the PATH. (Ubuntu has a chromium-browser that only tells to
+    install another package.)"""
+    return next((path for path in map(shutil.which, NAMES) if path and _runs(path)), None)
+
+
+def _runs(program: str) -> bool:
+    done = subprocess.run([program, "--version"], capture_output=True, check=False)
+    return done.returncode == 0
 
 
 def launch(playwright: Playwright, program: str) -> Browser:

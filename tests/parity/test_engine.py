@@ -96,7 +96,10 @@ def _two_ranks(rank: int, folder: Path, engine_ranks: int) -> Seen:
     seen: Seen = {"identity": (engine.replica, engine.num_replicas, engine.is_leader)}
     seen["batch"] = run(engine, requests(range(6)))
     seen["gaps"], seen["versions"] = _gaps_over_syncs(engine, folder, 3)
-    seen["left in /dev/shm"] = [path.name for path in Path("/dev/shm").glob("*cpushm*")]
+    # Another test's engine may be starting meanwhile.
+    ours = f"dapo-{os.environ['MASTER_PORT']}-"
+    left = [path.name for path in Path("/dev/shm").glob("*cpushm*") if ours in path.name]
+    seen["left in /dev/shm"] = left
     del engine
     torch.distributed.barrier()  # a dropped engine has not taken the process group along
     return seen
