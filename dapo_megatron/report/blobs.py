@@ -45,7 +45,8 @@ class Blob:
         return len(self._groups)
 
     def add(self, place: int, group: Mapping[str, Any], pick: Pick) -> list[dict[str, Any]]:
-        """Add the group that is number `place` of the table; its rows of the table."""
+        """Add the group that is number `place` of the table; its rows of the table. Of one that
+        cannot be shown it raises before anything is added."""
         rewards = group_rewards(group["completions"], self._rules)
         grader = grader_of(self._run, group)
         rows, shown_ones = [], []
@@ -67,13 +68,16 @@ class Blob:
                     **self._tokens(one, policy),
                 }
             )
-        self._groups[str(place)] = {
+        body = {
             **{name: group[name] for name in ("ticket", "source", "fate", "verdict")},
             "step": pick.group.step,
             "prompt": shown(group["prompt"], _MAX_PROMPT),
             "truth": shown(group["truth"]),
             "completions": shown_ones,
         }
+        for shown_one in shown_ones:
+            self._keep(shown_one)
+        self._groups[str(place)] = body
         return rows
 
     def to_json(self) -> dict[str, Any]:
@@ -126,22 +130,27 @@ class Blob:
             found["cut"] = cut
         if self._pieces is None:
             found["text"] = shown(one["text"], MAX_TOKENS * _CHARACTERS_PER_TOKEN)
-            self.size += len(found["text"])
         else:
             tokens = kept(one["tokens"])
-            found["tokens"] = self._numbered(tokens, self._pieces.split(tokens))
+            found["tokens"] = list(zip(tokens, self._pieces.split(tokens)))
         if (of_policy := policy.get("logprobs")) is not None and len(of_policy) == num:
             found["gap"] = _whole(_differences(logprobs, kept(of_policy)), 10_000)
         if (entropy := policy.get("entropy")) is not None and len(entropy) == num:
             found["entropy"] = _whole(kept(entropy), 1000)
-        lists = [found["logprob"], found["gap"] or [], found["entropy"] or []]
-        self.size += _BYTES_PER_VALUE * (len(found.get("tokens", [])) + sum(map(len, lists)))
         return found
 
-    def _numbered(self, tokens: Sequence[int], pieces: Sequence[str]) -> list[int]:
+    def _keep(self, found: dict[str, Any]) -> None:
+        """Number the tokens of a completion, (id, piece) so far, and count its size."""
+        if "tokens" in found:
+            found["tokens"] = self._numbered(found["tokens"])
+        lists = [found[name] or [] for name in ("logprob", "gap", "entropy")]
+        num_values = len(found.get("tokens", [])) + sum(map(len, lists))
+        self.size += _BYTES_PER_VALUE * num_values + len(found.get("text", ""))
+
+    def _numbered(self, pairs: Sequence[tuple[int, str]]) -> list[int]:
         places, counts = self._places, self._counts
         numbered = []
-        for pair in zip(tokens, pieces):
+        for pair in pairs:
             place = places.get(pair)
             if place is None:
                 place = places[pair] = len(counts)
