@@ -22,7 +22,7 @@ from dapo_megatron.cluster import verdict
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, begin_attempt, end_attempt
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.cluster.safe_output import safe_text
+from dapo_megatron.cluster.safe_output import above_panel, safe_text
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watch import Watch
 from dapo_megatron.config import Config, read_model_config
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _TOLD = "_dapo_megatron_told"
-PANEL_ROWS = 8
-"""That rank 0's panel (tracking/live.py) has at most, and wipes when it is drawn again: so many
-empty lines keep what another rank says above them."""
 
 
 @dataclass
@@ -133,8 +130,8 @@ def _tell(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) 
     elif isinstance(error, Exception):
         where = f" (traceback in {logs}/rank_{rank}.log)" if logs else ""
         said = f"{type(error).__name__}: {error}".strip()
-        below = "\n" * (PANEL_ROWS if rank and terminal.isatty() else 1)
-        print(f"rank {rank}: {said[:300]}{where}", end=below, file=terminal, flush=True)
+        line = f"rank {rank}: {said[:300]}{where}"
+        print(above_panel(line) if rank and terminal.isatty() else line, file=terminal, flush=True)
         verdict.record(1, f"rank {rank}: {said}", "".join(traceback.format_exception(error)))
 
 

@@ -36,6 +36,7 @@ from dapo_megatron.cluster import flight, pulse, verdict
 from dapo_megatron.cluster.attempt import HUNG, attempt
 from dapo_megatron.cluster.last_words import say, stacks, within
 from dapo_megatron.cluster.pulse import Alarm, Pulse, State
+from dapo_megatron.cluster.safe_output import above_panel
 from dapo_megatron.files import write_json
 
 ANSWER_SECONDS = 3.0
@@ -179,7 +180,7 @@ class Watch:
             self._arm(0.0)
             if not within(END_SECONDS, lambda: self._tell_all(why, first)):
                 text = f"hung: {why}\nnot all could be said: the disk or a log hangs as well"
-                within(ASK_SECONDS, lambda: say(self.terminal_fd, text))
+                within(ASK_SECONDS, lambda: self._tell_user(text))
         finally:
             os._exit(HUNG)
 
@@ -225,11 +226,15 @@ class Watch:
         full = f"hung: {text}\nnoticed by {why}"
         self._log(full)
         if self.terminal_fd != 2:
-            within(ASK_SECONDS, lambda: say(self.terminal_fd, full))
+            within(ASK_SECONDS, lambda: self._tell_user(full))
         report = {"why": why, "text": full, "pulses": [one and asdict(one) for one in pulses]}
         with contextlib.suppress(OSError):
             write_json(path, report, durable=False)
         within(ASK_SECONDS, self.at_hang)
+
+    def _tell_user(self, text: str) -> None:
+        is_terminal = os.isatty(self.terminal_fd)
+        say(self.terminal_fd, above_panel(text) if is_terminal else text)
 
     def _log(self, text: str) -> None:
         within(ASK_SECONDS, lambda: say(2, text))

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 import os
+import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -164,24 +166,40 @@ class TerminalConsole(Console):
 
 class LivePanel:
     """A `LiveView` on a terminal; it goes without a trace when it is closed. The cursor stays
-    visible (TerminalConsole): a run that is killed could not show it again."""
+    visible (TerminalConsole): a run that is killed could not show it again.
+
+    Nothing is drawn while nobody reads the terminal (Ctrl-S, a stalled connection).
+    """
 
     def __init__(self, view: LiveView, console: Console) -> None:
+        self._console = console
         self._live = Live(
             view,
             console=console,
             transient=True,
-            refresh_per_second=FRAMES_PER_SECOND,
+            auto_refresh=False,  # rich's thread writes whether the terminal takes it or not
             redirect_stdout=False,  # what others print belongs in the rank's log
             redirect_stderr=False,
             vertical_overflow="crop",
         )
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._draw, daemon=True)
 
     def __enter__(self) -> None:
         self._live.start(refresh=True)
+        self._thread.start()
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
         self._live.stop()
+
+    def _draw(self) -> None:
+        taking = select.poll()
+        taking.register(self._console.file, select.POLLOUT)
+        while not self._ended.wait(1 / FRAMES_PER_SECOND):
+            if taking.poll(0):
+                self._live.refresh()
 
 
 def fitting(cells: Iterable[Text], width: int, gap: str = "  ") -> Text:

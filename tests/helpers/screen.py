@@ -11,6 +11,8 @@ import threading
 from contextlib import suppress
 from typing import TextIO
 
+from dapo_megatron.cluster.safe_output import safe_text
+
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
 
 
@@ -67,16 +69,23 @@ class Screen:
 
 
 class Terminal:
-    """A pseudo-terminal; `file` is where a program writes, `close` gives all that was written."""
+    """A pseudo-terminal; `file` is where a run writes (safe_text), `close` gives all that was
+    written. Without `is_read` it takes some kilobytes and then makes its writers wait, until
+    `read` or `close`."""
 
-    def __init__(self, columns: int = 80, rows: int = 40) -> None:
+    def __init__(self, columns: int = 80, rows: int = 40, *, is_read: bool = True) -> None:
         self._reader, writer = os.openpty()
         self.resize(columns, rows, writer)
-        self.file: TextIO = os.fdopen(writer, "w", encoding="utf-8", buffering=1)
+        self.file: TextIO = safe_text(writer, closes=True)
         self._chunks: list[bytes] = []
-        # A terminal that nobody reads takes some kilobytes, and then makes its writers wait.
         self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        if is_read:
+            self.read()
+
+    def read(self) -> None:
+        """From now on, whatever is written."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def resize(self, columns: int, rows: int, descriptor: int | None = None) -> None:
         """As a person drags the window."""
@@ -86,6 +95,7 @@ class Terminal:
     def close(self) -> str:
         """All that was written."""
         self.file.close()
+        self.read()
         self._thread.join(10)
         os.close(self._reader)
         return b"".join(self._chunks).decode()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import locale
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from dapo_megatron.session import PANEL_ROWS
+from dapo_megatron.cluster.safe_output import PANEL_ROWS
+from dapo_megatron.session import _tell
 from dapo_megatron.tracking import RunConsole
 from dapo_megatron.tracking.live import (
     LEVELS,
@@ -177,10 +180,14 @@ def test_a_clock() -> None:
 
 
 @pytest.fixture(autouse=True)
-def a_common_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_common_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("NO_COLOR", "COLUMNS", "LINES"):
         monkeypatch.delenv(name, raising=False)
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+    yield
+    locale.setlocale(locale.LC_CTYPE, before)
 
 
 def on_terminal(use: Callable[[RunConsole, Terminal], None], columns: int = 150) -> Screen:
@@ -240,19 +247,82 @@ def test_the_cursor_is_never_hidden() -> None:
 
 
 def test_what_another_rank_says_is_not_wiped() -> None:
-    """As session.py says it: with so many empty lines below."""
-
     def run(console: RunConsole, terminal: Terminal) -> None:
         with console.live() as view:
             view.groups(1, 2)
             console.log(1, METRICS)
-            terminal.file.write("rank 1: boom" + "\n" * PANEL_ROWS)
+            _tell(RuntimeError("boom"), 1, terminal.file, None)
             console.log(2, METRICS)
 
     assert PANEL_ROWS >= MAX_ROWS
     screen = on_terminal(run)
-    assert any("rank 1: boom" in line for line in screen.lines)
+    assert "rank 1: RuntimeError: boom" in screen.lines
     assert any(line.startswith("step  2/20") for line in screen.lines)
+
+
+def test_a_terminal_of_another_encoding_gets_ascii() -> None:
+    def run(console: RunConsole, terminal: Terminal) -> None:
+        console.header("a run of Zoë", {})
+        with console.live() as view:
+            view.groups(1, 2)
+            console.log(1, METRICS)
+
+    locale.setlocale(locale.LC_CTYPE, "C")
+    terminal = Terminal(150)
+    run(RunConsole(num_steps=20, file=terminal.file), terminal)
+    text = re.sub(r"\x1b\[[\d;]*m", "", terminal.close())
+    assert text.isascii()
+    assert "+- a run of Zo? --" in text
+    assert re.search(r"groups +#+\.+  1/2", text)
+
+
+def seconds_for(work: Callable[[], object]) -> float:
+    """It may hang: then an error after a while."""
+    began = time.monotonic()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert not thread.is_alive(), "it hangs"
+    return time.monotonic() - began
+
+
+def test_a_terminal_that_nobody_reads_holds_up_no_run() -> None:
+    terminal = Terminal(150, is_read=False)
+    console = RunConsole(num_steps=200, file=terminal.file)
+
+    def run() -> None:
+        with console.live():
+            for step in range(1, 201):
+                console.log(step, METRICS)
+
+    try:
+        seconds_for(run)
+        _tell(RuntimeError("boom"), 0, terminal.file, None)
+        assert seconds_for(terminal.file.close) < 2.0
+    finally:
+        screen = Screen()
+        screen.feed(terminal.close())
+    steps = [line for line in there(screen) if line.startswith("step")]
+    assert [int(line[5:8]) for line in steps] == list(range(1, 201)), "late, but each and in order"
+    assert len({line[8:].partition("left")[0] for line in steps}) == 1, "and whole"
+    assert there(screen)[-1] == "rank 0: RuntimeError: boom"
+
+
+def test_nothing_is_drawn_for_nobody() -> None:
+    terminal = Terminal(is_read=False)
+    console = RunConsole(num_steps=20, file=terminal.file)
+
+    def run() -> None:
+        console.note("x" * 100_000)  # more than a terminal takes that is not read
+        with console.live():
+            console.note("a line")
+            time.sleep(1.5)
+
+    try:
+        seconds_for(run)
+    finally:
+        text = terminal.close()
+    assert text.count("╭") == 3, "with the beginning, the line and the end, and no other time"
 
 
 def test_another_size_of_the_window_is_seen() -> None:

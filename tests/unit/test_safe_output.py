@@ -1,19 +1,23 @@
-"""Output onto a disk that is full."""
+"""Output onto a disk that is full, or to a terminal that nobody reads."""
 
 from __future__ import annotations
 
+import locale
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import tty
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.cluster.safe_output import safe_text
+from dapo_megatron.cluster.safe_output import KEPT_BYTES, safe_text
+from tests.helpers.screen import Terminal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FULL = Path("/dev/full")
@@ -76,6 +80,58 @@ def test_what_was_lost_does_not_come_again() -> None:
     os.close(descriptor)
     with open(reading, "rb") as pipe:
         assert pipe.read() == b"kept\n"
+
+
+@pytest.fixture
+def _utf8() -> Iterator[None]:
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+    yield
+    locale.setlocale(locale.LC_CTYPE, before)
+
+
+@pytest.mark.usefixtures("_utf8")
+@given(st.lists(st.text(max_size=5_000)))
+@settings(max_examples=30, deadline=None)
+def test_a_terminal_that_is_read_gets_all_as_it_is(texts: list[str]) -> None:
+    terminal = Terminal()
+    tty.setraw(terminal.file.fileno())
+    for text in texts:
+        print(text, file=terminal.file)
+    assert (
+        terminal.close() == "".join(f"{text}\n" for text in texts).encode(errors="replace").decode()
+    )
+
+
+def test_of_what_nobody_reads_some_is_kept() -> None:
+    terminal = Terminal(is_read=False)
+    began = time.monotonic()
+    for number in range(3_000):
+        print(f"{number:>999}", file=terminal.file)
+    assert time.monotonic() - began < 10.0
+    terminal.read()
+    wait_until = time.monotonic() + 20.0
+    while terminal.file.buffer.raw.num_bytes_waiting:  # type: ignore[attr-defined]
+        assert time.monotonic() < wait_until
+        time.sleep(0.01)
+    print("read again", file=terminal.file)
+    *kept, missing, again = filter(None, terminal.close().splitlines())
+    assert kept == [f"{number:>999}" for number in range(len(kept))]
+    assert KEPT_BYTES < 1000 * len(kept) < KEPT_BYTES + 100_000
+    assert "missing" in missing
+    assert again == "read again"
+
+
+def test_a_terminal_that_is_read_has_it_before_the_run_goes_on() -> None:
+    """Whatever then ends the process: no thread of it has anything left to write."""
+    reading, writing = os.openpty()
+    file = safe_text(writing, closes=True)
+    for _ in range(100):
+        print("here", file=file)
+        os.set_blocking(reading, False)
+        assert os.read(reading, 100) == b"here\r\n"
+    file.close()
+    os.close(reading)
 
 
 PRINTS = """

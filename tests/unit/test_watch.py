@@ -20,6 +20,8 @@ from dapo_megatron.cluster import postmortem, verdict
 from dapo_megatron.cluster.attempt import HUNG
 from dapo_megatron.cluster.pulse import State, pulse_file, read, read_all
 from dapo_megatron.cluster.watch import BACKSTOP_SECONDS, Watch, hang_file
+from dapo_megatron.tracking import RunConsole
+from tests.helpers.screen import Screen, Terminal
 
 LIMIT_SECONDS = 2.0
 PROMISE_SECONDS = LIMIT_SECONDS + 5.0
@@ -215,6 +217,41 @@ def test_a_rank_ends_whatever_its_log_and_its_disk_do(start: Start, fault: str, 
         assert "no sign of life for 1 s, phase update, step 3" in job.log(0)
         assert "watched_rank.py" in job.log(0)
         assert ("the disk or a log hangs as well" in job.log(0)) == (fault == "disk")
+
+
+TELLS = """
+import sys, time
+from pathlib import Path
+from dapo_megatron.cluster.watch import Watch
+watch = Watch(Path(sys.argv[1]), 1, 2, {"update": 0.5}, "17.0")
+watch.start()
+watch.terminal_fd = 1
+with watch.phase("update", 3):
+    time.sleep(60)
+"""
+
+
+def test_a_hang_is_read_above_the_panel_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = Terminal()
+    console = RunConsole(num_steps=20, file=terminal.file)
+    with console.live() as view, (tmp_path / "log").open("wb") as log:
+        view.groups(1, 2)
+        view.log(1, {"time/step": 2.0, "time/update": 1.0}, 30.0)
+        rank_1 = subprocess.run(
+            [sys.executable, "-c", TELLS, str(tmp_path)],
+            stdout=terminal.file.fileno(), stderr=log, timeout=60, check=False,
+        )  # fmt: skip
+        time.sleep(1.0)
+    assert rank_1.returncode == HUNG
+    screen = Screen()
+    screen.feed(terminal.close())
+    told = json.loads(hang_file(tmp_path, "17.0").read_text())["text"].splitlines()
+    assert told[0].startswith("hung: rank 0: missing")
+    first = screen.lines.index(told[0])
+    assert screen.lines[first : first + len(told)] == told
 
 
 LIMITS = {"start": 60.0, "update": 50.0, "sync": 40.0, "other": 30.0}
