@@ -168,7 +168,6 @@ def _train(session: Session, replay: Path | None) -> None:
         recorder.note(f"  {note}")
     with ExitStack() as at_end, _true_status(session, recorder), ExitStack() as stack:
         stack.enter_context(recorder.live(session.watch))
-        recording.keep_tokenizer(session, recorder)
         if replay is None:
             parts = _live_parts(session, recorder, stack)
         else:
@@ -185,9 +184,7 @@ def _train(session: Session, replay: Path | None) -> None:
             raise
         # MLflow may take its time, and a launcher gives the last rank little after the others.
         at_end.callback(ranks.barrier)
-        summary = _summary(session, progress, parts.memory.highest_gib())
-        if ranks.rank == 0:
-            write_json(folder.summary, summary)
+        summary = _conclude(session, progress, parts.memory.highest_gib())
         recorder.keep(folder.summary)
     recorder.summary(summary, folder.path)
 
@@ -213,6 +210,7 @@ def _live_parts(
     for note in prompts.notes:
         recorder.note(f"  {note}")
     recording.keep_reports(session, recorder)
+    recording.keep_tokenizer(session, recorder)
     core = build.build_core(session.config, session.ranks, session.stop)
     stack.callback(core.close)
     session.watch.tell("in flight", core.driver.in_flight)
@@ -289,6 +287,16 @@ def together(ranks: Ranks, work: Callable[[], Result], *, tell: bool = True) -> 
     if error is not None:
         raise error
     return told if tell else result
+
+
+def _conclude(session: Session, progress: Any, highest_gib: float) -> dict[str, Any]:
+    """Write the summary: from now on the run is a finished one, whatever signal comes. See
+    `_summary`."""
+    summary = _summary(session, progress, highest_gib)
+    if session.ranks.rank == 0:
+        write_json(session.folder.summary, summary)
+    session.stop.lift_deadline()
+    return summary
 
 
 def _summary(session: Session, progress: Any, highest_gib: float) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class Stop:
         self._seconds = seconds
         self._at = 0.0
         self._has_state = False
+        self._is_saved = threading.Event()
 
     def listen(self) -> None:
         """Take the signals. Until `hold` there is nothing to save: one raises Stopped at once."""
@@ -65,6 +66,11 @@ class Stop:
         self._has_state = True
         if self.signal is not None:
             raise Stopped(f"stopped by {self.signal} before the first step")
+
+    def lift_deadline(self) -> None:
+        """The run is done and all of it on disk: what is left, its report and MLflow, may take
+        longer than a signal allows, and does not make it a run that hung."""
+        self._is_saved.set()
 
     def check(self, exchange: Exchange) -> None:
         """Raises Stopped on all ranks if any of them was asked to, Fenced if the run is another
@@ -96,7 +102,8 @@ class Stop:
 
     def _exit_late(self) -> None:
         """Whatever this rank waits for then: Slurm would kill it in the middle of a write."""
-        time.sleep(self._seconds)
+        if self._is_saved.wait(self._seconds):
+            return
         reason = f"{self.signal} came {self._seconds:g} s ago, not saved since: run.stop_seconds"
         try:
             within(LAST_SECONDS, lambda: say(2, f"error: {reason}\n{stacks()}"))

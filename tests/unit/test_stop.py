@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ import torch
 from dapo_megatron.cluster.attempt import HUNG
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
+from dapo_megatron.loop import Progress
 from dapo_megatron.rollout.open_step import OpenStep
+from dapo_megatron.session import _conclude
 from dapo_megatron.types import ConfigError, Fenced, Stopped
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.ranks import run_ranks
@@ -29,12 +33,16 @@ from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.types import Stopped
 stop = Stop(float(sys.argv[1]))
 stop.listen()
-if sys.argv[2] == "hold":
+if sys.argv[2] != "no":
     stop.hold()
 try:
     print("ready", flush=True)
     for _ in range(3000):
         time.sleep(0.01)
+        if sys.argv[2] == "done" and stop.signal:
+            stop.lift_deadline()
+            time.sleep(1.5)  # its report, MLflow
+            break
 except Stopped as error:
     print(error, flush=True)
     raise SystemExit(75)
@@ -116,6 +124,26 @@ def test_it_is_gone_by_the_deadline_and_says_where_it_was() -> None:
     assert time.monotonic() - begun < 3
     assert "run.stop_seconds" in err
     assert "time.sleep" in err or "<string>" in err  # the stack
+
+
+def test_a_run_that_is_done_when_the_signal_comes_is_not_one_that_hung() -> None:
+    process = start(0.5, "done")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_with_its_summary_a_run_has_no_deadline_on_any_rank(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = SimpleNamespace(rank=rank, world_size=2, all_gather=lambda value: [value, value])
+    folder, stop = SimpleNamespace(summary=tmp_path / "summary.json"), Stop(0.0)
+    here: Any = SimpleNamespace(config=tiny_config(), ranks=ranks, folder=folder, stop=stop)
+    _conclude(here, Progress(), 1.5)
+    assert folder.summary.exists() == (rank == 0)
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
+    stop._exit_late()
 
 
 @pytest.mark.parametrize("log", ["full", "hangs"])
