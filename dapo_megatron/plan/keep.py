@@ -10,10 +10,12 @@ from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
 from dapo_megatron.plan.parts import GIB
 from dapo_megatron.plan.plan import make_plan
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import DapoError
 
 MEASURED_PHASES = ("generate", "logprobs", "update", "sync")
 """Of the plan's phases those of which memory/<phase>_gib is measured."""
+_ODD = (DapoError, OSError, ArithmeticError, LookupError, TypeError, ValueError)
+"""What a model's config.json with which policy and engine can do may raise here."""
 
 
 def keep_plan(
@@ -30,5 +32,5 @@ def keep_plan(
         phases = {phase: plan.num_bytes(phase) / GIB for phase in MEASURED_PHASES}
         said = "of the rank that takes most, CUDA and NCCL included, which are assumed"
         write_json(path, {"device": "gpu", "phases": phases, "note": said})
-    except (ConfigError, OSError) as error:
-        note(f"  no {path.name}: {error}")
+    except _ODD as error:  # the file is for the report alone: no run ends for it
+        note(f"  no {path.name}: {type(error).__name__}: {error}")

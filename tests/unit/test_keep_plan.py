@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.plan import keep_plan, make_plan
+from dapo_megatron.plan import keep, keep_plan, make_plan
 from dapo_megatron.plan.parts import GIB
 from tests.helpers.configs import tiny_config
 
@@ -35,3 +35,16 @@ def test_a_plan_that_cannot_be_made_or_kept_is_told_and_ends_nothing(
     keep_plan(unknown, tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
     assert "unheard_of" in notes.pop()
     assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize("error", [KeyError("head_dim"), ZeroDivisionError("by zero"), TypeError()])
+def test_an_odd_model_that_trains_all_the_same_is_only_told(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(*_: object, **__: object) -> None:
+        raise error
+
+    notes: list[str] = []
+    monkeypatch.setattr(keep, "make_plan", odd)
+    keep_plan(tiny_config(), tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
+    assert notes == [f"  no plan.json: {type(error).__name__}: {error}"]
