@@ -31,6 +31,7 @@ from dapo_megatron.tracking import (
     cpu_name,
     run_tags,
 )
+from dapo_megatron.tracking.run_report import WAIT_SECONDS
 
 if TYPE_CHECKING:
     from dapo_megatron.session import Session
@@ -71,7 +72,8 @@ def keep_reports(session: Session, recorder: RunRecorder | SilentRecorder) -> No
 
 def keep_tokenizer(session: Session, recorder: RunRecorder | SilentRecorder) -> None:
     """The run's tokenizer in the format of the `tokenizers` library: tokens in samples/ can then be
-    shown without the model's folder. Nothing for a tokenizer that does not have it."""
+    shown without the model's folder. Nothing for a tokenizer that does not have it. For a run that
+    has loaded this tokenizer for its prompts: one that does not load has ended it."""
     from transformers import AutoTokenizer
 
     if session.ranks.rank:
@@ -80,7 +82,7 @@ def keep_tokenizer(session: Session, recorder: RunRecorder | SilentRecorder) -> 
         tokenizer = AutoTokenizer.from_pretrained(session.config.model.path)
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             write_text(session.folder.tokenizer, backend.to_str())
-    except (OSError, ValueError) as error:  # a run that cannot do without it says so itself
+    except (OSError, ValueError) as error:
         recorder.note(f"  no {session.folder.tokenizer.name}: {error}")
 
 
@@ -105,7 +107,18 @@ def _recorder(
         timeline_folder=folder.timeline,
         speedometer=_speedometer(config, session.ranks.world_size),
         mlflow=mlflow,
-        report=RunReport(folder.path, console.warn) if config.tracking.report else None,
+        report=_report(session, console) if config.tracking.report else None,
+    )
+
+
+def _report(session: Session, console: RunConsole) -> RunReport:
+    """Other ranks wait for it in a barrier, silently: for half of what the watchdog allows."""
+    return RunReport(
+        session.folder.path,
+        console.warn,
+        wait_seconds=min(WAIT_SECONDS, session.config.watchdog.start / 2),
+        attempt=session.folder.attempt,
+        is_asked=lambda: session.stop.signal is not None,
     )
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import os
+import faulthandler
+import glob
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dapo_megatron.files import write_text
+from dapo_megatron.files import read_json, write_text
 from dapo_megatron.report.folder import MARKS, RunData, read_run
 from dapo_megatron.report.page import render
 from dapo_megatron.report.payload import Options, make_payload
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import CheckpointError, ConfigError, DapoError, Fenced
 
 NAME = "report.html"
+LIMIT_SECONDS = 600.0
+"""For a report that nobody waits for; a partial file that is older is nobody's."""
 
 _WRITTEN = (*MARKS, "provenance.json", "plan.json", "samples", "samples/index", "timeline")
 
@@ -25,6 +29,19 @@ def report(folders: Sequence[Path], output: Path | None, options: Options) -> No
     first folder. Raises ConfigError for a folder that is not a run's, or an output that cannot be
     written."""
     _write([read_run(folder) for folder in folders], _target(folders, output), options)
+
+
+def report_of_ending(folder: Path, attempt: str) -> int:
+    """As `report`, in a process that a run leaves to itself at its end, which has a limit of its
+    own; the exit code. Another attempt that has taken the run's folder meanwhile gets no page of
+    this one; `attempt` "" is whoever's."""
+    faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
+    try:
+        _write([read_run(folder)], folder / NAME, Options(), attempt)
+    except DapoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def watch(folders: Sequence[Path], output: Path | None, options: Options, every: float) -> None:
@@ -67,19 +84,38 @@ def _target(folders: Sequence[Path], output: Path | None) -> Path:
     return output if output is not None else folders[0] / NAME
 
 
-def _write(runs: Sequence[RunData], target: Path, options: Options) -> None:
+def _write(runs: Sequence[RunData], target: Path, options: Options, attempt: str = "") -> None:
     started = time.monotonic()
+    _remove_partial(target)
     text = render(make_payload(runs, options))
+    if attempt:
+        _check_owner(runs[0].path, attempt)
     try:
         write_text(target, text, durable=False)
     except OSError as error:
-        with suppress(OSError):
-            target.with_name(f".{target.name}.{os.getpid()}.partial").unlink()
         raise ConfigError(
             f"--output: {target}: {error.strerror}; name a file in a folder that can be written"
         ) from error
     seconds = time.monotonic() - started
     print(f"report  {target}  ({len(text.encode()) / 1e6:.1f} MB, {seconds:.1f} s)", flush=True)
+
+
+def _remove_partial(target: Path) -> None:
+    """What a report that was killed left."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > LIMIT_SECONDS:
+                path.unlink()
+
+
+def _check_owner(folder: Path, attempt: str) -> None:
+    """See RunFolder.check_owner."""
+    try:
+        owner = read_json(folder / ".owner").get("attempt")
+    except CheckpointError:
+        return
+    if owner is not None and owner != attempt:
+        raise Fenced(f"{folder} was taken by attempt {owner}: no report of attempt {attempt}")
 
 
 def _stamps(folder: Path) -> list[tuple[int, int] | None]:
@@ -93,3 +129,7 @@ def _stamps(folder: Path) -> list[tuple[int, int] | None]:
         else:
             found.append((stat.st_mtime_ns, stat.st_size))
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(report_of_ending(Path(sys.argv[1]), sys.argv[2]))

@@ -51,6 +51,7 @@ def replayed(recorded: Path) -> tuple[Path, str]:
     more = (f"train.rollout_steps={STEPS + 1}", "--replay", str(recorded))
     done = train(recorded.parent, "replayed", *more)
     assert done.returncode == 2, done.stdout + done.stderr
+    assert not (recorded.parent / "replayed" / "tokenizer.json").exists()  # it needs none
     return recorded.parent / "replayed", done.stdout
 
 

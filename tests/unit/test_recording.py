@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +163,14 @@ def test_a_finished_run_gives_a_slow_report_up(made: Path) -> None:
     assert not (made / "report.html").exists()
 
 
+def appears(path: Path) -> None:
+    """Wait until it is there."""
+    began = time.monotonic()
+    while not path.exists():
+        assert time.monotonic() - began < 60
+        time.sleep(0.1)
+
+
 def test_a_stopped_run_leaves_a_slow_report_to_itself(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,13 +181,103 @@ def test_a_stopped_run_leaves_a_slow_report_to_itself(
     assert not RunReport(made, said.append).write("KILLED")
     assert time.monotonic() - began < 1.0
     assert "is not ready, and is not waited for after 0.01 s" in said[0]
-    while not (made / "report.html").exists():
-        assert time.monotonic() - began < 60
-        time.sleep(0.1)
+    appears(made / "report.html")
+
+
+def test_a_finished_run_that_is_asked_to_stop_waits_no_longer(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_report, "SHORT_WAIT_SECONDS", 0.01)
+    (made / "report.html").unlink(missing_ok=True)
+    said: list[str] = []
+    looks = iter((False, True))  # the signal comes while it waits
+    assert not RunReport(made, said.append, is_asked=lambda: next(looks)).write("FINISHED")
+    assert "is not ready, and is not waited for after 0.01 s" in said[0]
+    appears(made / "report.html")
+
+
+def test_other_ranks_never_wait_so_long_that_the_watchdog_ends_them(tmp_path: Path) -> None:
+    here = session(tmp_path, watchdog__start=60)
+    here.stop = SimpleNamespace(signal=None)
+    console = RunConsole(num_steps=3, file=io.StringIO())
+    report = recording._report(here, console)
+    assert report._wait_seconds == 30.0
+    assert report._attempt == here.folder.attempt
+    assert not report._is_asked()
+    here.stop.signal = "SIGTERM"
+    assert report._is_asked()
+
+
+def test_a_folder_that_is_away_hides_no_error_of_the_run(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(_: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "exists", stale)
+    said: list[str] = []
+    assert not RunReport(made, said.append).write("FAILED")
+    assert "no report.html: " in said[0] and "Stale file handle" in said[0]
+
+
+def test_a_report_that_does_not_die_holds_no_run_up(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unkillable:
+        """A process that the kernel lets wait for a dead file system."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def poll(self) -> None:
+            return None
+
+        def kill(self) -> None:
+            pass
+
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("report", timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Unkillable)
+    said: list[str] = []
+    assert not RunReport(made, said.append, wait_seconds=0.01).write("FINISHED")
+    assert "was given up" in said[0]
+
+
+@pytest.mark.parametrize("owner", ["1.0", "1.1"])
+def test_a_report_goes_into_the_folder_of_its_own_start_alone(made: Path, owner: str) -> None:
+    page, said = made / "report.html", list[str]()
+    page.write_text("of another start")
+    (made / ".owner").write_text(json.dumps({"attempt": owner}))
+    try:
+        is_written = RunReport(made, said.append, attempt="1.0").write("FINISHED")
+    finally:
+        (made / ".owner").unlink()
+    assert is_written == (owner == "1.0")
+    assert (page.read_text() == "of another start") == (not is_written)
+    if not is_written:
+        assert said[0].startswith("no report.html: see ")
+        assert "was taken by attempt 1.1: no report" in (made / "logs" / "report.log").read_text()
+
+
+def test_a_report_left_to_itself_ends_itself(tmp_path: Path) -> None:
+    code = (
+        "import time; from pathlib import Path; from dapo_megatron.report import command\n"
+        "command.LIMIT_SECONDS, command.read_run = 0.2, lambda _: time.sleep(60)\n"
+        f"command.report_of_ending(Path({str(tmp_path)!r}), '')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Timeout (0:00:00.2")
+    assert "in report_of_ending" in done.stderr
 
 
 def test_the_report_is_made_by_no_rank(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID"):
+    of_a_rank = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
+    of_a_rank |= {"ROLE_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_JOB_ID"}
+    of_a_rank |= {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"}
+    for name in of_a_rank:
         monkeypatch.setenv(name, "1")
     given: list[dict[str, str]] = []
     start = subprocess.Popen
@@ -188,5 +288,5 @@ def test_the_report_is_made_by_no_rank(made: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     assert RunReport(made, pytest.fail).write("FINISHED")
-    assert not {name for name in given[0] if run_report.OF_A_RANK.match(name)}
+    assert not of_a_rank & set(given[0])
     assert {"PATH", "PYTHONPATH"} <= set(given[0])
