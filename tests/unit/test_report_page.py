@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from dapo_megatron.report.paper import GHOSTS, ghosts
 from dapo_megatron.report.payload import Options, make_payload
 from dapo_megatron.types import ConfigError
 from tests.helpers.made_run import MadeRun
+from tests.unit.test_files import room_for
 from tests.unit.test_report_folder import A_PULSE, write_run
 
 HOSTILE = "</script><script>bad()</script><img src=x onerror=bad()>{{ 7*7 }}"
@@ -93,6 +95,7 @@ def test_the_health_is_there_before_any_script(made: Path, tmp_path: Path) -> No
     before = unescape(text[: text.index("<script")])
     for said in (run.name, run.state.word, headline(run), "Findings", "Provenance"):
         assert said in before
+    assert re.search(r"Written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, up to step 6;", before)
 
 
 def test_nothing_is_loaded_and_only_our_scripts_run(made: Path, tmp_path: Path) -> None:
@@ -230,20 +233,24 @@ def test_a_password_of_the_server_is_not_passed_on(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ writing
 
 
-def test_the_output_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_is_whole_or_not_there(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     report([folder], None, Options())
     kept = (folder / "report.html").read_bytes()
-
-    def full(path: Path, text: str, *, durable: bool) -> None:
-        path.with_name(f".{path.name}.{command.os.getpid()}.partial").write_text(text[:9])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(command, "write_text", full)
-    with pytest.raises(ConfigError, match=r"--output: .*report.html: No space left"):
+    with room_for(100_000), pytest.raises(ConfigError, match=r"--output: .*html: File too large"):
         report([folder], None, Options())
     assert (folder / "report.html").read_bytes() == kept
     assert not list(folder.glob(".*partial"))
+
+
+def test_what_a_killed_report_left_is_removed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    left, written_now = folder / ".report.html.7.partial", folder / ".report.html.8.partial"
+    left.touch()
+    written_now.touch()
+    os.utime(left, (0, time.time() - command.LIMIT_SECONDS - 5))
+    report([folder], None, Options())
+    assert list(folder.glob(".*partial")) == [written_now]
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
