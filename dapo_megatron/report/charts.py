@@ -2,11 +2,10 @@
 
 A definition is plain JSON, drawn by page/charts.js:
     id, section, title, help (a sentence for a newcomer), y (axis title with unit)
-    kind        lines | stacked_area | stacked_bars | bars
+    kind        lines | stacked_area | stacked_bars
     overlay     true: all runs in one chart; false: the chosen run's alone
     series      [{metric, label, dash?, axis?: "y2", color?: slot 0..7, line?: true}]
                 line: over what is stacked, not part of it
-    band        {low: metric, high: metric}
     evaluations figures by prefix ("avg@"): points with 95% intervals, one trace per set
     ghosts      keys of paper.py, drawn when asked for
     y_range, y_tick_format, y2 (title of the second axis), y2_tick_format, log_y
@@ -208,10 +207,7 @@ CHARTS: list[Chart] = [
 
 def names_in(charts: Iterable[Chart]) -> set[str]:
     """The metrics that these charts draw."""
-    found = set()
-    for chart in charts:
-        found |= {one["metric"] for one in chart["series"]} | set(chart.get("band", {}).values())
-    return found
+    return {one["metric"] for chart in charts for one in chart["series"]}
 
 
 def recorded(charts: Iterable[Chart], names: set[str], figures: set[str]) -> list[Chart]:

@@ -22,7 +22,10 @@ from markupsafe import Markup
 import dapo_megatron
 from dapo_megatron.report.payload import Payload
 
-SCRIPTS = ("charts.js", "timeline.js", "viewer.js", "rollouts.js", "app.js")
+SCRIPTS = (
+    *("charts.js", "timeline.js", "search.js", "viewer.js", "columns.js", "rollouts.js"),
+    "app.js",
+)
 """After plotly, in this order."""
 STYLES = ("style.css", "rollouts.css")
 
@@ -61,7 +64,7 @@ def render(payload: Payload) -> str:
             for section in SECTIONS
         },
         missing=payload.missing,
-        paper=payload.data["paper"],
+        looks=payload.looks,
         levels=LEVELS,
         states=STATES,
         nonce=secrets.token_urlsafe(16),

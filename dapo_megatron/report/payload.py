@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dapo_megatron.report import groups, memory, phases, timeline
@@ -13,6 +13,7 @@ from dapo_megatron.report.charts import CHARTS, Chart, chart_of, names_in, recor
 from dapo_megatron.report.facts import facts, headline
 from dapo_megatron.report.findings import Finding, findings
 from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.looks import Look, looks
 from dapo_megatron.report.paper import ghosts
 from dapo_megatron.report.provenance import provenance
 from dapo_megatron.report.rollouts import Rollouts, rollouts
@@ -51,10 +52,12 @@ class View:
 @dataclass(frozen=True)
 class Payload:
     data: dict[str, Any]
-    """For the scripts: {refresh_seconds, charts, paper, runs}."""
+    """For the scripts: {refresh_seconds, charts, paper, looks, runs}."""
     blobs: dict[str, bytes]
     """JSON that is opened one by one."""
     views: list[View]
+    looks: list[Look]
+    """How the runs are told apart in one chart."""
     missing: dict[str, list[str]]
     """Titles of the charts that no run has anything for, by section."""
 
@@ -85,14 +88,16 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
         if found is not None:
             bodies[-1]["rollouts"] = _renamed(found.table, number)
             blobs |= {f"{number}-{name}": blob for name, blob in found.blobs.items()}
+    drawn_as = looks(runs)
     keys = dict.fromkeys(key for chart in shown for key in chart.get("ghosts", ()))
     data = {
         "refresh_seconds": options.refresh_seconds,
         "charts": shown,
         "paper": ghosts(keys),
+        "looks": [asdict(look) for look in drawn_as],
         "runs": bodies,
     }
-    return Payload(data, blobs, views, missing)
+    return Payload(data, blobs, views, drawn_as, missing)
 
 
 def _defined(runs: Sequence[RunData]) -> list[Chart]:
@@ -132,14 +137,8 @@ def _body(view: View, columns: dict[str, Column], names: set[str]) -> dict[str, 
     run, stride = view.run, view.stride
     return {
         "name": run.name,
-        "folder": str(run.path),
-        "state": {"word": run.state.word, "text": run.state.text},
-        "findings": [
-            {"title": one.title, "metric": one.metric, "steps": one.steps, "chart": one.chart}
-            for one in view.findings
-        ],
+        "findings": [{"steps": one.steps, "chart": one.chart} for one in view.findings],
         "steps": thin_steps(run.metrics.steps, stride),
-        "stride": stride,
         "metrics": {
             name: thin(name, column, stride)
             for name, column in columns.items()
@@ -148,7 +147,6 @@ def _body(view: View, columns: dict[str, Column], names: set[str]) -> dict[str, 
         "evaluations": evaluation_curves(run.evaluations),
         "timelines": timeline.timelines(run),
         "timeline_note": timeline.note(run),
-        "memory_plan": memory.memory_plan(run),
     }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 from dapo_megatron.report.folder import RunData, finite
 
@@ -20,17 +21,23 @@ _MAX_TEXT = 400
 
 
 def provenance(run: RunData) -> list[dict[str, Any]]:
-    """[{title, rows: [[key, text], ...]}]; empty tables are left out."""
+    """[{title, rows: [[key, text], ...], links: {key: address}}]; empty tables are left out."""
+    mlflow = _read(run.path / "mlflow_run.json")
     tables = {
         "Code and versions": _code(run),
         "Machines and layout": _machines(run),
         "Starts": _starts(run),
         "Checkpoints": _checkpoints(run.path / "checkpoints"),
-        "MLflow": _mlflow(run.path / "mlflow_run.json"),
+        "MLflow": _mlflow(mlflow),
         **_data_reports(run.path / "data"),
         "Files": [("folder", str(run.path)), ("logs", str(run.path / "logs"))],
     }
-    return [{"title": title, "rows": rows} for title, rows in tables.items() if rows]
+    links = {"MLflow": _mlflow_links(mlflow)}
+    return [
+        {"title": title, "rows": rows, "links": links.get(title, {})}
+        for title, rows in tables.items()
+        if rows
+    ]
 
 
 def _code(run: RunData) -> Rows:
@@ -92,16 +99,34 @@ def _checkpoints(folder: Path) -> Rows:
     return rows
 
 
-def _mlflow(path: Path) -> Rows:
-    run = _read(path)
+def _mlflow(run: Mapping[str, Any]) -> Rows:
     if not run:
         return []
-    # A server's address may hold a password, and a report is passed on.
-    server = re.sub(r"//[^/@]*@", "//", str(run.get("server", "")))
+    server = _server(run)
     rows = [("run", str(run.get("run_id", ""))), ("server", server)]
     if server.startswith("sqlite:"):
         rows.append(("look at it", f"mlflow ui --backend-store-uri {server}"))
     return rows
+
+
+def _mlflow_links(run: Mapping[str, Any]) -> dict[str, str]:
+    """To the run's page on a server; of another address (a file, a script) no link is made."""
+    server = _server(run)
+    try:
+        parts = urlsplit(server)
+    except ValueError:
+        return {}
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        return {}
+    experiment, name = (
+        quote(str(run.get(key, "")), safe="") for key in ("experiment_id", "run_id")
+    )
+    return {"run": f"{server.rstrip('/')}/#/experiments/{experiment}/runs/{name}", "server": server}
+
+
+def _server(run: Mapping[str, Any]) -> str:
+    """Without a password, since a report is passed on."""
+    return re.sub(r"//[^/@]*@", "//", str(run.get("server", "")))
 
 
 def _data_reports(folder: Path) -> dict[str, Rows]:

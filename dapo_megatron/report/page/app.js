@@ -1,11 +1,12 @@
 "use strict";
 
 // What the reader chooses: run, smoothing, the paper's curves, theme; and what is drawn when.
-const App = (() => {
+(() => {
   const KEY = `dapo_megatron report ${location.pathname}`;
   const $ = (id) => document.getElementById(id);
   const state = { run: 0, smoothing: 0, paper: "off", hidden: [], mark: null, theme: null };
-  const charts = new Map(); // element -> {chart, handle: {update} | null, isNear, isStale}
+  const charts = new Map(); // element -> {chart, handle: {update, zoom} | null, zoom: kept until it is drawn, isNear}
+  const waiting = new Set(); // elements to be drawn
   const parts = {}; // name -> what its mount returned
   let data;
 
@@ -24,8 +25,10 @@ const App = (() => {
   // ---------------------------------------------------------------- what was chosen, over a reload
 
   function remember() {
-    const kept = { ...state, mark: null, scroll: window.scrollY, parts: {} };
+    const kept = { ...state, mark: null, scroll: window.scrollY, focus: document.activeElement.id, parts: {}, zooms: {}, open: {} };
     for (const [name, part] of Object.entries(parts)) kept.parts[name] = part.save?.() ?? null;
+    for (const { chart, handle, zoom } of charts.values()) kept.zooms[chart.id] = handle ? handle.zoom() : zoom;
+    for (const one of document.querySelectorAll("details[id]")) kept.open[one.id] = one.open;
     try { sessionStorage.setItem(KEY, JSON.stringify(kept)); } catch { /* a private window */ }
   }
 
@@ -35,27 +38,52 @@ const App = (() => {
 
   // ---------------------------------------------------------------- drawing
 
-  // A chart is drawn when it is scrolled near, and drawn again only while it is.
+  // A chart is drawn when it is scrolled near, and drawn again only while it is; one in a frame, so
+  // that scrolling goes on in between.
   const visible = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
       charts.get(target).isNear = isIntersecting;
-      if (isIntersecting) drawn(target);
+      if (isIntersecting) soon(target);
     }
   }, { rootMargin: "400px" });
 
+  function soon(element) {
+    if (element.dataset.drawn === "true") return;
+    if (!waiting.size) requestAnimationFrame(drawNext);
+    waiting.add(element);
+  }
+
+  function drawNext() {
+    const [element] = [...waiting].filter((one) => charts.get(one).isNear);
+    if (element) drawn(element);
+    else waiting.clear();
+    if (waiting.size) requestAnimationFrame(drawNext);
+  }
+
   function drawn(element) {
     const entry = charts.get(element);
-    if (!entry.handle) entry.handle = Charts.draw(element, entry.chart, data, state);
-    else if (entry.isStale) entry.handle.update(state);
-    entry.isStale = false;
+    waiting.delete(element);
+    if (entry.handle) return entry.handle.update(state);
+    entry.handle = Charts.draw(element, entry.chart, data, state);
+    if (entry.zoom) entry.handle.zoom(entry.zoom);
   }
 
   function redraw(which = () => true) {
     for (const [element, entry] of charts) {
-      if (!entry.handle || !which(entry.chart)) continue;
-      entry.isStale = true;
-      if (entry.isNear) drawn(element);
+      if (!which(entry.chart)) continue;
+      element.dataset.drawn = "false";
+      if (entry.isNear) soon(element);
     }
+  }
+
+  // Paper is light, and nobody scrolls it.
+  function print(isPrinting) {
+    const kept = document.documentElement.dataset;
+    if (isPrinting) kept.theme = "light";
+    else if (state.theme) kept.theme = state.theme;
+    else delete kept.theme;
+    for (const element of charts.keys()) { drawn(element); Plotly.relayout(element, isPrinting ? { width: 640 } : { width: null, autosize: true }); }
+    for (const part of Object.values(parts)) part.theme(!isPrinting && isDark());
   }
 
   function isDark() {
@@ -76,9 +104,9 @@ const App = (() => {
     for (const part of Object.values(parts)) part.update(data.runs[run]);
   }
 
-  // Hide a run in the charts that show all, or show it again.
-  function toggle(run) {
-    state.hidden = state.hidden.includes(run) ? state.hidden.filter((one) => one !== run) : [...state.hidden, run];
+  // Hide the runs of a look in the charts that show all, or show them again.
+  function toggle(look) {
+    state.hidden = state.hidden.includes(look) ? state.hidden.filter((one) => one !== look) : [...state.hidden, look];
     show();
     redraw((chart) => chart.overlay);
   }
@@ -90,8 +118,9 @@ const App = (() => {
     for (const one of document.querySelectorAll(".marked")) one.classList.remove("marked");
     card.classList.add("marked");
     card.scrollIntoView({ block: "center" });
-    drawn(card.querySelector("[data-chart]"));
+    card.focus({ preventScroll: true });
     redraw();
+    drawn(card.querySelector("[data-chart]"));
   }
 
   // ---------------------------------------------------------------- controls
@@ -109,6 +138,8 @@ const App = (() => {
       if (chip) toggle(Number(chip.dataset.chip));
     });
     window.addEventListener("pagehide", remember);
+    window.addEventListener("beforeprint", () => print(true));
+    window.addEventListener("afterprint", () => print(false));
     const sections = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
         const link = document.querySelector(`nav a[href="#${target.id}"]`);
@@ -145,19 +176,36 @@ const App = (() => {
     if (state.run) choose(state.run);
     for (const chart of data.charts) {
       const element = document.querySelector(`[data-chart="${chart.id}"]`);
-      charts.set(element, { chart, handle: null, isNear: false, isStale: false });
+      charts.set(element, { chart, handle: null, zoom: kept.zooms?.[chart.id] ?? null, isNear: false });
       visible.observe(element);
     }
     for (const [name, part] of Object.entries(parts)) {
       if (kept.parts?.[name] != null) part.restore?.(kept.parts[name]);
       part.theme(isDark());
     }
+    for (const [id, isOpen] of Object.entries(kept.open ?? {})) if ($(id)) $(id).open = isOpen;
     listen();
+    if (kept.focus) $(kept.focus)?.focus({ preventScroll: true });
     if (kept.scroll) window.scrollTo(0, kept.scroll);
-    if (data.refresh_seconds) setTimeout(() => location.reload(), 1000 * data.refresh_seconds);
+    if (data.refresh_seconds) reloadAfter(data.refresh_seconds);
     document.body.dataset.ready = "true";
   }
 
+  // A file cannot ask whether it has changed: it is loaded again in any case, but not under the
+  // hands of a reader.
+  function reloadAfter(seconds) {
+    let touched = 0;
+    for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) {
+      addEventListener(kind, () => { touched = performance.now(); }, { passive: true, capture: true });
+    }
+    const still = Math.min(3000, 1000 * seconds);
+    const attempt = () => {
+      const rest = touched + still - performance.now();
+      if (touched && rest > 0) setTimeout(attempt, rest);
+      else location.reload();
+    };
+    setTimeout(attempt, 1000 * seconds);
+  }
+
   start();
-  return { openBlob };
 })();
