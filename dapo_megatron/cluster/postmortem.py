@@ -83,7 +83,7 @@ def report(folder: Path, verdict_file: Path | None = None) -> Report:
 def _hang(folder: Path, attempt: str) -> str:
     try:
         return str(json.loads(hang_file(folder, attempt).read_text(encoding="utf-8"))["text"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 

@@ -27,6 +27,8 @@ PULSE_SECONDS = 5.0
 NUM_NAMED = 16
 """Suspects told of in full."""
 
+_MAX_RANKS = 1_000_000
+
 
 class State(StrEnum):
     RUNNING = "running"
@@ -97,9 +99,24 @@ def read(path: Path) -> Pulse | None:
     """None where there is none, or none that can be read (torn, of another version)."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return Pulse(**{**values, "state": State(values["state"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        pulse = Pulse(**{**values, "state": State(values["state"])})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+    return pulse if _is_whole(pulse) else None
+
+
+def _is_whole(pulse: Pulse) -> bool:
+    """Whether its numbers are some: the file may be damaged."""
+    whole = (pulse.rank, pulse.world_size, pulse.step, pulse.num_exchanges)
+    seconds = (pulse.time, pulse.silent_seconds, pulse.limit_seconds)
+    counts = pulse.num_collectives
+    return (
+        all(isinstance(one, int) for one in whole)
+        and all(isinstance(one, int | float) and abs(one) < 1e12 for one in seconds)
+        and 0 <= pulse.rank < pulse.world_size <= _MAX_RANKS
+        and isinstance(counts, dict)
+        and all(isinstance(one, int) for one in counts.values())
+    )
 
 
 def read_all(run: Path, world_size: int) -> list[Pulse | None]:

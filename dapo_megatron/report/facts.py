@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from dapo_megatron.report.folder import Evaluation, RunData, finite
+from dapo_megatron.report.folder import Evaluation, RunData, clock, finite
+
+_PROMPTS = ("prompts_per_step", "samples_per_prompt")
 
 
 def headline(run: RunData) -> str:
@@ -31,26 +32,26 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def _facts(run: RunData) -> Iterator[tuple[str, str]]:
-    yield "model", str(run.knob("model.path", ""))
-    yield "trained on", _named(run.knob("data.train"))
-    prompts, samples = run.knob("rollout.prompts_per_step"), run.knob("rollout.samples_per_prompt")
-    if prompts is not None and samples is not None:
-        limit = run.knob("rollout.max_response_tokens")
+    yield "model", run.word("model.path") or ""
+    yield "trained on", _named(run.entries("data.train"))
+    prompts, samples = (run.count(f"rollout.{one}") for one in _PROMPTS)
+    limit = run.count("rollout.max_response_tokens")
+    if prompts is not None and samples is not None and limit is not None:
         yield "a step", f"{prompts} prompts, {samples} answers each, of up to {limit} tokens"
     yield "optimizer", _optimizer(run)
     given = run.provenance or {}
     recorded = given.get("facts")
     recorded = recorded if isinstance(recorded, dict) else {}
     processes = given.get("num_processes") or (run.summary or {}).get("num_processes")
-    processes = processes or run.knob("run.processes")
+    processes = processes or run.count("run.processes")
     device = given.get("devices")
     counted = f"{processes} process{'' if processes == 1 else 'es'}" if processes else ""
     yield "on", ", ".join(str(one) for one in (counted, device) if one)
     yield "layout", str(recorded.get("policy", ""))
-    began = finite(run.attempts[0].get("time")) if run.attempts else None
+    began = clock(run.attempts[0].get("time"), "%Y-%m-%d %H:%M") if run.attempts else None
     if began is not None:
         starts = f", {len(run.attempts)} starts" if len(run.attempts) > 1 else ""
-        yield "started", time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) + starts
+        yield "started", began + starts
     speed = run.metrics.last("throughput/tokens_per_second")
     yield "speed", f"{speed:,.0f} tokens/s in the last step" if speed is not None else ""
     peak = finite((run.summary or {}).get("peak_memory_gib"))
@@ -59,8 +60,8 @@ def _facts(run: RunData) -> Iterator[tuple[str, str]]:
 
 def _progress(run: RunData) -> str:
     done = run.metrics.steps[-1] if run.metrics.steps else 0
-    planned = run.knob("train.rollout_steps")
-    steps = f"{done:,} of {planned:,} steps" if isinstance(planned, int) else f"{done:,} steps"
+    planned = run.count("train.rollout_steps")
+    steps = f"{done:,} of {planned:,} steps" if planned is not None else f"{done:,} steps"
     seconds = finite((run.summary or {}).get("seconds"))
     if seconds is None or not run.state.has_ended:
         seconds = sum(value or 0.0 for value in run.metrics.column("time/step"))
@@ -83,16 +84,15 @@ def _change(values: list[Evaluation]) -> str:
     return f"{first.value:.3f} → {last.value:.3f}"
 
 
-def _named(sources: Any) -> str:
-    if not isinstance(sources, list):
-        return ""
-    names = [str(one["name"]) for one in sources if isinstance(one, dict) and one.get("name")]
+def _named(sources: list[dict[str, Any]]) -> str:
+    names = [str(one["name"]) for one in sources if one.get("name")]
     return ", ".join(islice(names, 4)) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _optimizer(run: RunData) -> str:
-    lr, updates = run.knob("optimizer.lr"), run.knob("train.updates_per_step")
+    lr, updates = run.number("optimizer.lr"), run.count("train.updates_per_step")
     if lr is None or updates is None:
         return ""
-    low, high = run.knob("loss.clip_low"), run.knob("loss.clip_high")
-    return f"learning rate {lr:g}, {updates} updates a step, clip {low} / {high}"
+    low, high = run.number("loss.clip_low"), run.number("loss.clip_high")
+    clip = f", clip {low:g} / {high:g}" if low is not None and high is not None else ""
+    return f"learning rate {lr:g}, {updates:,} updates a step{clip}"

@@ -77,15 +77,15 @@ def restarts(run: RunData) -> Iterator[Finding]:
     """Starts that went wrong. The last one is the run's state."""
     if len(run.attempts) < 2:
         return
-    before = [one.get("end") or "cut short" for one in run.attempts[:-1]]
+    before = [str(one.get("end") or "cut short") for one in run.attempts[:-1]]
     wrong = sum(end != "stopped" for end in before)
     ends = {end: before.count(end) for end in dict.fromkeys(before)}
     steps = [one["step"] for one in run.attempts if isinstance(one.get("step"), int)]
     yield Finding(
         "warn" if wrong >= limit("restarts.many") else "note",
         f"Started {times(len(run.attempts), 'time')}",
-        f"Earlier starts: {', '.join(f'{count} {end}' for end, count in ends.items())}. "
-        f"They began after {named(steps)}.",
+        f"Earlier starts: {', '.join(f'{count} {end}' for end, count in ends.items())}."
+        + (f" They began after {named(steps)}." if steps else ""),
         knob="checkpoint.max_minutes: save more often" if wrong else None,
     )
 

@@ -4,7 +4,7 @@ version. What cannot be read is told of in `RunData.warnings` and left out."""
 from __future__ import annotations
 
 import json
-import sys
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +21,11 @@ MARKS = ("config.yaml", "metrics.jsonl", "attempts.jsonl", "summary.json")
 
 _EVALUATIONS = "eval/"
 _LOW, _HIGH = "_low", "_high"
+_MAX_STEP = 1_000_000
+_MAX_NUMBER = 1e100
+"""Larger figures are as good as missing: their sums and squares are infinite."""
+_MAX_NESTED = 64
+_OF_YAML = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,30 @@ class RunData:
     """What could not be read, by file."""
 
     def knob(self, key: str, default: Any = None) -> Any:
-        """A config value by dotted key; `default` where this run's config has none."""
+        """A config value by dotted key; `default` where this run's config has none. Whoever
+        computes with it asks one of the following: a config may be damaged, or of any version."""
         return knob(self.config, key, default)
+
+    def number(self, key: str) -> float | None:
+        """A config value that is a finite number, else None."""
+        return finite(self.knob(key))
+
+    def count(self, key: str) -> int | None:
+        """A config value that is a whole number from 0 on, else None."""
+        value = self.knob(key)
+        return (
+            value if isinstance(value, int) and finite(value) is not None and value >= 0 else None
+        )
+
+    def word(self, key: str) -> str | None:
+        """A config value that is text, else None."""
+        value = self.knob(key)
+        return value if isinstance(value, str) else None
+
+    def entries(self, key: str) -> list[dict[str, Any]]:
+        """The objects in a config value that is a list, else none."""
+        value = self.knob(key)
+        return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def read_run(path: Path) -> RunData:
@@ -97,7 +124,7 @@ def read_run(path: Path) -> RunData:
     planned = knob(config, "train.rollout_steps")
     return RunData(
         path=path,
-        name=str(name or path.resolve().name),
+        name=str(name) if name and isinstance(name, str | int) else path.resolve().name,
         config=config,
         config_text=config_text,
         metrics=metrics,
@@ -131,7 +158,7 @@ def read_metrics(lines: Iterable[Mapping[str, Any]]) -> tuple[Metrics, list[Eval
     last = -1
     for line in lines:
         step = line.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MAX_STEP:
             continue
         if step <= last:
             by_step = {one: values for one, values in by_step.items() if one < step}
@@ -145,10 +172,47 @@ def read_metrics(lines: Iterable[Mapping[str, Any]]) -> tuple[Metrics, list[Eval
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float; None for what is not one: null, NaN, text."""
+    """A number as a float; None for what is none to compute with: null, NaN, text, 1e300."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) <= sys.float_info.max else None  # false for NaN
+    return float(value) if abs(value) <= _MAX_NUMBER else None  # false for NaN
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says. Raises ValueError for what is none, or is nested so deeply that nothing
+    here would come to its end."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return _shallow(value)
+
+
+def clock(seconds: Any, form: str = "%Y-%m-%d %H:%M:%S") -> str | None:
+    """A recorded time.time() as this machine's clock shows it; None for what is none."""
+    number = finite(seconds)
+    if number is None:
+        return None
+    try:
+        return time.strftime(form, time.localtime(number))
+    except (OverflowError, ValueError, OSError):  # beyond the years that there are
+        return None
+
+
+def _shallow(value: Any) -> Any:
+    """`value`, if it is not nested too deeply. YAML's may hold itself: each is looked at once."""
+    level = [[value]]
+    for _ in range(_MAX_NESTED):
+        inside = {
+            id(one): list(one.values() if isinstance(one, dict) else one)
+            for values in level
+            for one in values
+            if isinstance(one, dict | list)
+        }
+        level = list(inside.values())
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
 
 
 def _evaluations(step: int, line: Mapping[str, Any]) -> Iterable[Evaluation]:
@@ -196,11 +260,17 @@ def _text(path: Path, warnings: list[str]) -> str:
 
 def _yaml(text: str, warnings: list[str]) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        warnings.append(f"config.yaml: not YAML ({str(error).splitlines()[0]})")
+        value = _shallow(yaml.safe_load(text))
+    # Besides its own errors yaml lets through those of what it makes values with: int, date, dict.
+    except (yaml.YAMLError, *_OF_YAML) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.append(f"config.yaml: not YAML ({said})")
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        if text:
+            warnings.append("config.yaml: holds no keys")
+        return {}
+    return value
 
 
 def _json_object(path: Path, warnings: list[str]) -> dict[str, Any] | None:
@@ -208,8 +278,8 @@ def _json_object(path: Path, warnings: list[str]) -> dict[str, Any] | None:
         return None  # of an older version, or not yet
     text = _text(path, warnings)
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         warnings.append(f"{path.name}: not a JSON object; left out")
@@ -227,8 +297,8 @@ def _json_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = parse_json(line)
+        except ValueError:
             value = None
         if isinstance(value, dict):
             found.append(value)

@@ -71,16 +71,16 @@ class Rules:
     @classmethod
     def of(cls, run: RunData) -> Rules:
         """A config without these keys (a damaged one) has no penalty and no filter."""
-        max_tokens = run.knob("overlong.max_tokens")
-        buffer_tokens = run.knob("overlong.buffer_tokens")
-        known = isinstance(max_tokens, int) and isinstance(buffer_tokens, int)
+        max_tokens = run.count("overlong.max_tokens")
+        buffer_tokens = run.count("overlong.buffer_tokens")
+        eps = run.number("loss.advantage_eps")
         return cls(
-            penalty=bool(run.knob("overlong.penalty", False)) and known and buffer_tokens > 0,
-            max_tokens=max_tokens if known else 0,
-            buffer_tokens=buffer_tokens if known else 0,
-            filter=bool(run.knob("overlong.filter", False)),
-            filtered_in_mean=bool(run.knob("overlong.filtered_in_mean", False)),
-            eps=float(run.knob("loss.advantage_eps", 1e-6)),
+            penalty=run.knob("overlong.penalty") is True and bool(max_tokens and buffer_tokens),
+            max_tokens=max_tokens or 0,
+            buffer_tokens=buffer_tokens or 0,
+            filter=run.knob("overlong.filter") is True,
+            filtered_in_mean=run.knob("overlong.filtered_in_mean") is True,
+            eps=1e-6 if eps is None else eps,
         )
 
 
@@ -128,11 +128,11 @@ def group_rewards(completions: Sequence[Mapping[str, Any]], rules: Rules) -> Gro
 
 def grader_of(run: RunData, group: Mapping[str, Any]) -> str | None:
     """The name of the grader of a group, by its source; None if the config does not tell."""
-    for source in run.knob("data.train", []):
-        if isinstance(source, dict) and source.get("name") == group["source"]:
+    for source in run.entries("data.train"):
+        if source.get("name") == group["source"]:
             grader = source.get("grader", source.get("kind"))
             if isinstance(grader, dict):
-                grader = grader.get((group.get("extra") or {}).get("data_source"))
+                grader = grader.get(str((group.get("extra") or {}).get("data_source")))
             return grader if isinstance(grader, str) else None
     return None
 

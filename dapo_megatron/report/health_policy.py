@@ -246,8 +246,8 @@ def gradient(run: RunData) -> Iterator[Finding]:
             (steps[0], steps[-1]),
             "optimizer.clip_grad and optimizer.lr: lower, if accuracy suffers",
         )
-    bound = run.knob("optimizer.clip_grad")
-    if not series.is_long or not isinstance(bound, int | float) or bound <= 0:
+    bound = run.number("optimizer.clip_grad")
+    if not series.is_long or bound is None or bound <= 0:
         return
     share = sum(value > bound for value in series.values) / len(series)
     if share >= limit("gradient.clipped"):
@@ -303,9 +303,9 @@ def clipping(run: RunData) -> Iterator[Finding]:
 def gap(run: RunData) -> Iterator[Finding]:
     """Engine and policy drift apart."""
     largest, mean = track(run, "mismatch/gap_max"), track(run, "mismatch/gap_mean")
-    bound = run.knob("sync.max_gap")
+    bound = run.number("sync.max_gap")
     knob = "sync.max_gap; policy.precision and engine.quantization; loss.tis_cap: on"
-    if largest and isinstance(bound, int | float) and bound > 0:
+    if largest and bound is not None and bound > 0:
         worst = max(range(len(largest)), key=largest.values.__getitem__)
         near = [
             s for s, v in zip(*_pair(largest), strict=True) if v > limit("gap.near_bound") * bound

@@ -19,9 +19,9 @@ _WORDS = {"all_correct": "all right", "all_wrong": "all wrong"}
 
 def starved(run: RunData) -> Iterator[Finding]:
     """Steps that trained on fewer groups than they should."""
-    wanted = run.knob("rollout.prompts_per_step")
+    wanted = run.count("rollout.prompts_per_step")
     trained = track(run, "groups/trained")
-    if not trained or not isinstance(wanted, int):
+    if not trained or wanted is None:
         return
     short = [s for s, v in zip(trained.steps, trained.values, strict=True) if v < wanted]
     if not short:
@@ -136,8 +136,8 @@ def books(run: RunData) -> Iterator[Finding]:
 def stale(run: RunData) -> Iterator[Finding]:
     """Groups older than lookahead says."""
     age = track(run, "groups/age_mean")
-    ahead = run.knob("rollout.lookahead")
-    if run.knob("rollout.on_policy") is True or not isinstance(ahead, int | float):
+    ahead = run.number("rollout.lookahead")
+    if run.knob("rollout.on_policy") is True or ahead is None:
         return
     if age.is_long and age.late > limit("groups.stale") * ahead:
         yield Finding(
@@ -197,8 +197,8 @@ def _by_source(run: RunData) -> str:
 
 def unparsed(run: RunData) -> Iterator[Finding]:
     """Texts in which the grader found no answer."""
-    samples = run.knob("rollout.samples_per_prompt")
-    if not isinstance(samples, int) or samples < 1:
+    samples = run.count("rollout.samples_per_prompt")
+    if not samples:
         return
     decided = derived(run)[DECIDED]
     counts = run.metrics.column("grading/unparsed")
@@ -222,9 +222,9 @@ def unparsed(run: RunData) -> Iterator[Finding]:
 
 
 def _graded(run: RunData) -> float:
-    samples = run.knob("rollout.samples_per_prompt")
+    samples = run.count("rollout.samples_per_prompt")
     decided = sum(value for value in derived(run)[DECIDED] if value is not None)
-    return decided * samples if isinstance(samples, int) else 0.0
+    return decided * samples if samples is not None else 0.0
 
 
 def _sum(run: RunData, name: str) -> float:

@@ -40,9 +40,9 @@ class Pieces:
     @classmethod
     def of_file(cls, path: Path) -> Pieces | None:
         """None if there is no such file, or the library cannot read it."""
-        if not path.is_file():
-            return None
         try:
+            if not path.is_file():
+                return None
             return cls(Tokenizer.from_file(str(path)))
         except Exception:  # noqa: BLE001 - the library raises nothing more special
             return None

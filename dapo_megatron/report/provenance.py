@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from dapo_megatron.report.folder import RunData, finite
+from dapo_megatron.report.folder import RunData, clock
 
 Rows = list[tuple[str, str]]
 
@@ -77,8 +76,7 @@ def _starts(run: RunData) -> Rows:
     rows = []
     for one in run.attempts:
         end = one.get("end") or (run.state.word if one is run.attempts[-1] else "cut short")
-        when = finite(one.get("time"))
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if when is not None else "?"
+        at = clock(one.get("time")) or "?"
         job = f", Slurm job {one['job']}" if one.get("job") else ""
         what = "ended" if one.get("end") else "began"
         rows.append(

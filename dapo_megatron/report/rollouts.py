@@ -33,6 +33,8 @@ MAX_READ_BYTES = 200_000_000
 MAX_POLICY_BYTES = 200_000_000
 """Of policy values that are searched for the largest gaps."""
 MAX_GAPS = 8
+_INSPECTED = 4
+"""Groups of a step, where the config does not say it."""
 _GROUPS_PER_BLOB = 20
 _BYTES_PER_BLOB = 1_000_000
 
@@ -69,7 +71,7 @@ def rollouts(
         tokens=max_bytes // BYTES_PER_TOKEN,
         tickets=frozenset(tickets),
         gaps=reading.gaps(),
-        inspected=run.knob("tracking.inspected_groups", 4),
+        inspected=run.count("tracking.inspected_groups") or _INSPECTED,
     )
     chooser = reading.chooser(wanted)
     page = _Page(run, reading)
@@ -132,13 +134,10 @@ class _Reading:
             else:
                 self.skipped += 1
                 continue
-            try:
-                if index is not None:
-                    chooser.see(index, has_policy=step in self.policy)
-                    continue
-            except (TypeError, ValueError, IndexError):  # values that are no numbers
-                pass
-            damaged.append(step)
+            if index is None:
+                damaged.append(step)
+            else:
+                chooser.see(index, has_policy=step in self.policy)
         if damaged:
             shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
             self.warnings.append(f"samples: {len(damaged)} steps cannot be read (step {shown})")
@@ -165,7 +164,7 @@ class _Page:
         """There was no room for all that was chosen."""
         self._run, self._reading = run, reading
         checkpoints = sorted((run.path / "checkpoints").glob("step_*"), reverse=True)
-        self.pieces = find_tokenizer(run.path, run.knob("model.path"), checkpoints)
+        self.pieces = find_tokenizer(run.path, run.word("model.path"), checkpoints)
         self._blob = self._new_blob()
         self._num_bytes = 0
 
@@ -174,11 +173,11 @@ class _Page:
         bytes of them; those asked for in any case, but for a size that no page can have."""
         lost = []
         for pick in picks:
-            group = self._read(pick)
-            if group is None:
+            rows = self._added(pick)
+            if rows is None:
                 lost.append(pick.group.ticket)
                 continue
-            self.rows += self._blob.add(len(self.blob_of), group, pick)
+            self.rows += rows
             self.blob_of.append(str(len(self.blobs)))
             if self._blob.num_groups >= _GROUPS_PER_BLOB or self._blob.size >= _BYTES_PER_BLOB:
                 self._close_blob()
@@ -193,6 +192,16 @@ class _Page:
             self._reading.warnings.append(
                 f"samples: {len(lost)} groups cannot be read (ticket {shown})"
             )
+
+    def _added(self, pick: Pick) -> list[dict[str, Any]] | None:
+        """The rows of a group, which is then in the blob; None if it cannot be shown."""
+        group = self._read(pick)
+        if group is None:
+            return None
+        try:
+            return self._blob.add(len(self.blob_of), group, pick)
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
+            return None  # of another version, or damaged in a way that its form does not show
 
     def _read(self, pick: Pick) -> dict[str, Any] | None:
         """The recorded line, with `policy`: what the policy said, by sample."""
@@ -211,7 +220,7 @@ class _Page:
         return Blob(self._run, Rules.of(self._run), self.pieces)
 
     def _close_blob(self) -> None:
-        data = json.dumps(self._blob.to_json(), separators=(",", ":")).encode()
+        data = json.dumps(self._blob.to_json(), separators=(",", ":"), allow_nan=False).encode()
         self.blobs[str(len(self.blobs))] = data
         self._num_bytes += len(zlib.compress(data, 1))
         self._blob = self._new_blob()

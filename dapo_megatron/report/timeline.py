@@ -15,7 +15,6 @@ All times in seconds since the step began.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from dapo_megatron.report.finding import number, percent
-from dapo_megatron.report.folder import RunData, finite
+from dapo_megatron.report.folder import RunData, finite, parse_json
 from dapo_megatron.report.phases import COLORS, LABELS
 
 MAX_TIMELINES = 12
@@ -117,14 +116,14 @@ def _read(path: Path) -> Recorded | None:
     """None for what is not a timeline; parts that are damaged are left out."""
     try:
         return _parsed(path, path.stat().st_mtime_ns)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
 
 
 @lru_cache(maxsize=2 * MAX_TIMELINES)
 def _parsed(path: Path, time_ns: int) -> Recorded | None:
     """Of a file as it was at `time_ns`: a report that is written again and again reads it once."""
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = parse_json(path.read_bytes())
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
         return None
     return Recorded(
