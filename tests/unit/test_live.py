@@ -300,8 +300,9 @@ def test_a_terminal_that_nobody_reads_holds_up_no_run() -> None:
         _tell(RuntimeError("boom"), 0, terminal.file, None)
         assert seconds_for(terminal.file.close) < 2.0
     finally:
-        screen = Screen()
-        screen.feed(terminal.close())
+        terminal.read()
+    screen = Screen()
+    screen.feed(terminal.close())
     steps = [line for line in there(screen) if line.startswith("step")]
     assert [int(line[5:8]) for line in steps] == list(range(1, 201)), "late, but each and in order"
     assert len({line[8:].partition("left")[0] for line in steps}) == 1, "and whole"
@@ -321,7 +322,8 @@ def test_nothing_is_drawn_for_nobody() -> None:
     try:
         seconds_for(run)
     finally:
-        text = terminal.close()
+        terminal.read()
+    text = terminal.close()
     assert text.count("╭") == 3, "with the beginning, the line and the end, and no other time"
 
 

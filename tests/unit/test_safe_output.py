@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.cluster.safe_output import KEPT_BYTES, safe_text
@@ -92,6 +92,7 @@ def _utf8() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_utf8")
 @given(st.lists(st.text(max_size=5_000)))
+@example(["x" * 100_000, "y"])
 @settings(max_examples=30, deadline=None)
 def test_a_terminal_that_is_read_gets_all_as_it_is(texts: list[str]) -> None:
     terminal = Terminal()
