@@ -26,6 +26,7 @@ from dapo_megatron.report.charts import CHARTS, chart_of, names_in, recorded
 from dapo_megatron.report.command import parse_steps, report, watch
 from dapo_megatron.report.facts import headline, span
 from dapo_megatron.report.folder import read_run
+from dapo_megatron.report.looks import looks
 from dapo_megatron.report.paper import GHOSTS, ghosts
 from dapo_megatron.report.payload import Options, make_payload
 from dapo_megatron.types import ConfigError
@@ -228,6 +229,62 @@ def test_a_password_of_the_server_is_not_passed_on(tmp_path: Path) -> None:
     text = written([folder], tmp_path / "r.html")
     assert "https://host:5000/x" in text
     assert "secret" not in text[: text.index("<script")]
+
+
+@pytest.mark.parametrize("server", ["https://ml.example.com/x/", "http://me:secret@host:5000"])
+def test_a_server_s_page_of_the_run_is_linked(tmp_path: Path, server: str) -> None:
+    links = _links(tmp_path, server, "3/..")
+    assert [one["rel"] for one in links] == ["noreferrer"] * 2
+    plain = server.replace("me:secret@", "")
+    page_of_run = plain.rstrip("/") + "/#/experiments/3%2F../runs/17"
+    assert [one["href"] for one in links] == [page_of_run, plain]
+
+
+@pytest.mark.parametrize("server", ["javascript:alert(1)//x", "sqlite:////m.db", "https:", "//["])
+def test_no_other_address_is_linked(tmp_path: Path, server: str) -> None:
+    assert _links(tmp_path, server, "3") == []
+
+
+def _links(room: Path, server: str, experiment: str) -> list[dict[str, str | None]]:
+    folder = write_run(room / "r")
+    known = {"server": server, "run_id": "17", "experiment_id": experiment}
+    (folder / "mlflow_run.json").write_text(json.dumps(known))
+    anchors = Elements(written([folder], room / "r.html")).of("a")
+    return [one for one in anchors if not str(one["href"]).startswith("#")]
+
+
+# ------------------------------------------------------------------ several runs
+
+
+def _looks(room: Path, *names: str, **config: Any) -> list[tuple[str, list[int]]]:
+    runs = [
+        replace(read_run(write_run(room / str(at))), name=name, config=config)
+        for at, name in enumerate(names)
+    ]
+    return [(one.label, one.runs) for one in looks(runs)]
+
+
+def test_repeats_are_runs_that_differ_in_their_seed(tmp_path: Path) -> None:
+    found = _looks(tmp_path, "1_a_seed0", "2_b_seed0", "1_a_seed1", "2_b.1", "c")
+    assert found == [("1_a, 2 runs", [0, 2]), ("2_b, 2 runs", [1, 3]), ("c", [4])]
+    assert _looks(tmp_path, "a_seed0", "a_seed1") == [("a_seed0", [0]), ("a_seed1", [1])]
+    assert _looks(tmp_path, "a", "b") == [("a", [0]), ("b", [1])]
+
+
+def test_numbers_that_are_settings_make_no_repeats(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "r"))
+    runs = [
+        replace(run, name=f"batch_{size}", config={"seed": at, "run": {"name": at}, "batch": size})
+        for at, size in enumerate((8, 8, 16))
+    ]
+    assert [one.runs for one in looks(runs)] == [[0, 1], [2]]
+
+
+def test_no_two_of_many_runs_look_alike(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "r"))
+    found = looks([replace(run, name=chr(97 + at)) for at in range(24)])
+    assert len({(one.color, one.width) for one in found}) == 24
+    assert {one.color for one in found} == set(range(8))
 
 
 # ------------------------------------------------------------------ writing
