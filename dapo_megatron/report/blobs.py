@@ -68,9 +68,13 @@ class Blob:
                     **self._tokens(one, policy),
                 }
             )
+        decimals = _gap_decimals([one["gap"] for one in shown_ones if one["gap"]])
+        for shown_one in shown_ones:
+            shown_one["gap"] = shown_one["gap"] and _whole(shown_one["gap"], 10**decimals)
         body = {
             **{name: group[name] for name in ("ticket", "source", "fate", "verdict")},
             "step": pick.group.step,
+            "gap_decimals": decimals,
             "prompt": shown(group["prompt"], _MAX_PROMPT),
             "truth": shown(group["truth"]),
             "completions": shown_ones,
@@ -112,6 +116,7 @@ class Blob:
         return rewards.advantages[position] if recorded is None else recorded
 
     def _tokens(self, one: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
+        """What there is of each token; gaps as they are, for their unit is that of the group."""
         num = len(one["tokens"])
         cut = (MAX_TOKENS // 2, num - MAX_TOKENS) if num > MAX_TOKENS else None
 
@@ -134,7 +139,7 @@ class Blob:
             tokens = kept(one["tokens"])
             found["tokens"] = list(zip(tokens, self._pieces.split(tokens)))
         if (of_policy := policy.get("logprobs")) is not None and len(of_policy) == num:
-            found["gap"] = _whole(_differences(logprobs, kept(of_policy)), 10_000)
+            found["gap"] = _differences(logprobs, kept(of_policy))
         if (entropy := policy.get("entropy")) is not None and len(entropy) == num:
             found["entropy"] = _whole(kept(entropy), 1000)
         return found
@@ -194,6 +199,14 @@ def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float |
         return [one - other for one, other in zip(ours, theirs)]
     except TypeError:  # JSON has no infinity: null
         return [None if o is None or t is None else o - t for o, t in zip(ours, theirs)]
+
+
+def _gap_decimals(gaps: Sequence[Sequence[float | None]]) -> int:
+    """Such that the largest has four digits: at least 4, so that a scale of colours goes up to 1,
+    and at most the 6 that are recorded. On a CPU gaps are about 1e-6."""
+    known = (abs(gap) for some in gaps for gap in some if gap is not None and math.isfinite(gap))
+    largest = max(known, default=0.0)
+    return min(max(3 - math.floor(math.log10(largest)), 4), 6) if largest else 4
 
 
 def _whole(values: Sequence[float | None], scale: int) -> list[int | None]:

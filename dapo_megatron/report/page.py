@@ -23,8 +23,8 @@ import dapo_megatron
 from dapo_megatron.report.payload import Payload
 
 SCRIPTS = (
-    *("charts.js", "timeline.js", "search.js", "viewer.js", "columns.js", "rollouts.js"),
-    "app.js",
+    *("charts.js", "timeline.js"),
+    *("search.js", "viewer.js", "columns.js", "rollouts.js", "app.js"),
 )
 """After plotly, in this order."""
 STYLES = ("style.css", "rollouts.css")

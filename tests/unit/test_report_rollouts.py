@@ -392,6 +392,28 @@ def test_policy_values_and_advantages_are_those_recorded(folder: Path, tmp_path:
     assert min(one["gap"]) > 2000, "engine less policy"
 
 
+@pytest.mark.parametrize(("size", "decimals"), [(2e-6, 6), (3e-3, 6), (0.02, 5), (0.5, 4), (4, 4)])
+def test_gaps_keep_the_digits_of_the_largest_of_their_group(
+    folder: Path, tmp_path: Path, size: float, decimals: int
+) -> None:
+    run = copied(folder, tmp_path / "run")
+    path = run / "samples" / "policy" / "step_000001.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        ours = recorded_completion(run, 1, line["ticket"], line["sample"])["logprobs"]
+        # In a group with one large gap the others are as small as they were.
+        gaps = [size if line["sample"] == at == 0 else 1e-6 for at in range(len(ours))]
+        line["logprobs"] = [own - gap for own, gap in zip(ours, gaps)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found = reported(run, steps=(1, 1))
+    for row, sample in enumerate(found.table["rows"]["sample"]):
+        blob, one = opened(found, row)
+        group = blob["groups"][str(found.table["rows"]["group"][row])]
+        assert group["gap_decimals"] == decimals
+        ends = [round(gap * 10**decimals) for gap in (size if sample == 0 else 1e-6, 1e-6)]
+        assert [one["gap"][0], one["gap"][-1]] == ends
+
+
 def test_the_most_frequent_pieces_have_the_shortest_numbers(folder: Path) -> None:
     for data in reported(folder).blobs.values():
         blob = json.loads(data)

@@ -4,34 +4,7 @@
 // Texts of the run come in as textContent alone.
 const Rollouts = (() => {
   const ROW = 30; // pixels, as in rollouts.css
-  const number = new Intl.NumberFormat("en-US");
-  const fixed = (digits) => (value) => value == null ? "–" : signed(value.toFixed(digits));
-  const signed = (text) => text.replace("-", "\u2212");
-  const plain = (value) => value == null ? "–" : signed(String(value));
-  const counted = (value) => value == null ? "–" : number.format(value);
-  const words = (value) => value == null ? "–" : String(value).replaceAll("_", " ");
-  const small = (value) => value == null ? "–" : value === 0 ? "0" : signed(value.toExponential(1));
-
-  const OUTCOMES = { right: "✓ right", wrong: "✗ wrong", unread: "∅ no answer", none: "? no grade" };
-  // name, heading, whether a number, how it is written, width
-  const COLUMNS = [
-    ["step", "step", true, counted, "58px"], ["ticket", "ticket", true, plain, "70px"],
-    ["sample", "sample", true, plain, "70px"], ["source", "set", false, plain, "minmax(96px, 1fr)"],
-    ["fate", "fate", false, words, "92px"], ["outcome", "graded", false, (value) => OUTCOMES[value], "112px"],
-    ["reward", "reward", true, fixed(2), "72px"], ["advantage", "advantage", true, fixed(2), "92px"],
-    ["num_tokens", "tokens", true, counted, "72px"], ["finish", "finish", false, words, "76px"],
-    ["age", "age", true, plain, "50px"], ["logprob_mean", "log-prob", true, fixed(2), "82px"],
-    ["logprob_min", "lowest", true, fixed(2), "78px"], ["gap_max", "gap", true, small, "70px"],
-    ["why", "here because", false, plain, "minmax(150px, 2fr)"],
-  ];
-  const HELP = {
-    ticket: "The group's serial number in the run", age: "Versions between the weights that sampled its first token and those its step began with",
-    fate: "What became of its group", advantage: "What it was trained with", gap_max: "The largest |engine log-prob − policy log-prob| of its tokens",
-    logprob_mean: "Mean of the engine's log-probs of its tokens", logprob_min: "The engine's log-prob of its least likely token",
-    why: "Why this completion was kept for the page",
-  };
-  const CHOICES = [["source", "set"], ["fate", "fate"], ["verdict", "verdict"], ["outcome", "graded"], ["finish", "finish"], ["why", "here because"]];
-  const RANGES = [["step", "step"], ["reward", "reward"], ["num_tokens", "tokens"], ["age", "age"]];
+  const { COLUMNS, HELP, OUTCOMES, CHOICES, RANGES, number, plain, words } = RolloutColumns;
 
   function make(tag, properties = {}, ...children) {
     const element = document.createElement(tag);
@@ -47,8 +20,10 @@ const Rollouts = (() => {
     let rows, order, chosen, top; // top: the first row that is drawn
     let hidden = new Set(); // columns that say the same of every row
     let filter, sort;
+    let search = null; // what is looked for in texts: {pattern, found: rows, share: done so far}
     let opening = 0; // how often one was asked for
     const blobs = new Map(); // id -> promise
+    const searchTexts = RolloutSearch.make(openBlob);
     const ui = skeleton();
     element.replaceChildren(ui.root, ui.dialog);
     const viewer = RolloutViewer.make(ui.dialog, make, { move: (by) => move(by, true), openAt });
@@ -59,31 +34,21 @@ const Rollouts = (() => {
       run = next;
       const table = run.rollouts;
       ui.root.hidden = !table;
-      rows = table ? toRows(table) : [];
+      rows = table ? RolloutColumns.toRows(table) : [];
       filter = { text: "", choices: {}, ranges: {} };
       sort = { name: "step", down: false };
       chosen = 0;
+      search = null;
       if (!table) return apply();
       ui.note.textContent = table.note;
       hidden = new Set(new Set(table.rows.source).size > 1 ? [] : ["source"]);
-      ui.grid.style.setProperty("--columns", COLUMNS.filter(([name]) => !hidden.has(name)).map((column) => column[4]).join(" "));
+      const widths = COLUMNS.filter(([name]) => !hidden.has(name)).map((column) => column[4]);
+      ui.grid.style.setProperty("--columns", widths.join(" "));
+      ui.grid.style.setProperty("--width", `${widths.reduce((sum, width) => sum + Number(width.match(/(\d+)px/)[1]), 12)}px`);
       for (const head of ui.head.children) head.hidden = hidden.has(head.dataset.name);
       fillFilters();
       apply();
       openHash();
-    }
-
-    function toRows(table) {
-      const found = [];
-      for (let index = 0; index < table.kept; index++) {
-        const row = { index };
-        for (const name of table.columns) row[name] = table.rows[name][index];
-        row.outcome = row.graded === "none" ? "none" : row.correct ? "right" : row.graded === "unread" ? "unread" : "wrong";
-        row.reasons = String(row.why).split(", "); // of the completion itself; those beside it have none
-        row.text = `${row.source} ${row.fate} ${row.outcome} ${row.finish} ${row.why}`.toLowerCase();
-        found.push(row);
-      }
-      return found;
     }
 
     // ---------------------------------------------------------------- filter and sort
@@ -97,7 +62,7 @@ const Rollouts = (() => {
       for (const row of rows) {
         if (choices.every(([name, value]) => values(row, name).includes(value))
           && ranges.every(([name, [low, high]]) => row[name] != null && row[name] >= low && row[name] <= high)
-          && terms.every((term) => passes(row, term))) order.push(row.index);
+          && (search ? search.found.has(row.index) : terms.every((term) => passes(row, term)))) order.push(row.index);
       }
       const { name, down } = sort;
       const sign = down ? -1 : 1;
@@ -108,10 +73,7 @@ const Rollouts = (() => {
         return sign * (one < other ? -1 : 1);
       });
       chosen = Math.max(0, kept ? order.indexOf(kept.index) : 0);
-      ui.count.textContent = order.length === rows.length ? `${number.format(rows.length)} completions`
-        : `${number.format(order.length)} of ${number.format(rows.length)} completions`;
-      ui.clear.hidden = order.length === rows.length;
-      ui.empty.hidden = order.length > 0;
+      tell();
       ui.space.style.height = `${order.length * ROW}px`;
       ui.grid.setAttribute("aria-rowcount", order.length + 1);
       for (const head of ui.head.children) {
@@ -119,6 +81,49 @@ const Rollouts = (() => {
       }
       top = null;
       draw();
+    }
+
+    // How many there are, and how far the search is.
+    function tell() {
+      const isSearching = search && search.share < 1;
+      const [some, all] = [order.length, rows.length].map(number.format);
+      ui.count.setAttribute("aria-live", isSearching ? "off" : "polite");
+      ui.count.textContent = search ? `${some} of ${all} completions have it in a text${isSearching ? ", so far" : ""}`
+        : order.length === rows.length ? `${all} completions` : `${some} of ${all} completions`;
+      ui.progress.hidden = !isSearching;
+      ui.progress.value = search?.share ?? 0;
+      ui.texts.setAttribute("aria-pressed", String(Boolean(search)));
+      ui.clear.hidden = order.length === rows.length && !search;
+      ui.empty.hidden = order.length > 0;
+      ui.empty.textContent = isSearching ? "Looking through the texts …" : search ? "No text has it, among those that pass the other filters."
+        : filter.text.trim() ? "No label has it. Enter looks for it in prompts and answers." : "No completion passes the filter.";
+    }
+
+    // Rows whose prompt, truth or answer has what is in the box; they come in as they are found.
+    function searchIn() {
+      if (!filter.text.trim()) return ui.search.focus();
+      const mine = search = { pattern: RolloutSearch.pattern(filter.text), found: new Set(), share: 0 };
+      const indexes = new Map(rows.map((row) => [`${row.group}/${row.sample}`, row.index]));
+      let shown = performance.now();
+      fromTop();
+      searchTexts([...new Set(run.rollouts.blobs)], mine.pattern, (found, share) => {
+        if (search !== mine) return false; // the box has changed meanwhile
+        for (const [place, sample] of found) mine.found.add(indexes.get(`${place}/${sample}`));
+        mine.share = share;
+        if (share < 1 && performance.now() - shown < 200) return true;
+        shown = performance.now();
+        if (chosen === 0) order = []; // the first one, whichever comes in above it
+        apply();
+        return true;
+      });
+    }
+
+    // The first row is the chosen one.
+    function fromTop() {
+      ui.scroller.scrollTop = 0;
+      chosen = 0;
+      order = [];
+      apply();
     }
 
     // A number is a ticket, 12/3 a sample of it; words stand anywhere.
@@ -139,10 +144,10 @@ const Rollouts = (() => {
         select.closest("label").hidden = found.length < 2;
       }
       for (const [name] of RANGES) {
-        const known = rows.map((row) => row[name]).filter((value) => value != null);
-        const [low, high] = [Math.min(...known), Math.max(...known)];
-        ui.ranges[name][0].placeholder = known.length ? plain(low) : "";
-        ui.ranges[name][1].placeholder = known.length ? plain(high) : "";
+        let [low, high] = [Infinity, -Infinity];
+        for (const row of rows) if (row[name] != null) [low, high] = [Math.min(low, row[name]), Math.max(high, row[name])];
+        ui.ranges[name][0].placeholder = low <= high ? plain(low) : "";
+        ui.ranges[name][1].placeholder = low <= high ? plain(high) : "";
         ui.ranges[name][0].closest("label").hidden = !(low < high);
       }
       writeFilters();
@@ -159,6 +164,7 @@ const Rollouts = (() => {
     }
 
     function readFilters() {
+      if (filter.text !== ui.search.value) search = null;
       filter.text = ui.search.value;
       for (const [name] of CHOICES) filter.choices[name] = ui.filters[name].value;
       filter.ranges = {};
@@ -166,9 +172,7 @@ const Rollouts = (() => {
         const [low, high] = ui.ranges[name].map((input) => input.value);
         if (low !== "" || high !== "") filter.ranges[name] = [low === "" ? -Infinity : Number(low), high === "" ? Infinity : Number(high)];
       }
-      ui.scroller.scrollTop = 0;
-      order = []; // the first row is the chosen one
-      apply();
+      fromTop();
     }
 
     // ---------------------------------------------------------------- drawing
@@ -222,9 +226,11 @@ const Rollouts = (() => {
 
     async function open(row, beside = null) {
       const turn = ++opening;
+      ui.grid.setAttribute("aria-busy", "true");
       const blob = await cached(run.rollouts.blobs[row.group]);
+      ui.grid.removeAttribute("aria-busy");
       if (turn !== opening) return; // another was opened meanwhile, or the viewer closed
-      viewer.show(blob, row.group, row.sample, beside);
+      viewer.show(blob, row.group, row.sample, beside, search?.pattern);
       setHash(row.ticket, row.sample, beside);
     }
 
@@ -270,8 +276,10 @@ const Rollouts = (() => {
       const found = { filters: {}, ranges: {} };
       found.note = make("p", { className: "muted r-note" });
       found.lost = make("p", { className: "r-lost", hidden: true, role: "status" });
-      found.search = make("input", { type: "search", id: "rollout-filter", placeholder: "Filter: 12, 12/3, a set, a reason …  ( / )", "aria-label": "Filter by ticket, sample, set, fate or reason", autocomplete: "off", spellcheck: false });
+      found.search = make("input", { type: "search", id: "rollout-filter", placeholder: "12, 12/3, a label; Enter: texts  ( / )", "aria-label": "Filter by ticket, sample, set, fate or reason; Enter searches the texts", autocomplete: "off", spellcheck: false });
       found.clear = make("button", { type: "button", hidden: true }, "clear");
+      found.texts = make("button", { type: "button", title: "Look for it in prompts, truths and answers (Enter in the box)" }, "search texts");
+      found.progress = make("progress", { max: 1, value: 0, hidden: true, "aria-label": "Texts looked through" });
       found.count = make("span", { className: "r-count", role: "status" });
       const choices = CHOICES.map(([name, label]) => make("label", {}, `${label} `, found.filters[name] = make("select")));
       const ranges = RANGES.map(([name, label]) => {
@@ -291,17 +299,25 @@ const Rollouts = (() => {
       found.grid = make("div", { id: "rollout-table", className: "card r-table", role: "grid", tabIndex: 0, "aria-label": "Completions: arrow keys move, Enter opens" }, found.scroller);
       found.dialog = make("dialog", { id: "viewer", "aria-label": "Completion" });
       found.root = make("div", { className: "rollouts" }, found.note, found.lost,
-        make("div", { className: "r-filters" }, found.search, ...choices, ...ranges, found.clear, found.count), found.grid);
+        make("div", { className: "r-filters" }, found.search, found.texts, ...choices, ...ranges, found.clear, found.progress, found.count), found.grid);
       return found;
     }
 
     function listen() {
       for (const input of [ui.search, ...Object.values(ui.filters), ...Object.values(ui.ranges).flat()]) input.addEventListener("input", readFilters);
       ui.search.addEventListener("keydown", (event) => {
-        if (event.key === "Enter" || event.key === "ArrowDown") { event.preventDefault(); ui.grid.focus(); }
+        const looks = event.key === "Enter" && !search && filter.text.trim();
+        if (looks) searchIn();
+        else if (event.key === "Enter" || event.key === "ArrowDown") { event.preventDefault(); ui.grid.focus(); }
         if (event.key === "Escape") { ui.search.value = ""; readFilters(); ui.grid.focus(); }
       });
+      ui.texts.addEventListener("click", () => {
+        if (!search) return searchIn();
+        search = null;
+        fromTop();
+      });
       ui.clear.addEventListener("click", () => {
+        search = null;
         filter = { text: "", choices: {}, ranges: {} };
         writeFilters();
         apply();
@@ -312,10 +328,7 @@ const Rollouts = (() => {
         if (!name) return;
         const isNumber = COLUMNS.find((column) => column[0] === name)[2];
         sort = { name, down: sort.name === name ? !sort.down : isNumber && name !== "step" && name !== "ticket" && !name.startsWith("logprob") };
-        ui.scroller.scrollTop = 0;
-        chosen = 0;
-        order = [];
-        apply();
+        fromTop();
       });
       ui.scroller.addEventListener("scroll", draw, { passive: true });
       ui.rows.addEventListener("click", (event) => {
@@ -354,7 +367,7 @@ const Rollouts = (() => {
     return {
       update: show,
       theme() {},
-      save: () => ({ filter: { ...filter, ranges: Object.fromEntries(Object.entries(filter.ranges).map(([name, ends]) => [name, ends.map((end) => Number.isFinite(end) ? end : null)])) }, sort, row: order.length ? [rows[order[chosen]].ticket, rows[order[chosen]].sample] : null, scroll: ui.scroller.scrollTop, color: viewer.color() }),
+      save: () => ({ filter: { ...filter, ranges: Object.fromEntries(Object.entries(filter.ranges).map(([name, ends]) => [name, ends.map((end) => Number.isFinite(end) ? end : null)])) }, texts: Boolean(search), sort, row: order.length ? [rows[order[chosen]].ticket, rows[order[chosen]].sample] : null, scroll: ui.scroller.scrollTop, color: viewer.color() }),
       restore(kept) {
         if (kept.color) viewer.color(kept.color);
         if (!kept.filter || !rows.length) return;
@@ -362,8 +375,8 @@ const Rollouts = (() => {
         for (const [name, [low, high]] of Object.entries(kept.filter.ranges ?? {})) filter.ranges[name] = [low ?? -Infinity, high ?? Infinity];
         sort = kept.sort ?? sort;
         writeFilters();
-        order = [];
-        apply();
+        fromTop();
+        if (kept.texts) searchIn();
         const place = kept.row ? order.findIndex((index) => rows[index].ticket === kept.row[0] && rows[index].sample === kept.row[1]) : -1;
         if (place >= 0) chosen = place;
         ui.scroller.scrollTop = kept.scroll ?? 0;

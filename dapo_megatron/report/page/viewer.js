@@ -32,8 +32,9 @@ const RolloutViewer = (() => {
     },
     gap: {
       label: "gap", help: "|engine log-prob − policy log-prob| of the token",
-      steps: [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1], legend: ["they agree", "they differ"],
-      value: (one, at) => one.gap[at] == null ? null : Math.abs(one.gap[at]) / 10000,
+      steps: [1, 3, 10, 30, 100, 300, 1000, 3000, 10000], legend: ["they agree", "they differ"], // of the group's unit
+      write: (step, group) => { const gap = step / 10 ** group.gap_decimals; return gap < 0.001 ? signed(gap.toExponential(0)) : String(gap); },
+      value: (one, at) => one.gap[at] == null ? null : Math.abs(one.gap[at]),
       lacks: (one, group) => one.gap ? null : unrecorded(group),
     },
     version: {
@@ -48,6 +49,7 @@ const RolloutViewer = (() => {
 
   function make(dialog, element, host) {
     let blob, group, sides, color = "logprob", special;
+    let looked; // what was searched for, if it was
     const bar = element("header", { className: "v-bar" });
     const strip = element("div", { className: "v-strip", role: "group", "aria-label": "Samples of the group" });
     const body = element("div", { className: "v-body" });
@@ -55,19 +57,22 @@ const RolloutViewer = (() => {
     const detail = element("p", { className: "v-detail", role: "status" });
     dialog.replaceChildren(bar, strip, legend, body, detail);
 
-    function show(opened, place, sample, beside) {
+    function show(opened, place, sample, beside, pattern = null) {
+      const isFirst = !dialog.open;
+      looked = pattern;
       blob = opened;
       special = new Set(blob.special);
       group = blob.groups[place];
-      for (const one of group.completions) one.versions ??= versions(one);
       sides = [sample, beside].filter((one) => group.completions.some((other) => other.sample === one));
-      draw();
-      if (dialog.open) return;
-      dialog.showModal();
-      body.querySelector(".v-tokens").focus({ preventScroll: true });
+      if (isFirst) dialog.showModal();
+      draw(isFirst);
     }
 
-    const bySample = (sample) => group.completions.find((one) => one.sample === sample);
+    function bySample(sample) {
+      const one = group.completions.find((other) => other.sample === sample);
+      one.versions ??= versions(one);
+      return one;
+    }
 
     // Of each shown token.
     function versions(one) {
@@ -84,8 +89,8 @@ const RolloutViewer = (() => {
 
     // ---------------------------------------------------------------- around the tokens
 
-    function draw() {
-      const key = dialog.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+    function draw(isFirst = false) {
+      const key = isFirst ? null : focused();
       if (sides.every((sample) => COLORS[color].lacks(bySample(sample), group))) color = "logprob";
       drawBar();
       drawStrip();
@@ -94,15 +99,22 @@ const RolloutViewer = (() => {
       body.classList.toggle("v-two", sides.length === 2);
       body.replaceChildren(...(sides.length === 2 ? [about(), ...sides.map(half)] : [about(bySample(sides[0])), half(sides[0])]));
       say(null);
-      if (!dialog.open) return;
-      // All of it is new: who was on a button stays on it, everyone else is at the tokens.
+      for (const pane of body.querySelectorAll("div.v-tokens")) reveal(pane);
+      body.querySelector("mark")?.scrollIntoView({ block: "nearest" });
+      refocus(key);
+    }
+
+    const focused = () => dialog.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+
+    // What was drawn anew: who was on a button stays on it, everyone else is at the tokens.
+    function refocus(key) {
       const again = key && [...dialog.querySelectorAll("[data-key]")].find((one) => one.dataset.key === key && !one.disabled);
       (again ?? body.querySelector(".v-tokens")).focus({ preventScroll: true });
     }
 
     function button(label, title, click, properties = {}) {
       const made = element("button", { type: "button", title, ...properties }, label);
-      made.dataset.key = properties.id ?? title;
+      made.dataset.key = properties.id ?? properties["data-color"] ?? title;
       made.addEventListener("click", click);
       return made;
     }
@@ -143,12 +155,12 @@ const RolloutViewer = (() => {
       const lacking = (name) => sides.map((sample) => COLORS[name].lacks(bySample(sample), group)).find(Boolean);
       const choices = Object.entries(COLORS).map(([name, { label, help }]) => {
         const why = sides.every((sample) => COLORS[name].lacks(bySample(sample), group)) ? lacking(name) : null;
-        return button(label, why ? `Not there: ${why}` : help, () => { color = name; drawColors(); recolor(); },
+        return button(label, why ? `Not there: ${why}` : help, () => { color = name; drawColors(); recolor(); refocus(name); },
           { disabled: Boolean(why), "aria-pressed": String(name === color), "data-color": name });
       });
       const { steps, diverges, legend: ends, write = String } = COLORS[color];
       const boxes = [...(diverges ? [...steps].reverse().map((step) => [`d${steps.indexOf(step) + 1}`, `\u2212${step}`]) : []),
-        ["", "0"], ...steps.map((step, at) => [`${diverges ? "u" : "s"}${at + 1}`, write(step)])];
+        ["", "0"], ...steps.map((step, at) => [`${diverges ? "u" : "s"}${at + 1}`, write(step, group)])];
       legend.replaceChildren(element("span", { className: "muted" }, "Colour by"), element("span", { className: "v-choices", role: "group", "aria-label": "Colour by" }, ...choices),
         element("span", { className: "v-legend", title: COLORS[color].help }, element("span", { className: "muted" }, ends[0]),
           ...boxes.map(([name, text]) => element("span", { className: `v-box ${name}`, title: text }, diverges || steps.length < 10 ? text : "")), element("span", { className: "muted" }, ends[1])));
@@ -164,7 +176,7 @@ const RolloutViewer = (() => {
     }
 
     function text(title, content) {
-      return element("details", { className: "v-text", open: true }, element("summary", {}, title), element("pre", { tabIndex: 0 }, seen(content)));
+      return element("details", { className: "v-text", open: true }, element("summary", {}, title), element("pre", { tabIndex: 0 }, ...marked(content)));
     }
 
     function facts(one) {
@@ -194,7 +206,7 @@ const RolloutViewer = (() => {
         part.append(element("h3", {}, `${SIGNS[one.correct]} sample ${sample}`,
           element("span", { className: "muted" }, ` reward ${fixed(one.reward, 2)} · advantage ${fixed(one.advantage, 2)} · ${count.format(one.num_tokens)} tokens · ${one.finish}`)), grade(one, false));
       }
-      part.append(one.tokens ? tokens(one) : element("pre", { className: "v-tokens v-whole", tabIndex: 0 }, seen(one.text)));
+      part.append(one.tokens ? tokens(one) : element("pre", { className: "v-tokens v-whole", tabIndex: 0 }, ...marked(one.text)));
       return part;
     }
 
@@ -202,17 +214,22 @@ const RolloutViewer = (() => {
 
     const seen = (content) => String(content).replace(HIDDEN, (letter) => `\u27e8U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}\u27e9`);
 
+    // What was searched for stands in marks.
+    const marked = (content) => RolloutSearch.parts(content, looked).map((part, at) => at % 2 ? element("mark", {}, seen(part)) : seen(part));
+
     function tokens(one) {
       const pane = element("div", { className: "v-tokens", tabIndex: 0, role: "group", "aria-label": "Tokens: arrow keys move, n and p go to the next and the previous deep colour" });
       pane.spans = [];
       pane.completion = one;
       pane.at = null;
+      pane.found = RolloutSearch.tokensWith(blob, one, looked);
       if (!one.tokens.length) pane.append(element("p", { className: "muted" }, "No tokens."));
       let at = 0;
       // In parts: the first screen is there at once, and a long one never holds up the page.
       const work = () => {
         const until = performance.now() + 12;
         while (at < one.tokens.length && performance.now() < until) at = block(pane, one, at);
+        reveal(pane);
         if (at < one.tokens.length) pane.timer = setTimeout(work);
         else pane.dataset.whole = "true";
       };
@@ -223,6 +240,12 @@ const RolloutViewer = (() => {
       pane.addEventListener("keydown", (event) => keys(pane, event));
       pane.addEventListener("focus", () => say(pane, pane.at));
       return pane;
+    }
+
+    // The first of what was searched for comes into sight, once it is there.
+    function reveal(pane) {
+      const [first] = pane.found;
+      if (pane.at == null && pane.spans[first] && pane.isConnected) choose(pane, first);
     }
 
     // One block of tokens, to the end of a line if one comes soon; the place behind it.
@@ -237,7 +260,7 @@ const RolloutViewer = (() => {
         const span = document.createElement("span");
         const piece = blob.pieces[one.tokens[at]];
         span.dataset.at = at;
-        span.look = look(piece, one.tokens[at]);
+        span.look = look(piece, one.tokens[at]) + (pane.found.has(at) ? " v-found" : "");
         span.className = `${span.look} ${paint(at)}`;
         span.textContent = seen(piece);
         pane.spans.push(span);
@@ -335,19 +358,20 @@ const RolloutViewer = (() => {
       const place = one.cut && at >= one.cut[0] ? at + one.cut[1] : at;
       const part = (name, value) => element("span", {}, element("span", { className: "muted" }, `${name} `), value);
       const logprob = one.logprob[at] == null ? null : one.logprob[at] / 1000;
-      const gap = one.gap?.[at] == null ? null : one.gap[at] / 10000;
+      const gap = one.gap?.[at] == null ? null : one.gap[at] / 10 ** group.gap_decimals;
       detail.replaceChildren(
         element("code", {}, JSON.stringify(seen(blob.pieces[one.tokens[at]]))), part("id", String(blob.ids[one.tokens[at]])),
         part("token", `${count.format(place + 1)} of ${count.format(one.num_tokens)}`),
         part("log-prob", logprob == null ? "–" : `${fixed(logprob, 3)} (p ${Math.exp(logprob).toPrecision(3)})`),
-        ...(gap == null ? [] : [part("policy", fixed(logprob - gap, 3)), part("gap", fixed(Math.abs(gap), 4))]),
+        ...(gap == null ? [] : [part("policy", fixed(logprob - gap, 3)), part("gap", fixed(Math.abs(gap), group.gap_decimals))]),
         ...(one.entropy?.[at] == null ? [] : [part("entropy", fixed(one.entropy[at] / 1000, 3))]),
         ...(one.advantage == null ? [] : [part("advantage", fixed(one.advantage, 3))]),
         part("weights", `version ${one.versions[at] ?? "–"}`));
     }
 
-    dialog.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey) return;
+    // Wherever the focus is: a click between the parts takes it from all of them.
+    document.addEventListener("keydown", (event) => {
+      if (!dialog.open || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "j") host.move(1);
       if (event.key === "k") host.move(-1);
       if (event.key === "c") bar.querySelector("#compare").click();
