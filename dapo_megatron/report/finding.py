@@ -27,9 +27,15 @@ class Finding:
     steps: tuple[int, int] | None = None
     """First and last rollout step it is about."""
     knob: str | None = None
-    """Config keys to look at, and which way."""
+    """Config keys to look at, and which way: "optimizer.lr: lower; loss.clip_high: higher"."""
     chart: str | None = None
     """Id of the chart to jump to; None: the first that shows `metric`."""
+
+    @property
+    def knobs(self) -> list[tuple[str, str]]:
+        """`knob` as (key, which way or "")."""
+        pairs = [one.partition(": ") for one in (self.knob or "").split("; ") if one]
+        return [(key, way) for key, _, way in pairs]
 
 
 def number(value: float) -> str:

@@ -86,7 +86,7 @@ def restarts(run: RunData) -> Iterator[Finding]:
         f"Started {times(len(run.attempts), 'time')}",
         f"Earlier starts: {', '.join(f'{count} {end}' for end, count in ends.items())}."
         + (f" They began after {named(steps)}." if steps else ""),
-        knob="checkpoint.max_minutes: save more often" if wrong else None,
+        knob="checkpoint.max_minutes: lower" if wrong else None,
     )
 
 

@@ -14,6 +14,9 @@ where only ready groups expire,
 
 and the keep rate that came is newly mixed / decided, what the forecast (groups/keep_rate) is of.
 With on_policy nothing is carried, and what expires was mostly undecided: it is left out of both.
+
+Without dynamic_sampling a group need not be mixed to be trained on: nothing tells how many were,
+and the forecast is of groups with all their grades. Then there is no keep rate.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ _IN_WORDS = {
 _JUDGED = ("all_correct", "all_wrong", "overlong", "abstained")
 
 KEPT = "derived/keep_rate"
+FORECAST = "groups/keep_rate"
 DECIDED = "derived/decided"
 
 CHARTS: list[dict[str, Any]] = [
@@ -47,8 +51,8 @@ CHARTS: list[dict[str, Any]] = [
         "groups_fates",
         "What became of the prompts",
         "Groups that ended in each step, by what became of them. Only mixed groups, with right and "
-        "wrong answers, teach anything and are trained on. The line is what goes on in the next "
-        "step.",
+        "wrong answers, teach anything; with rollout.dynamic_sampling no others are trained on. "
+        "The line is what goes on in the next step.",
         "groups",
         [
             line("groups/trained", _IN_WORDS["trained"], color=2),
@@ -72,7 +76,7 @@ CHARTS: list[dict[str, Any]] = [
         "share of decided groups",
         [
             line(KEPT, "came", color=2),
-            line("groups/keep_rate", "forecast", dash=True, color=0),
+            line(FORECAST, "forecast", dash=True, color=0),
         ],
         section="groups",
         overlay=False,
@@ -150,7 +154,8 @@ CHARTS: list[dict[str, Any]] = [
 
 
 def derived(run: RunData) -> dict[str, list[float | None]]:
-    """The keep rate that came, and the groups decided, by step; see above."""
+    """The keep rate that came, and the groups decided, by step; see above. Of a run that has no
+    keep rate also the forecast, emptied."""
     newly_mixed = _newly_mixed(run)
     judged = [run.metrics.column(f"groups/{fate}") for fate in _JUDGED]
     decided: list[float | None] = []
@@ -161,7 +166,25 @@ def derived(run: RunData) -> dict[str, list[float | None]]:
         total = finite(total)
         decided.append(total)
         kept.append(mixed / total if mixed is not None and total else None)
+    if not keeps_mixed_alone(run):
+        nothing: list[float | None] = [None] * len(decided)
+        return {KEPT: nothing, FORECAST: nothing, DECIDED: decided}
     return {KEPT: kept, DECIDED: decided}
+
+
+def keeps_mixed_alone(run: RunData) -> bool:
+    """Whether groups are only trained on if they are mixed."""
+    return run.knob("rollout.dynamic_sampling") is not False
+
+
+def note(run: RunData) -> str | None:
+    """What is to be known before the charts are read."""
+    if keeps_mixed_alone(run):
+        return None
+    return (
+        "rollout.dynamic_sampling is off in this run: groups are trained on whether they are mixed "
+        "or not, also those all right or all wrong, which teach nothing. So there is no keep rate."
+    )
 
 
 def _newly_mixed(run: RunData) -> list[float | None]:

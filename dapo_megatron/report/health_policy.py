@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import groupby
 
 from dapo_megatron.report.finding import Finding, Level, named, number, percent, times
 from dapo_megatron.report.folder import Evaluation, RunData
@@ -43,13 +42,13 @@ def learning(run: RunData) -> Iterator[Finding]:
             f"{text} Look at what changed there: entropy, length, gap, gradient norm.",
             metric=ACCURACY,
             steps=(best, accuracy.steps[-1]),
-            knob="optimizer.lr: lower; or go on from a checkpoint before it (resume)",
+            knob="optimizer.lr: lower; resume: a checkpoint from before it",
         )
     elif accuracy.rises and change >= limit("accuracy.change"):
         yield Finding(
             "good",
             f"Learning: accuracy {figures}",
-            f"{text} {_lately(accuracy)}",
+            f"{text}{_lately(run, accuracy)}",
             metric=ACCURACY,
             steps=accuracy.span,
         )
@@ -60,7 +59,7 @@ def learning(run: RunData) -> Iterator[Finding]:
             text,
             metric=ACCURACY,
             steps=accuracy.span,
-            knob="optimizer.lr: lower; the grader of data.train; loss.clip_low and loss.clip_high",
+            knob="optimizer.lr: lower; data.train: its grader; loss.clip_low; loss.clip_high",
         )
     elif accuracy.late >= limit("accuracy.top"):
         yield Finding(
@@ -76,27 +75,52 @@ def learning(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "warn" if is_long else "note",
             f"{word}: accuracy {figures} over {times(len(accuracy), 'step')}",
-            f"{text} No trend beyond noise.",
+            f"{text} No trend beyond noise{_though(run, accuracy)}.",
             metric=ACCURACY,
             steps=accuracy.span,
             knob=_FLAT if word == "Flat" else None,
         )
 
 
-def _lately(accuracy: Track) -> str:
+def _lately(run: RunData, accuracy: Track) -> str:
+    """Of the second half. That it is at rest is said of many steps alone, for of few a slow rise
+    cannot be told from noise; and not if the evaluations rise."""
     half = accuracy.second_half()
-    if not half.is_long:
-        return ""
     since = f"since step {half.steps[0]}"
-    return f"It still rises {since}." if half.rises else f"No further rise beyond noise {since}."
+    if half.rises:
+        return f" It still rises {since}."
+    is_level = abs(half.late - half.early) < limit("accuracy.change")
+    if len(half) < limit("accuracy.flat_steps") or not is_level or _evaluations_rise(run, half):
+        return ""
+    return f" No further rise beyond noise {since}."
+
+
+def _though(run: RunData, accuracy: Track) -> str:
+    return ", though the evaluations rise" if _evaluations_rise(run, accuracy) else ""
+
+
+def _evaluations_rise(run: RunData, within: Track) -> bool:
+    """Whether a set's mean accuracy does, from the last one before these steps on."""
+    for points in _by_set(run).values():
+        before = [one for one in points if one.step < within.steps[0]]
+        inside = [one for one in points if one.step >= within.steps[0]]
+        if before and inside and _is_below(before[-1], inside[-1]):
+            return True
+    return False
+
+
+def _by_set(run: RunData) -> dict[tuple[str, str], list[Evaluation]]:
+    """Mean accuracies in step order, by set and figure."""
+    found: dict[tuple[str, str], list[Evaluation]] = {}
+    for one in run.evaluations:
+        if one.figure.startswith("avg@"):
+            found.setdefault((one.set, one.figure), []).append(one)
+    return {key: sorted(found[key], key=lambda one: one.step) for key in sorted(found)}
 
 
 def evaluation(run: RunData) -> Iterator[Finding]:
     """The mean accuracy on held-out sets, by its 95% intervals."""
-    chosen = [one for one in run.evaluations if one.figure.startswith("avg@")]
-    chosen.sort(key=lambda one: (one.set, one.figure))
-    for (of_set, figure), group in groupby(chosen, key=lambda one: (one.set, one.figure)):
-        points = sorted(group, key=lambda one: one.step)
+    for (of_set, figure), points in _by_set(run).items():
         if len(points) < 2:
             continue
         first, last = points[0], points[-1]
@@ -104,7 +128,7 @@ def evaluation(run: RunData) -> Iterator[Finding]:
         level, title = _compared(points)
         knob = None
         if level == "warn":
-            knob = f"checkpoint.keep_every; the best was after step {best.step}"
+            knob = f"checkpoint.keep_every: so that step {best.step}, the best, stays"
         text = f"{figure} of {of_set}: {_point(first)}, {_point(last)}"
         if best not in (first, last):
             text += f"; best {_point(best)}"
@@ -157,7 +181,8 @@ def entropy(run: RunData) -> Iterator[Finding]:
         level, title = "note", f"Entropy is down to {percent(share)} of its start, and falling"
     elif series.rises and half.score > 0 and share > limit("entropy.growth") and series.late > 1:
         level, title = "warn", f"Entropy has grown to {share:.1f} times its start, and rises"
-        up = "overlong.filter or overlong.penalty: on; loss.aggregation: token; optimizer.lr: lower"
+        up = "overlong.filter: on; overlong.penalty: on; loss.aggregation: token; "
+        up += "optimizer.lr: lower"
     if level is not None:
         yield Finding(level, title, text, "policy/entropy", series.span, up)
 
@@ -225,7 +250,7 @@ def cut_off(run: RunData) -> Iterator[Finding]:
         f"({rise:+.3f}). What is cut off is graded wrong.",
         CLIPPED,
         series.late_span,
-        "rollout.max_response_tokens: higher; overlong.penalty or overlong.filter: on",
+        "rollout.max_response_tokens: higher; overlong.penalty: on; overlong.filter: on",
     )
 
 
@@ -244,7 +269,7 @@ def gradient(run: RunData) -> Iterator[Finding]:
             f"{limit('gradient.spike'):g} times the median of the steps before.",
             name,
             (steps[0], steps[-1]),
-            "optimizer.clip_grad and optimizer.lr: lower, if accuracy suffers",
+            "optimizer.clip_grad: lower, if accuracy suffers; optimizer.lr: lower",
         )
     bound = run.number("optimizer.clip_grad")
     if not series.is_long or bound is None or bound <= 0:
@@ -269,7 +294,7 @@ def clipping(run: RunData) -> Iterator[Finding]:
     clipped = track_of(run.metrics.steps, both)
     dual = track(run, "policy/dual_clip_fraction")
     moved = track(run, "policy/approx_kl")
-    knob = "optimizer.lr or train.updates_per_step: lower"
+    knob = "optimizer.lr: lower; train.updates_per_step: lower"
     if clipped and clipped.late >= limit("policy.clipped_tokens"):
         yield Finding(
             "warn",
@@ -304,7 +329,7 @@ def gap(run: RunData) -> Iterator[Finding]:
     """Engine and policy drift apart."""
     largest, mean = track(run, "mismatch/gap_max"), track(run, "mismatch/gap_mean")
     bound = run.number("sync.max_gap")
-    knob = "sync.max_gap; policy.precision and engine.quantization; loss.tis_cap: on"
+    knob = "sync.max_gap; policy.precision; engine.quantization; loss.tis_cap: set"
     if largest and bound is not None and bound > 0:
         worst = max(range(len(largest)), key=largest.values.__getitem__)
         near = [

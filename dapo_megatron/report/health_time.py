@@ -53,6 +53,8 @@ def growth(run: RunData) -> Iterator[Finding]:
             continue
         much = min(seconds.growth, by_token) >= limit("time.growth_much")
         meanwhile = _keep_rate(run) if phase == "generate" else ""
+        if phase == "sync":
+            meanwhile = " `doctor nodes` measures the network."
         again = f", {by_token:.1f} times for each token" if per_token.is_long else ""
         yield Finding(
             "warn" if much else "note",
@@ -74,10 +76,10 @@ def _keep_rate(run: RunData) -> str:
 
 
 _GROWTH_KNOBS = {
-    "generate": "engine.max_sequences, rollout.lookahead; the keep rate, if prompts are wasted",
+    "generate": "engine.max_sequences: higher; rollout.lookahead: higher",
     "logprobs": "train.max_tokens_per_microbatch: higher",
     "update": "train.max_tokens_per_microbatch: higher; policy.recompute",
-    "sync": "sync.fingerprint_every: higher; `doctor nodes` for the network",
+    "sync": "sync.fingerprint_every: higher",
 }
 
 
@@ -139,10 +141,22 @@ def throughput(run: RunData) -> Iterator[Finding]:
     yield Finding(
         "warn" if series.growth <= limit("throughput.drop_much") else "note",
         f"Throughput is down to {percent(series.growth)} of its start",
-        f"{number(series.early)} → {number(series.late)} tokens per second.",
+        f"{number(series.early)} → {number(series.late)} tokens per second.{_what_grew(run)}",
         name,
         series.span,
-        "see which phase grew; if groups are wasted, the keep rate",
+    )
+
+
+def _what_grew(run: RunData) -> str:
+    """The phase that takes so many seconds more than at first, as none does."""
+    tracks = {phase: track(run, f"time/{phase}") for phase in PHASES if phase not in _RARE}
+    phase, most = max(tracks.items(), key=lambda item: item[1].late - item[1].early)
+    if most.late <= most.early:
+        return ""
+    kept = _keep_rate(run) if phase == "generate" else ""
+    return (
+        f" Of all phases {phase} grew most, {number(most.early)} → {number(most.late)} s a step."
+        f"{kept}"
     )
 
 
@@ -173,8 +187,8 @@ def memory(run: RunData) -> Iterator[Finding]:
                 else "."
             ),
             f"memory/{phase}_gib",
-            knob="engine.memory_fraction and train.max_tokens_per_microbatch: lower, if it comes "
-            "near the device's memory",
+            knob="engine.memory_fraction: lower, if it comes near the device's memory; "
+            "train.max_tokens_per_microbatch: lower",
         )
     if leaks:
         phase, half = max(leaks, key=lambda one: one[1].values[-1] - one[1].values[0])

@@ -42,8 +42,6 @@ def starved(run: RunData) -> Iterator[Finding]:
 
 def keep_rate(run: RunData) -> Iterator[Finding]:
     """Few groups are mixed: a step costs more prompts."""
-    if run.knob("rollout.dynamic_sampling") is False:
-        return
     kept = track_of(run.metrics.steps, derived(run)[KEPT])
     if not kept.is_long:
         return
@@ -83,7 +81,8 @@ def lost(run: RunData) -> Iterator[Finding]:
     if not sums or not sums["issued"]:
         return
     knobs = {
-        "abstained": "rewards.timeout_seconds and rewards.memory_mib: higher; the graders of data",
+        "abstained": "rewards.timeout_seconds: higher; rewards.memory_mib: higher; "
+        "data.train: its grader",
         "expired": "rollout.max_age: higher; rollout.lookahead: lower",
     }
     for fate, knob in knobs.items():
@@ -180,8 +179,8 @@ def grading(run: RunData) -> Iterator[Finding]:
         f"Graders failed on {times(round(failed), 'completion')}",
         f"{by_cause}{part}.{_by_source(run)} Their groups are not trained on.",
         f"grading/{metric}",
-        knob="rewards.timeout_seconds, rewards.memory_mib, rewards.workers: higher; the grader "
-        "named in data",
+        knob="rewards.timeout_seconds: higher; rewards.memory_mib: higher; rewards.workers: more; "
+        "data.train: its grader",
     )
 
 
@@ -216,7 +215,7 @@ def unparsed(run: RunData) -> Iterator[Finding]:
             f"{percent(shares.early)} → {percent(shares.late)}. They are graded wrong; read some.",
             "grading/unparsed",
             shares.late_span,
-            "the prompts' instructions and the grader of data.train; "
+            "data.train: what its prompts ask for, and its grader; "
             "rollout.max_response_tokens: higher, if they are cut off",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dapo_megatron.report.charts import line, lines
@@ -43,11 +44,17 @@ def derived(run: RunData) -> dict[str, list[float | None]]:
     }
 
 
-def charts(run: RunData) -> list[dict[str, Any]]:
-    """One chart: measured, and planned in the same colours, dashed."""
+def note(run: RunData) -> str | None:
+    """What the plan says of itself, such as why it says no more."""
     plan = memory_plan(run)
-    note = f" {plan['note']}" if plan else ""
-    against = "Dashed: what the plan said before the run." if plan and plan["phases"] else ""
+    return f"The plan of memory: {plan['note']}" if plan and plan["note"] else None
+
+
+def charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """What any of the runs measured, and planned in the same colours, dashed."""
+    plans = [plan["phases"] for run in runs if (plan := memory_plan(run))]
+    planned = [phase for phase in PHASES if any(phase in plan for plan in plans)]
+    against = " Dashed: what the plan said before the run." if planned else ""
     measured = [
         line(f"memory/{phase}_gib", LABELS.get(phase, phase), color=COLORS[phase])
         for phase in PHASES
@@ -59,7 +66,7 @@ def charts(run: RunData) -> list[dict[str, Any]]:
             color=COLORS[phase],
             dash=True,
         )
-        for phase in (plan["phases"] if plan else ())
+        for phase in planned
     ]
     of_torch = [
         line(
@@ -75,7 +82,7 @@ def charts(run: RunData) -> list[dict[str, Any]]:
             "memory",
             "Memory",
             "The most that each phase took, on the rank that took most: of the device, or on CPU "
-            f"of the process. {against}{note}".strip(),
+            f"of the process.{against}",
             "GiB",
             [*measured, *levels],
             section="time",
@@ -92,5 +99,5 @@ def charts(run: RunData) -> list[dict[str, Any]]:
             overlay=False,
         ),
     ]
-    names = set(run.metrics.columns)
+    names = {name for run in runs for name in run.metrics.columns}
     return [one for one in found if any(series["metric"] in names for series in one["series"])]

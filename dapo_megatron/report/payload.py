@@ -46,6 +46,8 @@ class View:
     warnings: list[str]
     stride: int
     totals: list[tuple[str, int, float | None]]
+    notes: dict[str, str]
+    """What is to be known of this run before a section's charts are read, by section."""
     has_rollouts: bool
 
 
@@ -101,10 +103,8 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
 
 
 def _defined(runs: Sequence[RunData]) -> list[Chart]:
-    """Every chart there could be; memory's may differ by run."""
-    charts = [*CHARTS, *groups.CHARTS, *phases.CHARTS]
-    charts += [chart for run in runs for chart in memory.charts(run)]
-    return list({chart["id"]: chart for chart in charts}.values())
+    """Every chart there could be."""
+    return [*CHARTS, *groups.CHARTS, *phases.CHARTS, *memory.charts(runs)]
 
 
 def _columns(run: RunData) -> dict[str, Column]:
@@ -129,6 +129,11 @@ def _view(run: RunData, charts: Sequence[Chart], found: Rollouts | None) -> View
         warnings=[*run.warnings, *(found.warnings if found is not None else ())],
         stride=stride_of(len(run.metrics.steps)),
         totals=groups.totals_table(run),
+        notes={
+            section: said
+            for section, said in (("groups", groups.note(run)), ("time", memory.note(run)))
+            if said
+        },
         has_rollouts=found is not None,
     )
 

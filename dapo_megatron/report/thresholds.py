@@ -69,7 +69,7 @@ TABLE: tuple[Threshold, ...] = (
         "accuracy.flat_steps",
         100,
         "steps",
-        "flat for so long is a warning, before a note",
+        "flat for so long is a warning, before a note; a half of so many may be called level",
         f"accuracy in {_PAPER} rises clearly within 10 steps",
     ),
     Threshold(

@@ -7,12 +7,13 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.config import Config
 from dapo_megatron.report import findings as rules
 from dapo_megatron.report import thresholds, trend
 from dapo_megatron.report.charts import CHARTS, chart_of
@@ -79,6 +80,8 @@ HEALTHY = {
     "memory/generate_gib": 60.0,
     "memory/update_gib": 70.0,
 }
+
+METRIC_LIMITS = {one.name for one in thresholds.TABLE}
 
 Series = float | Sequence[float | None]
 
@@ -329,12 +332,38 @@ FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
 }
 
 
+def is_key(key: str) -> bool:
+    """Whether a config has it, itself or as an optional section's."""
+    models: list[Any] = [Config]
+    for name in key.split("."):
+        fields = [model.model_fields[name] for model in models if name in model.model_fields]
+        if not fields:
+            return False
+        inside = {
+            one for field in fields for one in (field.annotation, *get_args(field.annotation))
+        }
+        models = [one for one in inside if hasattr(one, "model_fields")]
+    return True
+
+
+def test_every_knob_in_the_sources_is_a_key() -> None:
+    """Those that no series above brings, too."""
+    named = set(re.findall(r'["; ]([a-z]+\.[a-z_]+)(?:: |; |")', sources()))
+    sections = set(Config.model_fields)
+    knobs = {one for one in named if one.split(".")[0] in sections} - METRIC_LIMITS
+    assert len(knobs) > 20
+    assert [one for one in sorted(knobs) if not is_key(one)] == []
+
+
 @pytest.mark.parametrize("name", FIRES)
 def test_it_is_found(name: str) -> None:
     series, title, level, metric = FIRES[name]
     found = [one for one in findings(run_of(series=series)) if re.search(title, one.title)]
     assert [(one.level, one.metric) for one in found] == [(level, metric)]
     assert found[0].text.endswith((".", "?"))
+    for key, way in found[0].knobs:
+        assert is_key(key), key
+        assert not way.startswith(("or ", "and "))
 
 
 @pytest.mark.parametrize("name", [name for name, row in FIRES.items() if row[2] != "good"])
@@ -525,6 +554,61 @@ def test_growth_that_tokens_explain_is_none() -> None:
     ]
 
 
+def lately(run: RunData) -> str:
+    [one] = [one for one in findings(run) if one.title.startswith("Learning")]
+    return one.text.partition("). ")[2]
+
+
+def test_that_learning_is_over_is_said_of_many_steps_alone() -> None:
+    def learned(num_steps: int) -> RunData:
+        rise = ramp(0.2, 0.7, num_steps // 4)
+        values = noisy([*rise, *[0.7] * (num_steps - len(rise))], 0.02)
+        return run_of(num_steps, series={"accuracy/raw": values})
+
+    assert lately(learned(40)) == ""
+    assert lately(learned(198)) == ""
+    assert lately(learned(200)) == "No further rise beyond noise since step 101."
+    still = run_of(series={"accuracy/raw": noisy(ramp(0.2, 0.8), 0.02)})
+    assert lately(still) == "It still rises since step 21."
+
+
+def test_that_learning_is_over_is_not_said_against_the_evaluations() -> None:
+    values = noisy([*ramp(0.2, 0.7, 50), *[0.7] * 150], 0.02)
+
+    def evaluated(*points: tuple[int, float]) -> str:
+        found = [Evaluation("held", "avg@4", at, v, v - 0.02, v + 0.02) for at, v in points]
+        return lately(run_of(200, series={"accuracy/raw": values}, evaluations=found))
+
+    assert evaluated((0, 0.2), (100, 0.7), (200, 0.71)).startswith("No further rise")
+    assert evaluated((0, 0.2), (100, 0.7), (200, 0.78)) == ""
+    flat = [
+        Evaluation("held", "avg@4", at, v, v - 0.02, v + 0.02) for at, v in ((0, 0.2), (40, 0.4))
+    ]
+    [said] = [one.text for one in findings(run_of(evaluations=flat)) if "Flat" in one.title]
+    assert said.endswith("No trend beyond noise, though the evaluations rise.")
+
+
+def test_a_throughput_that_falls_names_the_phase_that_grew() -> None:
+    series: dict[str, Any] = {"throughput/tokens_per_second": noisy(ramp(1000, 500))}
+    series["time/update"] = ramp(20, 24)
+    [one] = [one for one in findings(run_of(series=series)) if "Throughput" in one.title]
+    assert "Of all phases update grew most, " in one.text
+
+
+def test_without_dynamic_sampling_nothing_is_said_of_a_keep_rate() -> None:
+    series: dict[str, Any] = {"time/generate": ramp(40, 120)}
+    on, off = (
+        next(
+            one
+            for one in findings(run_of(series=series, knobs={"rollout.dynamic_sampling": value}))
+            if one.title.startswith("generate takes")
+        ).text
+        for value in (True, False)
+    )
+    assert "Meanwhile mixed groups went 80% → 80%." in on
+    assert "mixed" not in off
+
+
 def test_entropy_that_recovers_is_none() -> None:
     fallen = [*fall(0.7, 0.3, 20), *ramp(0.21, 0.225, 20)]
     assert not [one for one in titles(run_of(series={"policy/entropy": fallen})) if "Entr" in one]
@@ -610,7 +694,7 @@ def test_the_papers_own_curves_are_judged_as_the_paper_does() -> None:
 
 
 def test_each_finding_has_a_chart_to_jump_to() -> None:
-    charts = [*CHARTS, *GROUPS, *TIME, *memory_charts(run_of())]
+    charts = [*CHARTS, *GROUPS, *TIME, *memory_charts([run_of()])]
     ids = {chart["id"] for chart in charts}
     without = set()
     for series, *_ in FIRES.values():

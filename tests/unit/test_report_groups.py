@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.report.folder import Metrics, RunData
-from dapo_megatron.report.groups import CHARTS, DECIDED, FATES, KEPT, derived, totals, totals_table
+from dapo_megatron.report.groups import (
+    CHARTS,
+    DECIDED,
+    FATES,
+    FORECAST,
+    KEPT,
+    derived,
+    note,
+    totals,
+    totals_table,
+)
 from dapo_megatron.report.state import RunState, StateWord
 from dapo_megatron.rollout.ledger import Fate, Ledger, State
 
@@ -164,6 +174,17 @@ def test_on_policy_leaves_out_what_expired() -> None:
     found = derived(run_of([row, row], on_policy=True))
     assert found[KEPT] == [0.8, 0.8]
     assert derived(run_of([row, row], on_policy=False))[KEPT] == [0.9, 0.9]
+
+
+def test_without_dynamic_sampling_there_is_no_keep_rate() -> None:
+    row = {**dict.fromkeys(NAMES, 0.0), "issued": 4.0, "trained": 4.0}
+    off = run_of([row, row], dynamic_sampling=False)
+    assert derived(off) == {KEPT: [None] * 2, FORECAST: [None] * 2, DECIDED: [4.0, 4.0]}
+    assert "no keep rate" in str(note(off))
+    for run in (run_of([row, row], dynamic_sampling=True), run_of([row, row])):
+        assert derived(run)[KEPT] == [1.0, 1.0]
+        assert FORECAST not in derived(run)  # as recorded
+        assert note(run) is None
 
 
 def test_a_step_after_a_gap_is_not_known() -> None:

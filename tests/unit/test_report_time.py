@@ -105,8 +105,8 @@ def test_the_plan_lies_over_what_was_measured() -> None:
     run = run_of(columns=columns, plan=plan)
     assert memory.derived(run)["derived/plan_update_gib"] == [62.0, 62.0]
     assert memory.derived(run)["derived/plan_sync_gib"] == [40.0, None]
-    [chart] = memory.charts(run)
-    assert "Why." in chart["help"]
+    [chart] = memory.charts([run])
+    assert memory.note(run) == "The plan of memory: Why."
     by_metric = {series["metric"]: series for series in chart["series"]}
     level = by_metric["derived/plan_update_gib"]
     assert level["dash"] is True
@@ -118,9 +118,21 @@ def test_no_plan_no_level() -> None:
     run = run_of(columns={"memory/update_gib": [60.0]})
     assert memory.memory_plan(run) is None
     assert memory.derived(run) == {}
-    [chart] = memory.charts(run)
+    assert memory.note(run) is None
+    [chart] = memory.charts([run])
     assert "plan" not in chart["help"]
-    assert memory.charts(run_of(columns={"accuracy/raw": [0.5]})) == []
+    assert memory.charts([run_of(columns={"accuracy/raw": [0.5]})]) == []
+
+
+def test_of_several_runs_all_that_any_measured_or_planned_is_in_one_chart() -> None:
+    columns: dict[str, list[float | None]] = {"memory/update_gib": [60.0]}
+    ours = run_of(columns=columns, plan={"phases": {"update": 62}})
+    theirs = run_of(columns=columns, plan={"phases": {"generate": 50}})
+    bare = run_of(columns=columns)
+    [chart] = memory.charts([bare, ours, theirs, bare])
+    drawn = [series["metric"] for series in chart["series"] if "plan" in series["metric"]]
+    assert drawn == ["derived/plan_generate_gib", "derived/plan_update_gib"]
+    assert "plan" in chart["help"]
 
 
 @pytest.mark.parametrize("plan", [{}, {"phases": []}, {"phases": {"update": "much"}}])
