@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Locator, Page
+from playwright.sync_api import Locator, Page, expect
 
 Json = dict[str, Any]
 
@@ -31,14 +31,15 @@ def metrics(run: Path) -> dict[int, Json]:
 
 
 def completions(run: Path) -> list[Json]:
-    """Every completion in samples/, with step, fate, ticket, prompt, truth and source of its
-    group."""
+    """Every completion in samples/, with step, fate, verdict, ticket, prompt, truth and source of
+    its group."""
     found = []
     for path in sorted((run / "samples").glob("step_*.jsonl")):
         step = int(path.stem.removeprefix("step_"))
         for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
             group = json.loads(line)
-            about = {key: group[key] for key in ("fate", "ticket", "prompt", "truth", "source")}
+            keys = ("fate", "verdict", "ticket", "prompt", "truth", "source")
+            about = {key: group[key] for key in keys}
             found += [{"step": step, **about, **one} for one in group["completions"]]
     return found
 
@@ -79,3 +80,80 @@ CODE_UNITS = """element => {
   const text = element.textContent;
   return Array.from({length: text.length}, (_, at) => text.charCodeAt(at));
 }"""
+
+
+def contrasts(page: Page, selector: str) -> dict[str, float]:
+    """The lowest contrast (WCAG 2) of the texts below `selector` that are in the page, by class."""
+    return dict(page.evaluate(CONTRASTS, selector))
+
+
+CONTRASTS = """selector => {
+  const dot = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const over = (color, below) => {
+    dot.fillStyle = `rgb(${below.join(" ")})`;
+    dot.fillRect(0, 0, 1, 1);
+    dot.fillStyle = color;
+    dot.fillRect(0, 0, 1, 1);
+    return [...dot.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = color => color.map(one => one / 255)
+    .map(one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0.05);
+  const behind = element => over(getComputedStyle(element).backgroundColor,
+    element.parentElement ? behind(element.parentElement) : [255, 255, 255]);
+  const lowest = {};
+  for (const element of document.querySelectorAll(`${selector} *`)) {
+    const says = [...element.childNodes].some(one => one.nodeType === 3 && one.data.trim());
+    if (!says || element.disabled || !element.offsetParent) continue;
+    const below = behind(element);
+    const [a, b] = [light(below), light(over(getComputedStyle(element).color, below))];
+    const selected = element.closest("[aria-selected=true]") ? " selected" : "";
+    const name = `${element.tagName}.${element.className}${selected}`;
+    lowest[name] = Math.min(lowest[name] ?? 21, Math.max(a, b) / Math.min(a, b));
+  }
+  return lowest;
+}"""
+
+
+def shown_rows(page: Page) -> list[tuple[int, int]]:
+    """(ticket, sample) of every row of the table, scrolled through from the top."""
+    found = page.evaluate(ALL_ROWS)
+    return [(int(ticket), int(sample)) for ticket, sample in found]
+
+
+ALL_ROWS = """async () => {
+  const scroller = document.querySelector("#rollout-table .r-scroll");
+  const names = [...document.querySelectorAll("#rollout-table .r-head [data-name]")]
+    .filter(one => !one.hidden).map(one => one.dataset.name);
+  const places = ["ticket", "sample"].map(name => names.indexOf(name));
+  const found = new Map();
+  for (let at = 0; ; at += 480) {
+    scroller.scrollTop = at;
+    await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+    for (const row of document.querySelectorAll("#rollout-table [data-row]")) {
+      found.set(Number(row.getAttribute("aria-rowindex")),
+        places.map(place => row.children[place].textContent));
+    }
+    if (at >= scroller.scrollHeight) break;
+  }
+  scroller.scrollTop = 0;
+  return [...found.keys()].sort((a, b) => a - b).map(at => found.get(at));
+}"""
+
+
+def rollouts(page: Page) -> Locator:
+    """The table, in sight."""
+    page.locator("#rollouts").scroll_into_view_if_needed()
+    return page.locator("#rollout-table")
+
+
+def open_completion(page: Page, ticket: int, sample: int) -> Locator:
+    """The viewer, with one completion in it, by way of the filter."""
+    rollouts(page)
+    page.fill("#rollout-filter", f"ticket={ticket} {ticket}/{sample}")
+    page.locator("#rollout-table").focus()
+    page.keyboard.press("Enter")
+    viewer = page.locator("#viewer")
+    expect(viewer).to_be_visible()
+    expect(viewer.locator("h2")).to_contain_text(f"Ticket {ticket}")
+    return viewer

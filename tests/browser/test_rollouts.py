@@ -3,15 +3,26 @@ letter, and nothing that a completion says is ever more than text."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import expect
 
 from tests.browser.conftest import Open
-from tests.browser.reading import Json, code_units, completions, payload, shown_text
+from tests.browser.reading import (
+    Json,
+    code_units,
+    completions,
+    contrasts,
+    open_completion,
+    payload,
+    rollouts,
+    shown_rows,
+    shown_text,
+)
 from tests.helpers.made_run import HOSTILE
 
 Keep = Callable[..., None]
@@ -42,48 +53,8 @@ def table(report: Path) -> list[Json]:
     return [{name: columns[name][at] for name in columns} for at in range(found["kept"])]
 
 
-def shown_rows(page: Page) -> list[tuple[int, int]]:
-    """(ticket, sample) of every row of the table, scrolled through from the top."""
-    found = page.evaluate(ALL_ROWS)
-    return [(int(ticket), int(sample)) for ticket, sample in found]
-
-
-ALL_ROWS = """async () => {
-  const scroller = document.querySelector("#rollout-table .r-scroll");
-  const names = [...document.querySelectorAll("#rollout-table .r-head [data-name]")]
-    .filter(one => !one.hidden).map(one => one.dataset.name);
-  const places = ["ticket", "sample"].map(name => names.indexOf(name));
-  const found = new Map();
-  for (let at = 0; ; at += 480) {
-    scroller.scrollTop = at;
-    await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
-    for (const row of document.querySelectorAll("#rollout-table [data-row]")) {
-      found.set(Number(row.getAttribute("aria-rowindex")),
-        places.map(place => row.children[place].textContent));
-    }
-    if (at >= scroller.scrollHeight) break;
-  }
-  scroller.scrollTop = 0;
-  return [...found.keys()].sort((a, b) => a - b).map(at => found.get(at));
-}"""
-
-
-def rollouts(page: Page) -> Locator:
-    """The table, in sight."""
-    page.locator("#rollouts").scroll_into_view_if_needed()
-    return page.locator("#rollout-table")
-
-
-def open_completion(page: Page, ticket: int, sample: int) -> Locator:
-    """The viewer, with one completion in it, by way of the filter."""
-    rollouts(page)
-    page.fill("#rollout-filter", f"ticket={ticket} {ticket}/{sample}")
-    page.locator("#rollout-table").focus()
-    page.keyboard.press("Enter")
-    viewer = page.locator("#viewer")
-    expect(viewer).to_be_visible()
-    expect(viewer.locator("h2")).to_contain_text(f"Ticket {ticket}")
-    return viewer
+def rounded(value: float | str) -> float | str:
+    return value if isinstance(value, str) else round(value, 4)
 
 
 def test_the_table_holds_what_was_recorded(
@@ -111,6 +82,11 @@ def test_filters_and_sorting_are_those_of_python(
     every = completions(recorded_run)
     key = {"ticket": lambda one: one["ticket"], "sample": lambda one: one["sample"]}
 
+    page.locator("#rollouts label", has_text="verdict").locator("select").select_option("mixed")
+    mixed = {(one["ticket"], one["sample"]) for one in every if one["verdict"] == "mixed"}
+    assert set(shown_rows(page)) == mixed and 0 < len(mixed) < len(every)
+    page.get_by_role("button", name="clear").click()
+
     page.locator("#rollouts label", has_text="graded").locator("select").select_option("wrong")
     wrong = {(one["ticket"], one["sample"]) for one in every if one["correct"] is False}
     assert set(shown_rows(page)) == wrong and wrong
@@ -124,11 +100,12 @@ def test_filters_and_sorting_are_those_of_python(
     assert len(shown_rows(page)) == len(every)
 
     for name, column in (("logprob_min", lambda one: min(one["logprobs"])),
-                         ("num_tokens", lambda one: len(one["tokens"]))):  # fmt: skip
+                         ("num_tokens", lambda one: len(one["tokens"])),
+                         ("verdict", lambda one: one["verdict"])):  # fmt: skip
         head = page.locator(f'#rollout-table .r-head [data-name="{name}"]')
         head.locator("button").click()
         down = head.get_attribute("aria-sort") == "descending"
-        values = {(one["ticket"], one["sample"]): round(column(one), 4) for one in every}
+        values = {(one["ticket"], one["sample"]): rounded(column(one)) for one in every}
         assert [values[row] for row in shown_rows(page)] == sorted(values.values(), reverse=down)
         head.locator("button").click()
         assert [values[row] for row in shown_rows(page)] == sorted(
@@ -185,6 +162,31 @@ def test_colours_follow_the_figures(recorded: Path, recorded_run: Path, open_pag
     assert len(set(colours())) == 1 and colours() != by_logprob
     viewer.locator('[data-color="logprob"]').click()
     assert colours() == by_logprob
+    # The keys go on from there.
+    expect(viewer.locator('[data-color="logprob"]')).to_be_focused()
+    page.keyboard.press("c")
+    expect(viewer.locator(".v-half")).to_have_count(2)
+
+
+def test_gaps_of_a_cpu_have_colours(recorded: Path, recorded_run: Path, open_page: Open) -> None:
+    page = open_page(recorded)
+    every = {(one["ticket"], one["sample"]): one for one in completions(recorded_run)}
+    gaps = {}
+    for path in (recorded_run / "samples" / "policy").iterdir():
+        for said in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            name = said["ticket"], said["sample"]
+            ours = every[name]["logprobs"] if name in every else []
+            pairs = zip(ours, said["logprobs"] or [])
+            gaps[name] = [abs(one - other) for one, other in pairs]
+    few = {name: found for name, found in gaps.items() if found and max(found) < 1e-4}
+    name = max(few, key=lambda name: max(few[name]))
+    found = few[name]
+    assert max(found) > 1e-6
+    viewer = open_completion(page, *name)
+    viewer.locator('[data-color="gap"]').click()
+    spans = viewer.locator("[data-at]")
+    colours = spans.evaluate_all("all => all.map(one => getComputedStyle(one).backgroundColor)")
+    assert colours[found.index(max(found))] != "rgba(0, 0, 0, 0)"
 
 
 def test_two_of_a_group_side_by_side(
@@ -214,7 +216,7 @@ def test_the_keyboard_alone(recorded: Path, recorded_run: Path, open_page: Open)
     page.keyboard.press("/")
     expect(page.locator("#rollout-filter")).to_be_focused()
     page.keyboard.type("trained")
-    page.keyboard.press("Enter")
+    page.keyboard.press("ArrowDown")
     expect(page.locator("#rollout-table")).to_be_focused()
     rows = shown_rows(page)
     page.keyboard.press("ArrowDown")
@@ -239,6 +241,49 @@ def test_the_keyboard_alone(recorded: Path, recorded_run: Path, open_page: Open)
     page.keyboard.press("Escape")
     expect(viewer).to_be_hidden()
     expect(page.locator("#rollout-table")).to_be_focused()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read_on_every_colour(recorded: Path, open_page: Open, scheme: str) -> None:
+    page = open_page(recorded, color_scheme=scheme)
+    rollouts(page)
+    one = next(row for row in table(recorded) if row["correct"] is False)
+    viewer = open_completion(page, one["ticket"], one["sample"])
+    expect(viewer.locator(".v-tokens")).to_be_visible()
+    page.evaluate(
+        """() => {
+          const names = [...[1, 2, 3, 4, 5].flatMap(at => [`u${at}`, `d${at}`]),
+            ...[1, 2, 3, 4, 5, 6, 7, 8, 9].map(at => `s${at}`)];
+          for (const name of names) {
+            for (const kind of ["t", "t v-special", "v-box"]) {
+              const made = document.createElement("span");
+              made.className = `${kind} ${name}`;
+              made.textContent = "<eos>";
+              document.querySelector("#viewer .v-tokens").append(made);
+            }
+          }
+        }"""
+    )
+    found = contrasts(page, "#rollouts-view")
+    assert {"SPAN.r-wrong selected", "SPAN.t v-special s9", "SPAN.v-box d5"} <= found.keys()
+    assert {name: ratio for name, ratio in found.items() if ratio < 4.5} == {}
+
+
+def test_a_table_of_very_many_completions_opens(recorded: Path, open_page: Open) -> None:
+    page = open_page(recorded)
+    text = page.evaluate(
+        """table => {
+          const num = 150_000, rows = {};
+          for (const [name, values] of Object.entries(table.rows)) {
+            rows[name] = Array.from({length: num}, (_, at) => values[at % values.length]);
+          }
+          const element = document.createElement("div");
+          Rollouts.mount(element, {rollouts: {...table, kept: num, rows}}, () => null);
+          return element.querySelector(".r-count").textContent;
+        }""",
+        payload(recorded)["runs"][0]["rollouts"],
+    )
+    assert text == "150,000 completions"
 
 
 def test_a_link_leads_to_a_completion(recorded: Path, recorded_run: Path, open_page: Open) -> None:
