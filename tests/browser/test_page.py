@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from dapo_megatron.report import command
 from dapo_megatron.report.facts import facts
 from dapo_megatron.report.findings import findings
 from dapo_megatron.report.folder import read_run
+from dapo_megatron.report.payload import Options
 from tests.browser.chromium import READY, Watched
 from tests.browser.conftest import Open, write_report
 from tests.browser.reading import Json, metrics, payload, traces
@@ -108,6 +110,103 @@ def test_the_paper_s_curves_come_when_asked_for(recorded: Path, open_page: Open)
     assert len(traces(page, "entropy")) == own
 
 
+def test_the_paper_s_curve_has_an_axis_where_it_would_flatten_the_run_s(
+    recorded: Path, open_page: Open
+) -> None:
+    page = open_page(recorded)
+    page.select_option("#paper", "all")
+    paper, *own = traces(page, "length")  # thousands of tokens, and a dozen
+    assert paper["yaxis"] == "y2" and {one["yaxis"] for one in own} == {"y"}
+    low, high = _axis(page, "length", "yaxis")
+    assert high < 3 * max(max(one["y"]) for one in own)
+    low, high = _axis(page, "length", "yaxis2")
+    assert low <= min(paper["y"]) and max(paper["y"]) <= high
+    assert "yaxis" not in traces(page, "reward")[0]  # from -1 to 1, both
+
+
+def _axis(page: Page, chart: str, axis: str) -> list[float]:
+    """The range that is drawn."""
+    return list(
+        page.locator(f'[data-chart="{chart}"]').evaluate(f"one => one._fullLayout.{axis}.range")
+    )
+
+
+def test_the_axis_of_a_constant_begins_at_0(recorded: Path, open_page: Open) -> None:
+    page = open_page(recorded)
+    [moved] = [one for one in traces(page, "time_sync") if one["yaxis"] == "y2"]
+    assert len(set(moved["y"])) == 1, "not a constant"
+    low, high = _axis(page, "time_sync", "yaxis2")
+    assert low == 0 and high > moved["y"][0]
+
+
+def test_values_can_be_read_without_a_pointer(
+    recorded: Path, recorded_run: Path, open_page: Open
+) -> None:
+    page = open_page(recorded)
+    traces(page, "entropy")
+    column = {s: line["policy/entropy"] for s, line in metrics(recorded_run).items() if s}
+    low = min(column, key=lambda step: column[step])
+    high = max(column, key=lambda step: column[step])
+    wanted = [f"{float(f'{column[step]:.4g}'):g} at {step}" for step in (1, 40, low, high)]
+    page.locator("#values-of-entropy").focus()
+    page.keyboard.press("Enter")
+    row = page.locator("#values-entropy tbody tr")
+    assert row.locator("th").inner_text() == "entropy"
+    assert row.locator("td").all_inner_texts() == wanted
+    said = page.locator('[data-chart="entropy"]').get_attribute("aria-label") or ""
+    assert said.startswith("Entropy. entropy: ") and all(one.split()[0] in said for one in wanted)
+    assert page.locator(".modebar-btn").count() == 0
+
+
+def test_charts_are_drawn_one_in_a_frame(recorded: Path, open_page: Open) -> None:
+    page = open_page(recorded, viewport={"width": 1280, "height": 3000})
+    page.wait_for_function(
+        "() => document.querySelectorAll('[data-chart][data-drawn=true]').length >= 10"
+    )
+    page.evaluate(COUNT_DRAWN)
+    page.locator("#theme").click()
+    page.wait_for_function("() => drawnIn.length >= 10 && !document.querySelector(NOT_DRAWN)")
+    frames = page.evaluate("drawnIn")
+    assert len(set(frames)) == len(frames)
+
+
+def test_a_long_run_has_no_thousands_of_bars(room: Path, open_page: Open) -> None:
+    run = room / "long"
+    run.mkdir()
+    lines = [{"step": step, "grading/timeout": 1, "grading/crash": 2} for step in range(1, 301)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    page = open_page(write_report(run, output=room / "long.html"))
+    drawn = traces(page, "groups_grading")
+    assert [one["y"] for one in drawn] == [[1] * 300, [2] * 300]
+    assert _axis(page, "groups_grading", "yaxis")[1] > 3, "not on top of each other"
+    assert page.locator('[data-chart="groups_grading"] path').count() < 50
+
+
+COUNT_DRAWN = """() => {
+  const react = Plotly.react;
+  let frame = 0;
+  const next = () => { frame += 1; requestAnimationFrame(next); };
+  requestAnimationFrame(next);
+  window.drawnIn = [];
+  window.NOT_DRAWN = "#chart-accuracy [data-drawn=false]";
+  Plotly.react = (...all) => { drawnIn.push(frame); return react(...all); };
+}"""
+
+
+def test_a_printed_report_has_all_its_charts(recorded: Path, open_page: Open, room: Path) -> None:
+    page = open_page(recorded, color_scheme="dark")
+    charts = len(payload(recorded)["charts"])
+    drawn = page.locator('[data-chart][data-drawn="true"]')
+    assert drawn.count() < charts
+    page.evaluate("addEventListener('beforeprint', () => { wasDark = " + IS_DARK + "; })")
+    page.pdf(path=room / "printed.pdf")
+    assert drawn.count() == charts
+    assert page.evaluate("wasDark") is False and page.evaluate(IS_DARK) is True
+
+
+IS_DARK = "getComputedStyle(document.documentElement).colorScheme === 'dark'"
+
+
 def test_without_scripts_the_health_can_be_read(
     recorded: Path, recorded_run: Path, browser: Browser
 ) -> None:
@@ -140,6 +239,7 @@ def test_a_finding_leads_to_its_chart(recorded: Path, open_page: Open) -> None:
     finding.locator("button").click()
     expect(page.locator(f'[data-chart="{chart}"]')).to_be_in_viewport()
     expect(page.locator(f'[data-chart="{chart}"]')).to_have_attribute("data-drawn", "true")
+    expect(page.locator(f"#chart-{chart}")).to_be_focused()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -199,9 +299,11 @@ def test_the_keyboard_reaches_everything(recorded: Path, open_page: Open) -> Non
     assert [name for name in names if name in wanted] == [
         *("#health", "#health", "#training", "#rollouts", "theme", "smoothing", "paper")
     ]
-    assert sum(name == "see" for name in names) == sum(
-        one["chart"] is not None for one in payload(recorded)["runs"][0]["findings"]
+    data = payload(recorded)
+    assert sum(name.startswith("see-") for name in names) == sum(
+        one["chart"] is not None for one in data["runs"][0]["findings"]
     )
+    assert sum(name.startswith("values-of-") for name in names) == len(data["charts"])
     assert all(one["visible"] for one in seen), [one for one in seen if not one["visible"]]
 
 
@@ -238,6 +340,32 @@ def test_two_runs_are_laid_over_each_other(
     assert max(first[0]["x"]) != 30 and max(traces(page, "groups_fates")[0]["x"]) == 30
 
 
+def test_repeats_of_a_run_are_drawn_alike(
+    recorded_run: Path, room: Path, open_page: Open, screenshot: Keep
+) -> None:
+    runs = [room / "repeats" / f"{way}_seed{seed}" for way in "abc" for seed in range(3)]
+    for run in runs:
+        run.mkdir(parents=True)
+        shutil.copy(recorded_run / "metrics.jsonl", run)
+    page = open_page(write_report(*runs, output=room / "repeats.html"))
+    drawn = [one for one in traces(page, "accuracy") if None not in one["x"]]
+    assert len(drawn) == 18
+    looks = {
+        (one["name"].partition("_")[0], one["legendgroup"]): one["line"]["color"] for one in drawn
+    }
+    assert len(looks) == 6 and len(set(looks.values())) == 3
+    dashes = {(one["legendgroup"], one["line"]["dash"]) for one in drawn}
+    assert dashes == {("answers right", "solid"), ("groups all right", "dash")}
+    mode = page.locator('[data-chart="accuracy"]').evaluate("one => one.layout.hovermode")
+    assert mode == "closest"  # 18 rows would not fit a screen
+    chips = page.locator("[data-chip]")
+    assert chips.all_inner_texts() == ["a, 3 runs", "b, 3 runs", "c, 3 runs"]
+    screenshot(page, "report_repeats")
+    chips.nth(1).click()
+    names = {one["name"] for one in traces(page, "accuracy") if None not in one["x"]}
+    assert {name[0] for name in names} == {"a", "c"}
+
+
 def test_a_crashed_run_says_so(room: Path, open_page: Open, screenshot: Keep) -> None:
     run = MadeRun(num_steps=6, groups_per_step=2, samples_per_group=2, crashed=True).write(
         room / "crashed"
@@ -271,9 +399,9 @@ def test_a_watched_page_keeps_its_place(room: Path, open_page: Open) -> None:
         room / "alive"
     )
     report = room / "alive.html"
-    command = [sys.executable, "-m", "dapo_megatron", "report", str(run), "--output", str(report)]
+    writes = [sys.executable, "-m", "dapo_megatron", "report", str(run), "--output", str(report)]
     with subprocess.Popen(
-        [*command, "--watch", "--every", "1"], cwd=REPOSITORY, stdout=subprocess.DEVNULL
+        [*writes, "--watch", "--every", "1"], cwd=REPOSITORY, stdout=subprocess.DEVNULL
     ) as watching:
         try:
             _wait_until(report.exists)
@@ -296,6 +424,48 @@ def test_a_watched_page_keeps_its_place(room: Path, open_page: Open) -> None:
         finally:
             watching.send_signal(signal.SIGINT)
     assert watching.returncode == 0
+
+
+def test_a_reload_keeps_what_was_zoomed_opened_and_focused(recorded: Path, open_page: Open) -> None:
+    page = open_page(recorded)
+    traces(page, "accuracy")
+    plot = page.locator('[data-chart="accuracy"] .nsewdrag').first.bounding_box()
+    assert plot is not None
+    page.mouse.move(plot["x"] + 100, plot["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(plot["x"] + 250, plot["y"] + 60, steps=4)
+    page.mouse.up()
+    page.wait_for_function(
+        """() => document.querySelector('[data-chart="accuracy"]').layout.xaxis.range[0] > 2"""
+    )
+    zoomed = _axis(page, "accuracy", "xaxis")
+    page.locator("#values-of-accuracy").click()
+    page.locator("#config-of-0").focus()
+    page.reload()
+    page.wait_for_selector(READY, state="attached")
+    expect(page.locator("#config-of-0")).to_be_focused()
+    traces(page, "accuracy")
+    assert _axis(page, "accuracy", "xaxis") == pytest.approx(zoomed)
+    assert page.locator("#values-accuracy tbody tr").count() == 2
+    page.locator('[data-chart="accuracy"] .nsewdrag').first.dblclick()
+    page.wait_for_function(
+        """() => document.querySelector('[data-chart="accuracy"]').layout.xaxis.range[0] < 1"""
+    )
+
+
+def test_a_watched_page_waits_for_its_reader(
+    recorded_run: Path, room: Path, open_page: Open
+) -> None:
+    report = room / "watched.html"
+    command.report([recorded_run], report, Options(completions=40, refresh_seconds=1.0))
+    page = open_page(report)
+    page.keyboard.press("Shift")
+    loaded = page.evaluate("performance.timeOrigin")
+    for _ in range(10):
+        page.keyboard.press("Shift")
+        page.wait_for_timeout(200)
+    assert page.evaluate("performance.timeOrigin") == loaded
+    page.wait_for_function(f"() => performance.timeOrigin > {loaded}")
 
 
 def _wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -7,6 +7,8 @@ const Charts = (() => {
   const CONFIG = { displayModeBar: false, responsive: true, showSendToCloud: false, plotlyServerURL: "" };
   // So many curves are told under the pointer one by one, and in words by the table alone.
   const MANY = 8;
+  // Each bar is an element, which takes long to make; of so many none could be told from its neighbour.
+  const MANY_BARS = 250;
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const slot = (number) => css(`--series-${number % 8}`);
@@ -102,7 +104,10 @@ const Charts = (() => {
       // A line over what is stacked.
       if (series.line) return { ...trace, type: "scatter", mode: "lines", line: { color, width: 2 } };
       const whole = { ...trace, y: values.map((one) => one ?? 0) };
-      if (chart.kind !== "stacked_area") return { ...whole, type: "bar", marker: { color } };
+      if (chart.kind === "stacked_bars") {
+        if (run.steps.length <= MANY_BARS) return { ...whole, type: "bar", marker: { color } };
+        return { ...whole, type: "scatter", mode: "lines", stackgroup: String(number), line: { color, width: 0, shape: "hvh" }, fillcolor: color };
+      }
       return { ...whole, type: "scatter", mode: "lines", stackgroup: String(number),
         line: { color, width: 0.8 }, fillcolor: faint(color, 0.55) };
     }));
@@ -263,6 +268,8 @@ const Charts = (() => {
     const details = element.parentElement.querySelector(".values");
     const frame = details.appendChild(document.createElement("div"));
     frame.tabIndex = 0;
+    frame.setAttribute("role", "region");
+    frame.setAttribute("aria-label", `values of ${chart.title}`);
     let rows = [], whole;
 
     const list = () => frame.replaceChildren(...(details.open ? [table(rows)] : []));
