@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import zip_longest
@@ -113,17 +113,18 @@ class Chooser:
         """The next step. `has_policy`: there are policy values of its first trained groups."""
         step = _Step(index, random.Random(f"{self._wanted.seed}:{index.step}"))
         self.num_seen += len(index.completions["group"])
-        tickets = index.groups["ticket"]
-        for places, wanted in (
-            (self._asked, self._wanted.tickets),
-            (self._gaps, self._wanted.gaps.keys()),
-        ):
-            for ticket in wanted & set(tickets):
-                places[ticket] = step.candidate(tickets.index(ticket))
+        self._asked |= step.candidates(self._wanted.tickets)
+        self._gaps |= step.candidates(self._wanted.gaps.keys())
         self._see_extremes(step)
         self._see_kinds(step)
         self._see_lone(step)
         self._spread.append(step.draw(self._each_step, self._wanted.inspected if has_policy else 0))
+
+    def see_asked(self, index: StepIndex) -> None:
+        """A step of which nothing is to be chosen, but what was asked for."""
+        found = _Step(index, random.Random(0)).candidates(self._wanted.tickets)
+        self._asked |= found
+        self.num_seen += sum(one.num_completions for one in found.values())
 
     def choose(self) -> list[Pick]:
         """The chosen groups, the most wanted first: those asked for, then in turn the next strange
@@ -305,6 +306,11 @@ class _Step:
             num_completions=self._sizes[place],
             num_tokens=self._num_tokens[place],
         )
+
+    def candidates(self, tickets: Collection[int]) -> dict[int, Candidate]:
+        """Those of these tickets that are of this step."""
+        own = self.index.groups["ticket"]
+        return {ticket: self.candidate(own.index(ticket)) for ticket in {*own} & {*tickets}}
 
     def row(self, place: int, correct: bool) -> int:
         """The first completion of a group that is right, or wrong."""

@@ -3,7 +3,6 @@ each set of repeats, which are runs that differ in their seed alone."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,9 +36,8 @@ def looks(runs: Sequence[RunData]) -> list[Look]:
     or none is, there is a look for each run."""
     sets: dict[tuple[str, str], list[int]] = {}
     for number, run in enumerate(runs):
-        rest = {key: value for key, value in run.config.items() if key not in ("run", "seed")}
-        same = json.dumps(rest, sort_keys=True, default=str)
-        sets.setdefault((_NUMBER.sub("", run.name), same), []).append(number)
+        rest = [item for item in run.config.items() if item[0] not in ("run", "seed")]
+        sets.setdefault((_NUMBER.sub("", run.name), str(sorted(rest, key=str))), []).append(number)
     members = list(sets.values()) if len(sets) > 1 else [[number] for number in range(len(runs))]
     found = []
     for place, numbers in enumerate(members):

@@ -20,6 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 import dapo_megatron
+from dapo_megatron.report.hidden import visible
 from dapo_megatron.report.payload import Payload
 
 SCRIPTS = (
@@ -53,7 +54,11 @@ STATES = {
 def render(payload: Payload) -> str:
     """The page."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_seen,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     names = [view.run.name for view in payload.views]
     text = environment.from_string(_part("page.html.j2")).render(
@@ -70,13 +75,18 @@ def render(payload: Payload) -> str:
         nonce=secrets.token_urlsafe(16),
         style=Markup("\n".join(_part(name) for name in STYLES)),
         scripts=[_script(_plotly()), *(_script(_part(name)) for name in SCRIPTS)],
-        data=packed(payload.data),
-        blobs={name: _packed(blob) for name, blob in payload.blobs.items()},
+        data=Markup(packed(payload.data)),
+        blobs={name: Markup(_packed(blob)) for name, blob in payload.blobs.items()},
         made=time.strftime("%Y-%m-%d %H:%M:%S"),
         version=dapo_megatron.__version__,
     )
     # A lone surrogate, as a tokenizer's broken bytes leave it, is no UTF-8.
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _seen(value: Any) -> Any:
+    """What the template writes of a run shows all its characters."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def packed(value: Any) -> str:

@@ -13,6 +13,7 @@ from dapo_megatron.report.charts import CHARTS, Chart, chart_of, names_in, recor
 from dapo_megatron.report.facts import facts, headline
 from dapo_megatron.report.findings import Finding, findings
 from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.hidden import visible
 from dapo_megatron.report.looks import Look, looks
 from dapo_megatron.report.paper import ghosts
 from dapo_megatron.report.provenance import provenance
@@ -149,7 +150,9 @@ def _body(view: View, columns: dict[str, Column], names: set[str]) -> dict[str, 
             for name, column in columns.items()
             if name in names and _has_values(column)
         },
-        "evaluations": evaluation_curves(run.evaluations),
+        "evaluations": [
+            {**curve, "set": visible(curve["set"])} for curve in evaluation_curves(run.evaluations)
+        ],
         "timelines": timeline.timelines(run),
         "timeline_note": timeline.note(run),
     }
@@ -161,9 +164,9 @@ def _renamed(table: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
-    """Runs of one name also go by their folders."""
+    """Runs of one name also go by their folders; and a name shows all its characters."""
     names = Counter(run.name for run in runs)
     return [
-        replace(run, name=f"{run.name} ({run.path})") if names[run.name] > 1 else run
+        replace(run, name=visible(f"{run.name} ({run.path})" if names[run.name] > 1 else run.name))
         for run in runs
     ]

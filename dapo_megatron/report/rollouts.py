@@ -60,8 +60,8 @@ def rollouts(
     tickets: Sequence[int] = (),
     steps: tuple[int | None, int | None] | None = None,
 ) -> Rollouts | None:
-    """About `completions` of the run's rollouts, and the groups `tickets` in any case; of the
-    steps (first, last), both included, if given. None if none are recorded."""
+    """About `completions` of the run's rollouts, of the steps (first, last), both included, if
+    given; and the groups `tickets` in any case. None if none are recorded."""
     reading = _Reading(run, steps)
     if not reading.samples:
         return None
@@ -95,38 +95,40 @@ class _Reading:
 
     def __init__(self, run: RunData, steps: tuple[int | None, int | None] | None) -> None:
         folder = run.path / "samples"
-        first, last = steps or (None, None)
         self.run = run
+        self.first, self.last = steps or (None, None)
         self.warnings: list[str] = []
         self.skipped = 0
         """Steps without an index that were not read, for there are too many."""
 
-        def within(files: dict[int, Path]) -> dict[int, Path]:
-            return {
-                step: path
-                for step, path in files.items()
-                if (first is None or first <= step) and (last is None or step <= last)
-            }
+        self.samples = recorded.step_files(folder, ".jsonl")
+        self.indexes = recorded.step_files(folder / "index", ".json")
+        self.policy = recorded.step_files(folder / "policy", ".jsonl")
 
-        self.samples = within(recorded.step_files(folder, ".jsonl"))
-        self.indexes = within(recorded.step_files(folder / "index", ".json"))
-        self.policy = within(recorded.step_files(folder / "policy", ".jsonl"))
+    def is_wanted(self, step: int) -> bool:
+        """Whether completions are to be chosen of it."""
+        return (self.first is None or self.first <= step) and (
+            self.last is None or step <= self.last
+        )
 
     def gaps(self) -> dict[int, int]:
         """Ticket -> sample of the largest gaps, from the steps whose metrics show the largest."""
         metrics = self.run.metrics
         largest = dict(zip(metrics.steps, metrics.column("mismatch/gap_max")))
-        order = sorted(self.policy, key=lambda step: -(largest.get(step) or 0.0))
+        steps = filter(self.is_wanted, self.policy)
+        order = sorted(steps, key=lambda step: -(largest.get(step) or 0.0))
         paths = (self.policy[step] for step in order)
         found = recorded.largest_gaps(paths, MAX_POLICY_BYTES, MAX_GAPS)
         return {ticket: sample for _, ticket, sample in found}
 
     def chooser(self, wanted: Wanted) -> Chooser:
         """One that has seen every step that can be read."""
-        to_read = self._readable_without_index()
-        chooser = Chooser(wanted, num_steps=len(self.indexes.keys() & self.samples) + len(to_read))
+        seen = [step for step in self.samples if wanted.tickets or self.is_wanted(step)]
+        to_read = self._readable_without_index(seen)
+        chooser = Chooser(wanted, num_steps=sum(map(self.is_wanted, seen)))
         damaged = []
-        for step, path in self.samples.items():
+        for step in seen:
+            path = self.samples[step]
             if step in self.indexes:
                 index = recorded.read_index(self.indexes[step], step)
             elif step in to_read:
@@ -136,16 +138,18 @@ class _Reading:
                 continue
             if index is None:
                 damaged.append(step)
-            else:
+            elif self.is_wanted(step):
                 chooser.see(index, has_policy=step in self.policy)
+            else:
+                chooser.see_asked(index)
         if damaged:
             shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
             self.warnings.append(f"samples: {len(damaged)} steps cannot be read (step {shown})")
         return chooser
 
-    def _readable_without_index(self) -> set[int]:
-        """Evenly chosen, so that their files are no more than MAX_READ_BYTES."""
-        steps = [step for step in self.samples if step not in self.indexes]
+    def _readable_without_index(self, steps: Sequence[int]) -> set[int]:
+        """Of these steps, evenly chosen so that their files are no more than MAX_READ_BYTES."""
+        steps = [step for step in steps if step not in self.indexes]
         num_bytes = sum(_size(self.samples[step]) for step in steps)
         num = len(steps)
         if num_bytes > MAX_READ_BYTES:
@@ -235,6 +239,10 @@ def _note(page: _Page, reading: _Reading, chooser: Chooser) -> str:
             "gaps, without a grade or an answer, truncated, or alone in being right or wrong; some "
             "of every data set and every fate; and an even spread over the steps"
         )
+    if not any(map(reading.is_wanted, reading.samples)):
+        steps = _steps(min(reading.samples), max(reading.samples))
+        asked = _steps(reading.first, reading.last)
+        said.append(f"None was recorded of {asked}: this run's completions are of {steps}")
     if page.is_full or chooser.is_full:
         said.append("The page has no room for more")
     if reading.skipped:
@@ -248,6 +256,15 @@ def _note(page: _Page, reading: _Reading, chooser: Chooser) -> str:
     if page.pieces is None:
         said.append("No tokenizer was found, so texts are shown whole, not by token")
     return ". ".join(said) + "."
+
+
+def _steps(first: int | None, last: int | None) -> str:
+    """In words; None: no bound."""
+    if last is None:
+        return f"step {first} or later"
+    if first is None:
+        return f"step {last} or before"
+    return f"steps {first} to {last}" if first < last else f"step {first}"
 
 
 def _size(path: Path) -> int:

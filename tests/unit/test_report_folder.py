@@ -104,7 +104,14 @@ def test_what_is_damaged_is_left_out_and_told(tmp_path: Path) -> None:
     st.lists(
         st.dictionaries(
             st.sampled_from(["step", "x", "eval/a/avg@2", "eval/a/avg@2_low", "eval/"]),
-            st.one_of(st.none(), st.booleans(), st.integers(-2, 9), st.just(10**400), st.floats(), st.text()),
+            st.one_of(
+                st.none(),
+                st.booleans(),
+                st.integers(-2, 9),
+                st.just(10**400),
+                st.floats(),
+                st.text(),
+            ),
         )
     )
 )

@@ -26,6 +26,7 @@ from dapo_megatron.report.charts import CHARTS, chart_of, names_in, recorded
 from dapo_megatron.report.command import parse_steps, report, watch
 from dapo_megatron.report.facts import headline, span
 from dapo_megatron.report.folder import read_run
+from dapo_megatron.report.hidden import visible
 from dapo_megatron.report.looks import looks
 from dapo_megatron.report.paper import GHOSTS, ghosts
 from dapo_megatron.report.payload import Options, make_payload
@@ -162,6 +163,51 @@ def test_several_runs(made: Path, tmp_path: Path) -> None:
     assert {one["data-run"] for one in of_runs} == {"0", "1", "2"}
     assert all(("hidden" in one) == (one["data-run"] != "0") for one in of_runs)
     assert len([one for one in elements.of("button") if "data-chip" in one]) == 3
+
+
+def test_what_would_not_be_seen_of_a_name_or_a_text_is(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": 1, "eval/a\u200bb/avg@4": 0.5}])
+    (run / "config.yaml").write_text(
+        'run: {name: "a\\u202Egpj.exe"}\nx: "\\u2067"\n# \u202e\tend\n', encoding="utf-8"
+    )
+    provenance = {"facts": {"model": "tiny\u2066"}, "tags": {}}
+    (run / "provenance.json").write_text(json.dumps(provenance), encoding="utf-8")
+    text = written([run], tmp_path / "out.html")
+    assert "<title>a⟨U+202E⟩gpj.exe · run report</title>" in text
+    assert "<h1>a⟨U+202E⟩gpj.exe</h1>" in text
+    assert "tiny⟨U+2066⟩" in text
+    assert "# ⟨U+202E⟩\tend\n" in text
+    assert not set("\u200b\u202e\u2066\u2067") & set(re.sub(r"(?s)<script.*?</script>", "", text))
+    data = data_of(text)["runs"][0]
+    assert (data["name"], data["evaluations"][0]["set"]) == ("a⟨U+202E⟩gpj.exe", "a⟨U+200B⟩b")
+
+
+def test_python_and_the_viewer_show_the_same_characters() -> None:
+    viewer = (Path(page.__file__).parent / "page" / "viewer.js").read_text(encoding="utf-8")
+    [pattern] = re.findall(r"HIDDEN = /(\[.*?\])/g", viewer)
+    hidden = [chr(one) for one in range(0xFFFF) if re.match(pattern, chr(one))]
+    assert "\u202e" in hidden
+    assert [one for one in hidden if visible(one) == one] == []
+    assert visible("a\tb\nc é\u200d") == "a\tb\nc é\u200d"
+
+
+def test_a_finding_shows_the_keys_to_look_at_apart_from_the_words(tmp_path: Path) -> None:
+    lines = [{"step": step, "response_tokens/clipped_fraction": 0.5} for step in range(1, 11)]
+    text = written([write_run(tmp_path / "run", lines)], tmp_path / "out.html")
+    assert (
+        "Look at <code>rollout.max_response_tokens</code>: higher; "
+        "<code>overlong.penalty</code>: on; <code>overlong.filter</code>: on</p>"
+    ) in text
+
+
+def test_each_run_has_its_own_notes(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("on", "off")]
+    (runs[1] / "config.yaml").write_text("rollout: {dynamic_sampling: false}\n", encoding="utf-8")
+    (runs[0] / "plan.json").write_text('{"phases": {}, "note": "Not on CPU."}', encoding="utf-8")
+    text = written(runs, tmp_path / "out.html")
+    assert '<p class="muted" data-run="0" >The plan of memory: Not on CPU.</p>' in text
+    assert '<p class="muted" data-run="1" hidden>rollout.dynamic_sampling is off' in text
+    assert text.count("rollout.dynamic_sampling is off") == 1
 
 
 def test_a_bare_run_has_a_page_too(tmp_path: Path) -> None:

@@ -451,6 +451,30 @@ def test_steps_outside_the_range_stay_out(folder: Path) -> None:
     assert set(reported(folder, steps=(None, 2)).table["rows"]["step"]) == {1, 2}
 
 
+def test_steps_that_were_not_recorded_are_told_of(folder: Path) -> None:
+    found = reported(folder, steps=(500, None))
+    assert (found.table["kept"], found.table["total"], found.blobs) == (0, 0, {})
+    assert "None was recorded of step 500 or later" in found.table["note"]
+    assert "this run's completions are of steps 1 to 6" in found.table["note"]
+    assert "None was recorded" not in reported(folder, steps=(6, None)).table["note"]
+
+
+@pytest.mark.parametrize("steps", [(500, None), (6, 6)])
+def test_a_ticket_is_there_whatever_the_steps(
+    folder: Path, tmp_path: Path, steps: tuple[int, int | None]
+) -> None:
+    bare = copied(folder, tmp_path / "bare")
+    for path in (bare / "samples" / "index").iterdir():
+        path.unlink()
+    for run in (folder, bare):
+        found = reported(run, steps=steps, tickets=(0, 4711))
+        rows = found.table["rows"]
+        outside = {(t, s) for t, s in zip(rows["ticket"], rows["step"]) if s != 6}
+        assert outside == {(0, 1)}
+        assert found.table["kept"] == found.table["total"]
+        assert "ticket 4711" in found.table["note"]
+
+
 def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
     folder: Path, tmp_path: Path
 ) -> None:
