@@ -210,6 +210,19 @@ def test_each_run_has_its_own_notes(tmp_path: Path) -> None:
     assert text.count("rollout.dynamic_sampling is off") == 1
 
 
+def test_the_memory_chart_of_several_runs_has_the_plan_of_each(tmp_path: Path) -> None:
+    line = {"step": 1, "memory/update_gib": 5, "memory/generate_gib": 6}
+    runs = [write_run(tmp_path / name, [line]) for name in "abc"]
+    for run, phase in zip(runs, ("update", "generate"), strict=False):
+        (run / "plan.json").write_text(json.dumps({"phases": {phase: 7}}), encoding="utf-8")
+    payload = make_payload([read_run(run) for run in runs], Options())
+    [chart] = [one for one in payload.data["charts"] if one["id"] == "memory"]
+    drawn = {series["metric"] for series in chart["series"]}
+    assert drawn >= {"derived/plan_update_gib", "derived/plan_generate_gib"}
+    has = [{name for name in run["metrics"] if "plan" in name} for run in payload.data["runs"]]
+    assert has == [{"derived/plan_update_gib"}, {"derived/plan_generate_gib"}, set()]
+
+
 def test_a_bare_run_has_a_page_too(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     folder.mkdir()
