@@ -1,8 +1,8 @@
 """The rollouts of a run in its report: a table of chosen completions, and each of them in full.
 
 A blob holds a few groups. Its tokens are places in its `pieces` and `ids`, the most frequent first;
-figures are whole numbers: log-probs and entropies in thousandths, gaps (engine less policy) in ten
-thousandths. Both halve the page.
+figures are whole numbers: log-probs and entropies in thousandths, gaps (engine less policy) with as
+many decimals as the group's `gap_decimals` says. Both halve the page.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ ALL_ROWS = """async () => {
     .filter(one => !one.hidden).map(one => one.dataset.name);
   const places = ["ticket", "sample"].map(name => names.indexOf(name));
   const found = new Map();
-  for (let at = 0; ; at += 480) {
+  for (let at = 0; ; at += 750) {
     scroller.scrollTop = at;
-    await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+    await new Promise(requestAnimationFrame);
     for (const row of document.querySelectorAll("#rollout-table [data-row]")) {
       found.set(Number(row.getAttribute("aria-rowindex")),
         places.map(place => row.children[place].textContent));
