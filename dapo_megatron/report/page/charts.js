@@ -202,7 +202,7 @@ const Charts = (() => {
   function part(paper, own, made, chart) {
     const [theirs, ours] = [paper, own].map((traces) => most(on("y", traces).map(Math.abs)));
     const ratio = theirs / ours;
-    if (chart.y2 || !(ratio > 3 || ratio < 1 / 3)) return;
+    if (chart.y2 || !paper.length || !(ratio > 3 || ratio < 1 / 3)) return;
     for (const one of paper) one.yaxis = "y2";
     made.margin.r = 68;
     made.yaxis2 = { ...made.yaxis, overlaying: "y", side: "right", showgrid: false, range: undefined, tickmode: "auto",
