@@ -1,6 +1,6 @@
 """The pictures of reports in README.md and docs/report.md, by Chromium (make test-browser has it).
 
-    python tools/report_pictures.py runs/tiny_cpu --compared runs/ladder/*_seed0
+    python tools/report_pictures.py runs/tiny_cpu --compared runs/ladder/1_naive_grpo_seed0 --compared ...
 
 A picture stands for what the report of a real run shows; it is made again when the page changes.
 """
