@@ -15,7 +15,8 @@
   // JSON of a script element: base64 of gzip.
   async function unpack(element) {
     const text = atob(element.textContent);
-    const bytes = Uint8Array.from(text, (one) => one.charCodeAt(0));
+    const bytes = new Uint8Array(text.length); // Uint8Array.from is many times slower
+    for (let at = 0; at < text.length; at += 1) bytes[at] = text.charCodeAt(at);
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     return new Response(stream).json();
   }
