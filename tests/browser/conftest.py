@@ -1,4 +1,5 @@
-"""One Chromium for all tests, a page for each, and the reports that they look at: made once."""
+"""A Chromium for each file of tests, a page for each test, and the reports that they look at: made
+once."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def write_report(*runs: Path, output: Path, options: tuple[str, ...] = ()) -> Pa
     return output
 
 
-@pytest.fixture(scope="session")
+# Not of the session: while Playwright is up, no other test of the process can use asyncio.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     program = find_chromium()
     if program is None:

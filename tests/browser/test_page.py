@@ -176,7 +176,7 @@ def test_a_watched_page_keeps_its_place(room: Path, open_page: Open) -> None:
     report = room / "alive.html"
     writes = [sys.executable, "-m", "dapo_megatron", "report", str(run), "--output", str(report)]
     with subprocess.Popen(
-        [*writes, "--watch", "--every", "1"], cwd=REPOSITORY, stdout=subprocess.DEVNULL
+        [*writes, "--watch", "--every", "3"], cwd=REPOSITORY, stdout=subprocess.DEVNULL
     ) as watching:
         try:
             _wait_until(report.exists)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,14 @@ NUM_NODES = 3
 FACTS = {"torch": "2.13.0", "commit": "abc", "config": "0123"}
 SLOW_GBPS = 0.002
 
-# What is wrong in each case -> the bad nodes, and words that must be said of them.
+# What is wrong in each case -> the bad nodes, and what must be said of them (a regular expression).
 CASES: dict[str, tuple[list[str], str]] = {
     "sound": ([], ""),
     "ecc": (["n0"], "2 uncorrected ECC errors"),
     "hung gpu": (["n1"], "nvidia-smi: no answer in"),
     "other driver": (["n2"], "driver 535.1 here"),
-    "clock": (["n2"], "-30.0"),
-    "first clock": (["n0"], "+30.0"),
+    "clock": (["n2"], r"-(29|30)\.\d"),  # a busy machine takes its time to ask
+    "first clock": (["n0"], r"\+(29|30)\.\d"),
     "version": (["n1"], "2.12.0 here, 2.13.0 on 2 of 3 nodes"),
     "other disk": (["n2"], "sees the files of n2"),
     "full disk": (["n0", "n1", "n2"], "GiB are wanted"),
@@ -129,7 +130,7 @@ def test_the_bad_node_is_named_and_no_other(
         if check["status"] == "fail"
     ]
     assert (case == "sound") is (not failed)
-    assert case == "sound" or any(words in check["finding"] for check in failed)
+    assert case == "sound" or any(re.search(words, check["finding"]) for check in failed)
     assert all(check["remedy"] for check in failed)
     assert {of_rank[case] for of_rank in is_good} == {case == "sound"}
 
