@@ -1,6 +1,6 @@
 """The pictures of reports in README.md and docs/report.md, by Chromium (make test-browser has it).
 
-    python tools/report_pictures.py runs/tiny_cpu --compared runs/ladder/1_naive_grpo_seed0 --compared ...
+    python tools/report_pictures.py runs/tiny_cpu --compared runs/seed1 --compared runs/seed2
 
 A picture stands for what the report of a real run shows; it is made again when the page changes.
 """
