@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dapo_megatron.types import CheckpointError
 
@@ -28,20 +29,31 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """A reader sees the old text or the new one; if `durable`, after a power cut too. Raises
-    OSError."""
+    """Write a text whole or not at all; see `whole`. Raises OSError."""
+    with whole(path, durable=durable) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write, which takes its name when all is written: a reader sees the old one or the
+    new one; if `durable`, after a power cut too. A part that was written goes, for it holds room
+    that others need."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+    with ExitStack() as undo:
+        undo.callback(_remove, partial)
+        with partial.open("wb") as file:
+            yield file
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()  # it holds room that others need
-        raise
+        undo.pop_all()
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
 
 
 def sync_to_disk(path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dapo_megatron.codec import rounded, significant, summary
 from dapo_megatron.report.choosing import Pick
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.grades import (
@@ -17,7 +18,6 @@ from dapo_megatron.report.grades import (
     shown,
 )
 from dapo_megatron.report.pieces import Pieces
-from dapo_megatron.report.recorded import age_of
 
 MAX_TOKENS = 32_768
 """Of a completion that are shown; of a longer one the middle is left out, with a mark."""
@@ -175,20 +175,17 @@ def _row(
     pick: Pick,
 ) -> dict[str, Any]:
     one = group["completions"][position]
-    logprobs = one["logprobs"]
+    brief = summary(pick.group.step, one)
     graded = "none" if one["score"] is None else "read" if one["parsed"] else "unread"
     return {
         "step": pick.group.step,
         **{name: group[name] for name in ("ticket", "source", "fate", "verdict")},
         **{name: one[name] for name in ("sample", "correct", "score", "finish")},
-        "reward": _rounded(rewards.rewards[position]),
-        "advantage": _rounded(advantage),
-        "num_tokens": len(one["tokens"]),
+        "reward": rounded(rewards.rewards[position]),
+        "advantage": rounded(advantage),
+        **{name: brief[name] for name in ("num_tokens", "age", "logprob_mean", "logprob_min")},
         "graded": graded,
-        "age": age_of(pick.group.step, one),
-        "logprob_mean": _rounded(sum(logprobs) / len(logprobs)) if logprobs else None,
-        "logprob_min": _rounded(min(logprobs)) if logprobs else None,
-        "gap_max": _digits(policy.get("gap_max")),
+        "gap_max": significant(policy.get("gap_max")),
         "why": pick.why(one["sample"]),
         "group": place,
     }
@@ -218,12 +215,3 @@ def _whole(values: Sequence[float | None], scale: int) -> list[int | None]:
             None if value is None or not math.isfinite(value) else round(value * scale)
             for value in values
         ]
-
-
-def _rounded(value: float | None) -> float | None:
-    return round(value, 4) if value is not None and math.isfinite(value) else None
-
-
-def _digits(value: float | None) -> float | None:
-    """Four of them, for a figure that may be as small as 1e-7."""
-    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

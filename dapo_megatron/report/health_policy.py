@@ -333,7 +333,9 @@ def gap(run: RunData) -> Iterator[Finding]:
     if largest and bound is not None and bound > 0:
         worst = max(range(len(largest)), key=largest.values.__getitem__)
         near = [
-            s for s, v in zip(*_pair(largest), strict=True) if v > limit("gap.near_bound") * bound
+            step
+            for step, value in zip(largest.steps, largest.values, strict=True)
+            if value > limit("gap.near_bound") * bound
         ]
         if near:
             yield Finding(
@@ -354,10 +356,6 @@ def gap(run: RunData) -> Iterator[Finding]:
             mean.span,
             knob,
         )
-
-
-def _pair(series: Track) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    return series.steps, series.values
 
 
 RULES: tuple[Callable[[RunData], Iterator[Finding]], ...] = (

@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo_megatron.codec import COMPLETION_COLUMNS, GROUP_COLUMNS, SampleIndex
 from dapo_megatron.report.folder import finite, parse_json
 
-GROUP_COLUMNS = ("offset", "ticket", "source", "fate", "verdict")
-COMPLETION_COLUMNS = (
-    *("group", "sample", "score", "correct", "parsed", "num_tokens", "finish", "age"),
-    *("logprob_mean", "logprob_min"),
-)
 _WHOLE, _NUMBER = frozenset({int}), frozenset({int, float})
 _TEXT, _YES_OR_NO = frozenset({str}), frozenset({bool})
 _NULL = frozenset({type(None)})
@@ -92,23 +89,17 @@ def read_index(path: Path, step: int) -> StepIndex | None:
 
 def index_of_samples(path: Path, step: int) -> StepIndex | None:
     """The index of a run that recorded none, made by reading all of a step's groups."""
-    groups: list[tuple[Any, ...]] = []
-    rows: list[tuple[Any, ...]] = []
-    offset = 0
+    index, offset = SampleIndex(step), 0
     try:
         with path.open("rb") as file:
             for line in file:
-                try:
-                    group = _group(line)
-                    made = [_row(len(groups), step, one) for one in group["completions"]]
-                    groups.append((offset, *(group[name] for name in GROUP_COLUMNS[1:])))
-                    rows += made
-                except ValueError:
-                    pass  # one line is damaged; the others are not
+                with suppress(ValueError):  # one line is damaged; the others are not
+                    index.add(_group(line), offset)
                 offset += len(line)
     except OSError:
         return None
-    return StepIndex(step, _columns(GROUP_COLUMNS, groups), _columns(COMPLETION_COLUMNS, rows))
+    columns = index.columns()
+    return StepIndex(step, columns["groups"], columns["completions"])
 
 
 def read_group(path: Path, offset: int, ticket: int) -> dict[str, Any] | None:
@@ -219,23 +210,3 @@ def _policy_values(value: Any) -> dict[str, Any]:
         if not isinstance(values, list) or not set(map(type, values)) <= _NUMBER | _NULL:
             found[name] = None
     return found
-
-
-def age_of(step: int, completion: dict[str, Any]) -> int | None:
-    """Versions between the weights that sampled its first token and those the step began with."""
-    segments = completion["segments"]
-    return step - 1 - segments[0][0] if segments else None
-
-
-def _row(place: int, step: int, one: dict[str, Any]) -> tuple[Any, ...]:
-    logprobs = one["logprobs"]
-    return (
-        *(place, one["sample"], one["score"], one["correct"], one["parsed"]),
-        *(len(one["tokens"]), one["finish"], age_of(step, one)),
-        round(sum(logprobs) / len(logprobs), 4) if logprobs else None,
-        round(min(logprobs), 4) if logprobs else None,
-    )
-
-
-def _columns(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> dict[str, list[Any]]:
-    return {name: [row[place] for row in rows] for place, name in enumerate(names)}

@@ -352,14 +352,14 @@ def _last_busy(points: Sequence[Point]) -> float:
 
 def _straggler(one: Recorded) -> Iterator[str]:
     """The phase that ranks take most differently long."""
+    took = _took(one)
     apart = {
-        phase: max(by_rank.values()) - min(by_rank.values())
-        for phase, by_rank in _took(one).items()
+        phase: max(by_rank.values()) - min(by_rank.values()) for phase, by_rank in took.items()
     }
     if not apart:
         return
     phase = max(apart, key=apart.__getitem__)
-    by_rank = _took(one)[phase]
+    by_rank = took[phase]
     slow = max(by_rank, key=by_rank.__getitem__)
     host = next(rank.host for rank in one.ranks if rank.rank == slow)
     if apart[phase] >= SPREAD * one.seconds > 0:

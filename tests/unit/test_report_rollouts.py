@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dapo_megatron.algo import group_advantage, overlong_penalty
+from dapo_megatron.codec import COMPLETION_COLUMNS, GROUP_COLUMNS
 from dapo_megatron.report import blobs, recorded
 from dapo_megatron.report.choosing import ASKED, RANDOM, Chooser, Wanted, spread
 from dapo_megatron.report.folder import RunData, read_run
@@ -26,7 +27,7 @@ from dapo_megatron.report.grades import (
     group_rewards,
 )
 from dapo_megatron.report.pieces import Pieces
-from dapo_megatron.report.recorded import COMPLETION_COLUMNS, GROUP_COLUMNS, StepIndex
+from dapo_megatron.report.recorded import StepIndex
 from dapo_megatron.report.rollouts import Rollouts, rollouts
 from dapo_megatron.rewards import dapo_math
 from tests.helpers.configs import REPOSITORY
