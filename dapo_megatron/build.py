@@ -148,6 +148,7 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
             config.rewards.workers,
             config.rewards.timeout_seconds,
             config.rewards.memory_mib,
+            config.rewards.environment,
         )
     driver = EngineDriver(
         engine,

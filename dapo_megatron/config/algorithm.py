@@ -148,3 +148,6 @@ class RewardsConfig(Section):
     """Wall-clock limit of one grading; then its worker is killed and the group abstains."""
     memory_mib: Count = 2048
     """Memory limit (address space) of a grading process; above, its grading fails."""
+    environment: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of environment variables that grading processes get besides PATH, HOME, LANG, LC_ALL,
+    LC_CTYPE, TZ and LD_LIBRARY_PATH. A grader of yours that needs a token names it here."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dapo_megatron.rewards.sandbox import Sandbox
+from dapo_megatron.rewards import sandbox
 from dapo_megatron.types import Grade
 
 SHARE_OF_LIMIT = 0.8
@@ -41,8 +41,7 @@ def grade(response: str, truth: str, extra: Mapping[str, Any], seconds: float = 
     if program is None:
         return Grade(score=-1.0, correct=False, pred="", parsed=False)
     deadline = time.monotonic() + seconds
-    with Sandbox(program) as sandbox:
-        correct = all(_passes(sandbox, test, deadline) for test in tests)
+    correct = all(_passes(program, test, deadline) for test in tests)
     return Grade(score=1.0 if correct else -1.0, correct=correct, pred=program)
 
 
@@ -100,17 +99,19 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
     return [Case(_text(stdin), _text(stdout)) for stdin, stdout in zip(inputs, outputs)]
 
 
-def _passes(sandbox: Sandbox, test: Case, deadline: float) -> bool:
+def _passes(program: str, test: Case, deadline: float) -> bool:
     left = deadline - time.monotonic()
     if left <= 0:
         return False
-    run = sandbox.run(test.stdin, left)
-    return not run.failure and _lines(run.output) == _lines(test.stdout)
+    expected = test.stdout.encode()
+    # More cannot be right, except for blanks, and is neither kept nor compared.
+    run = sandbox.run(program, test.stdin, left, len(expected) + sandbox.OUTPUT_BYTES)
+    return not run.failure and _lines(run.output) == _lines(expected)
 
 
-def _lines(text: str) -> list[str]:
+def _lines(text: bytes) -> list[bytes]:
     """Without blanks at the end of each, nor empty ones at the end of all."""
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    return [line.rstrip() for line in text.rstrip().split(b"\n")]
 
 
 def _text(value: Any) -> str:

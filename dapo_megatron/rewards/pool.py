@@ -9,15 +9,16 @@ and a new worker takes over. Threads, because gradings must go on while the engi
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing import Pipe
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from dapo_megatron.rewards.messages import Failure, encode_task
 from dapo_megatron.rewards.process import PoolClosed, WorkerLost, WorkerProcess, Workers
 from dapo_megatron.rewards.registry import check, names
 from dapo_megatron.rewards.sandbox import lacking
@@ -54,6 +55,7 @@ class GradingPool:
                      rows' data_source
     timeout_seconds  wall-clock limit of one grading; a worker's start does not count
     memory_mib       limit of a worker's address space
+    environment      variables of this process that a worker gets besides PATH, HOME and the like
 
     Raises ConfigError at once for a grader that cannot be resolved. Its methods belong to one
     thread. Workers start in the background and die with the pool, or with this process.
@@ -80,6 +82,7 @@ class GradingPool:
         workers: int,
         timeout_seconds: float,
         memory_mib: int = 2048,
+        environment: Collection[str] = (),
     ) -> None:
         if workers < 1 or timeout_seconds <= 0:
             raise ValueError(f"need workers >= 1 and a timeout > 0: {workers}, {timeout_seconds}")
@@ -95,6 +98,7 @@ class GradingPool:
         self._graders = dict(graders)
         self._timeout_seconds = timeout_seconds
         self._memory_mib = memory_mib
+        self._environment = tuple(environment)
         self._queue: deque[_Task] = deque()
         self._closed = False
         self._changed = threading.Condition()  # guards the queue and the flag
@@ -117,11 +121,11 @@ class GradingPool:
     ) -> None:
         """Queue one grading and return. `key`, anything, comes back with the result.
 
-        Raises ValueError for an unknown source or data_source, or a closed pool; `extra` must be
-        picklable.
+        Raises ValueError for an unknown source or data_source, or a closed pool; TypeError or
+        ValueError if `extra` holds what JSON does not know.
         """
         name = self._grader_of(source, extra)
-        task = _Task(key, source, pickle.dumps((name, response, truth, extra)))
+        task = _Task(key, source, encode_task(name, response, truth, extra))
         with self._changed:
             if self._closed:
                 raise ValueError("the grading pool is closed")
@@ -208,7 +212,10 @@ class GradingPool:
 
     def _serve(self) -> None:
         """Look after one worker at a time until the pool is closed."""
-        workers = Workers(self._closing, self._names, self._timeout_seconds, self._memory_mib)
+        workers = Workers(
+            *(self._closing, self._names, self._timeout_seconds),
+            *(self._memory_mib, self._environment),
+        )
         try:
             workers.ready()  # before there is work
             while batch := self._next_batch():
@@ -231,12 +238,13 @@ class GradingPool:
         self, worker: WorkerProcess, batch: deque[_Task], prepare_successor: Callable[[], object]
     ) -> None:
         """Grade the tasks of `batch`; each leaves it when answered. Raises WorkerLost."""
-        worker.send([task.payload for task in batch])
+        deadline = worker.send_batch([task.payload for task in batch], self._timeout_seconds)
         while batch:
-            answer = worker.receive(self._timeout_seconds, halfway=prepare_successor)
-            if isinstance(answer, Grade):
+            answer = worker.answer(deadline, halfway=prepare_successor)
+            deadline = time.monotonic() + self._timeout_seconds
+            if not isinstance(answer, Failure):
                 self._finished.put(_Result(batch.popleft(), answer, "graded"))
-            elif answer.why == "memory":  # it may hold on to what it has: the next would suffer
+            elif answer.cause == "memory":  # it may hold on to what it has: the next would suffer
                 raise WorkerLost(*answer)
             else:
                 self._finished.put(_Result(batch.popleft(), None, *answer))

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
-from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import TypeVar
 
-from dapo_megatron.rewards.jail import kill_descendants
-from dapo_megatron.rewards.sandbox import remove
-from dapo_megatron.types import ConfigError, DapoError
+from dapo_megatron.rewards.messages import (
+    MAX_MESSAGE_BYTES,
+    Failure,
+    decode_answer,
+    decode_refusal,
+    encode,
+    encode_batch,
+)
+from dapo_megatron.rewards.process_tree import kill_descendants, remove_folder
+from dapo_megatron.types import ConfigError, DapoError, Grade
 
 START_SECONDS = 120.0
 """Limit for a worker to start and import its graders; seconds."""
@@ -25,16 +32,15 @@ START_SECONDS = 120.0
 MAX_FAILED_STARTS = 3
 """Workers in a row that may die while starting before the pool gives up."""
 
-# A worker is not a rank, whatever launched its parent, and it has no business on a GPU.
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+END_SECONDS = 5.0
+"""Time allowed for a killed worker to be gone. A process that waits for a dead disk ends later."""
+
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
+"""Variables of this process that a worker gets. Tokens, passwords and a launcher's are not among
+them: graders are anyone's code, and read what a model wrote."""
 
 
-class Failure(NamedTuple):
-    """A worker's answer to a grading without a grade: "error" (the end of the traceback says
-    which) or "memory"."""
-
-    why: str
-    detail: str
+Message = TypeVar("Message")
 
 
 class WorkerLost(Exception):
@@ -53,11 +59,19 @@ class PoolClosed(Exception):
 class WorkerProcess:
     """A running worker. Whoever makes one calls `stop`; all calls come from one thread.
 
-    closing: readable once the pool is being closed. Its temporary folder ends with it.
+    closing       readable once the pool is being closed
+    environment   names of further variables of this process that it gets
+
+    Its temporary folder ends with it.
     """
 
-    def __init__(self, closing: Connection, memory_mib: int) -> None:
-        ours, theirs = socket.socketpair()
+    def __init__(
+        self, closing: Connection, memory_mib: int, environment: Collection[str] = ()
+    ) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._received = bytearray()
+        self._closing = closing
         self._folder = tempfile.mkdtemp(prefix="grading-")
         module = "dapo_megatron.rewards.worker"
         with theirs:
@@ -66,19 +80,18 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # graders print; stderr stays, for what goes wrong
-                env=_environment() | {"TMPDIR": self._folder},
+                env=_environment(environment) | {"TMPDIR": self._folder},
                 start_new_session=True,  # its own group: what a grader starts is killed with it
             )
-        self._connection = Connection(ours.detach())
-        self._closing = closing
 
     def load(self, names: Collection[str], timeout_seconds: float) -> None:
         """Have it import the graders, and do not wait for it. Raises WorkerLost."""
-        self.send((sorted(names), timeout_seconds))
+        order = encode({"graders": sorted(names), "timeout_seconds": timeout_seconds})
+        self._send(order, time.monotonic() + START_SECONDS)
 
     def wait_until_loaded(self) -> None:
-        """Raises WorkerLost, PoolClosed, or ConfigError if it refuses."""
-        refusal = self.receive(START_SECONDS)
+        """Raise WorkerLost, PoolClosed, or ConfigError if it refuses."""
+        refusal = self._decoded(decode_refusal, time.monotonic() + START_SECONDS)
         if refusal is not None:
             raise ConfigError(f"rewards: a grading worker refused to start: {refusal}")
 
@@ -88,40 +101,94 @@ class WorkerProcess:
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._process.pid, options) is None
 
-    def send(self, message: Any) -> None:
-        """Send to a worker that is waiting for work. Raises WorkerLost."""
-        try:
-            self._connection.send(message)
-        except OSError as error:
-            raise WorkerLost("crash", self._death()) from error
+    def send_batch(self, tasks: Iterable[bytes], timeout_seconds: float) -> float:
+        """Send gradings to a worker that is waiting for work. Return the deadline of the first
+        answer: sending takes its time from it, since a stopped worker reads nothing.
 
-    def receive(self, timeout_seconds: float, halfway: Callable[[], object] = lambda: None) -> Any:
-        """Its next message; `halfway` is called when half the time is over. Raises WorkerLost or
-        PoolClosed."""
-        ready = wait([self._connection, self._closing], timeout_seconds / 2)
-        if not ready:
-            halfway()
-            ready = wait([self._connection, self._closing], timeout_seconds / 2)
-        if self._closing in ready:
-            raise PoolClosed
-        if not ready:
-            raise WorkerLost("timeout", f"no grade within {timeout_seconds:g} s")
-        try:
-            return self._connection.recv()
-        except (EOFError, OSError, UnpicklingError) as error:
-            raise WorkerLost("crash", self._death()) from error
+        Raises WorkerLost or PoolClosed.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        self._send(encode_batch(tasks), deadline)
+        return deadline
+
+    def answer(
+        self, deadline: float, halfway: Callable[[], object] = lambda: None
+    ) -> Grade | Failure:
+        """Return its answer to the next grading. `halfway` is called if half of the time that is
+        left goes by without one. Raises WorkerLost or PoolClosed."""
+        return self._decoded(decode_answer, deadline, halfway)
 
     def stop(self) -> None:
         """Kill it with everything it started, reap it, remove its files. Idempotent."""
         if self._process.returncode is not None:  # reaped: its id may be another's by now
             return
         self._kill_all()
-        self._process.wait()
-        self._connection.close()
-        remove(self._folder)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self._socket.close()
+        remove_folder(self._folder)
+
+    def _send(self, message: bytes, deadline: float) -> None:
+        unsent = memoryview(message)
+        while unsent:
+            try:
+                unsent = unsent[self._socket.send(unsent) :]
+            except BlockingIOError:
+                if not self._wait(select.POLLOUT, deadline):
+                    raise WorkerLost("timeout", "it did not read what it was sent") from None
+            except OSError as error:
+                raise WorkerLost("crash", self._death()) from error
+
+    def _decoded(
+        self,
+        decode: Callable[[bytes], Message],
+        deadline: float,
+        halfway: Callable[[], object] = lambda: None,
+    ) -> Message:
+        now = time.monotonic()
+        try:
+            message = self._receive(now + (deadline - now) / 2)
+            if message is None:
+                halfway()
+                message = self._receive(deadline)
+            if message is None:
+                raise WorkerLost("timeout", f"no grade within {deadline - now:.3g} s")
+            return decode(message)
+        except ValueError as error:
+            raise WorkerLost("crash", f"it sent nonsense: {error}") from error
+
+    def _receive(self, deadline: float) -> bytes | None:
+        """Return its next message, or None if there is no whole one before the deadline."""
+        while (end := self._received.find(b"\n")) < 0:
+            if len(self._received) > MAX_MESSAGE_BYTES:
+                raise WorkerLost("crash", f"it sent a message above {MAX_MESSAGE_BYTES} bytes")
+            if not self._wait(select.POLLIN, deadline):
+                return None
+            try:
+                block = self._socket.recv(2**16)
+            except OSError as error:
+                raise WorkerLost("crash", self._death()) from error
+            if not block:
+                raise WorkerLost("crash", self._death())
+            self._received += block
+        message = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return message
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        """Wait until its socket is ready. Return whether it was before the deadline."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        poll.register(self._closing, select.POLLIN)
+        left = max(0.0, deadline - time.monotonic())
+        ready = [descriptor for descriptor, _ in poll.poll(1000 * left)]
+        if self._closing.fileno() in ready:
+            raise PoolClosed
+        return bool(ready)
 
     def _kill_all(self) -> None:
-        """It adopts the orphans among what it started; while it stands still, none gets away."""
+        """Kill it and all below it. It adopts the orphans among what it started; while it stands
+        still, none gets away."""
         if sys.platform == "linux":
             os.kill(self._process.pid, signal.SIGSTOP)
             kill_descendants(self._process.pid)
@@ -147,15 +214,22 @@ class Workers:
     names            graders that each of them imports
     timeout_seconds  of one grading
     memory_mib       of one worker
+    environment      further variables that a worker gets
     """
 
     def __init__(
-        self, closing: Connection, names: Collection[str], timeout_seconds: float, memory_mib: int
+        self,
+        closing: Connection,
+        names: Collection[str],
+        timeout_seconds: float,
+        memory_mib: int,
+        environment: Collection[str] = (),
     ) -> None:
         self._closing = closing
         self._names = names
         self._timeout_seconds = timeout_seconds
         self._memory_mib = memory_mib
+        self._environment = environment
         self._current: WorkerProcess | None = None
         self._successor: WorkerProcess | None = None
 
@@ -187,7 +261,7 @@ class Workers:
             self._successor.stop()
             self._successor = None
         if self._successor is None:
-            self._successor = WorkerProcess(self._closing, self._memory_mib)
+            self._successor = WorkerProcess(self._closing, self._memory_mib, self._environment)
             with suppress(WorkerLost):  # heard again when it is waited for
                 self._successor.load(self._names, self._timeout_seconds)
         return self._successor
@@ -205,14 +279,10 @@ class Workers:
             self._successor.stop()
 
 
-def _environment() -> dict[str, str]:
-    environment = {key: value for key, value in os.environ.items() if not _of_a_launcher(key)}
+def _environment(names: Collection[str]) -> dict[str, str]:
+    environment = {key: os.environ[key] for key in (*INHERITED, *names) if key in os.environ}
     # The same modules as here, however this process came to find them.
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # it has no business on a GPU
     environment["OMP_NUM_THREADS"] = "1"
     return environment
-
-
-def _of_a_launcher(key: str) -> bool:
-    return key in _LAUNCHER_VARIABLES or key.startswith("TORCHELASTIC_")

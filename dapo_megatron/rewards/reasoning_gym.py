@@ -1,18 +1,57 @@
 """The scorers of the reasoning-gym package, each data set's own.
 
 A scorer gives partial credit between 0 and 1; only full credit counts as correct.
+
+Some scorers of the package call `eval` or `sympy.parse_expr` on the answer or on the entry, which
+runs whatever the model or the author of a data file wrote. Two measures keep that from happening:
+- In the modules of `REPLACEMENTS` these functions are replaced by parsers that evaluate nothing.
+- While anything of the package runs here, an audit hook refuses to compile text. A data set that is
+  not in the table, or a later version of the package, then fails before any code runs.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
-from collections.abc import Callable, Mapping
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import reasoning_gym as library  # the package; this module is dapo_megatron.rewards.reasoning_gym
+import sympy
 
+from dapo_megatron.rewards.expressions import integer_value, parse_expression
 from dapo_megatron.types import Grade
+
+_SYMPY = types.ModuleType("sympy")
+_SYMPY.__dict__.update(vars(sympy), parse_expr=parse_expression)
+
+REPLACEMENTS: Mapping[str, Mapping[str, Any]] = {
+    "algebra.intermediate_integration": {"sympy": _SYMPY},
+    "algebra.polynomial_multiplication": {"sp": _SYMPY},
+    "algebra.simple_integration": {"sympy": _SYMPY},
+    "algorithmic.binary_matrix": {"eval": ast.literal_eval},
+    "algorithmic.number_sorting": {"eval": ast.literal_eval},
+    "algorithmic.spiral_matrix": {"eval": ast.literal_eval},
+    "algorithmic.string_insertion": {"eval": ast.literal_eval},
+    "arithmetic.bitwise_arithmetic": {"eval": integer_value},
+    "games.countdown": {"parse_expr": parse_expression},
+    "games.n_queens": {"eval": ast.literal_eval},
+    "games.puzzle24": {"parse_expr": parse_expression},
+}
+"""Names in modules of reasoning_gym, and what they stand for in this process."""
+
+_MAY_COMPILE = frozenset(
+    {"ast", "importlib._bootstrap", "importlib._bootstrap_external", "collections", "dataclasses"}
+)
+"""Modules that may compile text while a scorer runs. `ast` stops at the syntax tree. A scorer may
+be the first to import something. Named tuples and dataclasses are made from text of their own."""
+
+_is_scoring = False
 
 
 def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
@@ -22,11 +61,13 @@ def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
     truth: not read; scorers look at the entry, since many problems have several answers.
     extra: {"dataset": name, "entry": {"question", "answer", "metadata"}} and, for the few
     scorers that read their settings, "options" of the data set. JSON values.
-    Raises KeyError without those keys, ValueError for an unknown data set.
+    Raises KeyError without those keys, ValueError for an unknown data set, RuntimeError for a
+    scorer that tries to run text as code.
     """
-    scorer = _scorer(extra["dataset"], json.dumps(extra.get("options", {}), sort_keys=True))
     pred = response.strip()
-    correct = bool(scorer(answer=pred, entry=extra["entry"]) == 1.0)
+    with _no_text_compiled():
+        scorer = _scorer(extra["dataset"], json.dumps(extra.get("options", {}), sort_keys=True))
+        correct = bool(scorer(answer=pred, entry=extra["entry"]) == 1.0)
     return Grade(score=1.0 if correct else -1.0, correct=correct, pred=pred)
 
 
@@ -37,3 +78,32 @@ def _scorer(dataset: str, options: str) -> Callable[..., float]:
         dataset, **json.loads(options)
     ).score_answer
     return scorer
+
+
+@contextmanager
+def _no_text_compiled() -> Iterator[None]:
+    global _is_scoring
+    _is_scoring = True
+    try:
+        yield
+    finally:
+        _is_scoring = False
+
+
+def _refuse_to_compile(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook: raise before `eval`, `exec` or `compile` turn text into code."""
+    if not _is_scoring or event != "compile" or arguments[0] is None:
+        return
+    caller = sys._getframe(1).f_globals.get("__name__")
+    if caller not in _MAY_COMPILE:
+        raise RuntimeError(f"{caller} tries to run text as code; its data set cannot be used here")
+
+
+def _replace_evaluation() -> None:
+    for name, replacements in REPLACEMENTS.items():
+        module = importlib.import_module(f"{library.__name__}.{name}")
+        vars(module).update(replacements)
+
+
+_replace_evaluation()
+sys.addaudithook(_refuse_to_compile)

@@ -1,195 +1,403 @@
-"""Running an untrusted program from outside: start the jail, ask it, end it.
+"""An untrusted program in bubblewrap (bwrap): a root of its own, namespaces, limits, a filter.
 
-jail.py says how it locks itself in. Layers that a machine does not have are left out, except the
-resource limits and the namespaces that jail.NEEDED names: without those nothing runs.
+The program sees the interpreter, its installed packages and the system's libraries, all read-only,
+and an empty folder in memory. It has no network, no home, no data and no /proc of the machine. Each
+run is a fresh interpreter on the program's own file, so that its end is Python's own.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import resource
+import select
+import shutil
+import signal
+import site
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import IO
 
-from dapo_megatron.rewards import jail, seccomp
+from dapo_megatron.rewards.seccomp import filter_program
 from dapo_megatron.types import ConfigError, DapoError
 
+MIB = 2**20
 MEMORY_MIB = 2048
 """Address space of a program, unless this process has less (then as much)."""
+FOLDER_MIB = 64
+"""Size of the folder that a program may write to."""
+FILE_MIB = 16
+"""Size of the largest file it may write."""
+MAX_TASKS = 128
+"""Threads of a program, and bwrap's process beside it."""
+OPEN_FILES = 64
+OUTPUT_BYTES = MIB
+"""Default limit of what a program may write to stdout."""
+ERROR_BYTES = 2000
+"""Bytes of stderr that are kept, for messages of bwrap."""
 
 END_SECONDS = 5.0
-"""Allowed for an idle sandbox to end by itself, before it is killed."""
+"""Time allowed for a killed sandbox to be gone."""
 
-SPARE_TASKS = 512
-"""Processes and threads that a program may have beyond those that its user has: RLIMIT_NPROC
-counts all of a user's where there is no user namespace."""
+UNPRIVILEGED_ID = 65_534
+"""User and group (nobody) of programs in runs of root: the kernel limits no tasks of root."""
+
+INSTALL = (
+    "install bubblewrap, libseccomp and util-linux (Debian, Ubuntu: apt-get install bubblewrap "
+    "libseccomp2; Fedora: dnf install bubblewrap libseccomp; elsewhere: "
+    "conda install -c conda-forge bubblewrap libseccomp)"
+)
+_FOLDER = "/tmp"
+_PROGRAM = f"{_FOLDER}/program.py"
+_TOO_LATE = "no end within the limit"
+_SIGNALLED = 128
+"""bwrap adds it to the number of the signal that killed its program."""
+_DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 class SandboxError(DapoError):
-    """The sandbox did not start, or ended before its program."""
+    """The sandbox did not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run of a program wrote, and why it does not count ("" if it does)."""
+    """Output of a program, and the reason why its run does not count ("" if it does)."""
 
-    output: str
+    output: bytes
     failure: str
 
 
-class Sandbox:
-    """One program, locked up; use it as a context manager.
+def run(program: str, stdin: str, seconds: float, max_output: int = OUTPUT_BYTES) -> Run:
+    """Run a Python program from its start. Nothing that it started is alive afterwards.
 
-    program   Python source
-    layers    kinds of isolation to try; `lacking` says which of them could not be had, and why
+    program      source text
+    stdin        text of its standard input
+    seconds      wall-clock limit, start of the interpreter included
+    max_output   bytes to stdout above which it is killed
 
-    Raises SandboxError if it does not start, or if a layer of jail.NEEDED is asked for and cannot
-    be had: each sandbox is looked at, for namespaces can also run out. Leaving it ends all that
-    the program started and removes its folder.
+    Raises SandboxError if bwrap does not start it.
 
-    Example:
-        with Sandbox("print(int(input()) * 2)") as sandbox:
-            assert sandbox.run("21", seconds=1.0) == Run("42\n", "")
+    Example: `run("print(int(input()) * 2)", "21", 5.0) == Run(b"42\\n", "")`
     """
-
-    def __init__(self, program: str, layers: Sequence[str] = jail.LAYERS) -> None:
-        self._is_busy = False
-        self._folder = tempfile.mkdtemp(prefix="program-")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", jail.__file__, ",".join(layers), self._folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            # An interpreter of a module system may need it; the program does not get it.
-            env={key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ},
-        )
-        order = {
-            "program": program,
-            "memory_bytes": _memory_bytes(),
-            "num_tasks": _num_tasks() + SPARE_TASKS,
-            "filter": seccomp.assemble(platform.machine()).hex(),
-        }
-        try:
-            self.lacking: dict[str, str] = self._ask(order)["lacking"]
-            self._check_needed()
-        except SandboxError:
-            self.close()
-            raise
-
-    def run(self, stdin: str, seconds: float) -> Run:
-        """Run the program from its start for so long at most. Raises SandboxError."""
-        return Run(**self._ask({"input": stdin, "seconds": seconds}))
-
-    def close(self) -> None:
-        """End all of it, and reap it. Idempotent."""
-        if self._process.returncode is not None:
-            return
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(0.0 if self._is_busy else END_SECONDS)
-        except subprocess.TimeoutExpired:
-            killed = jail.kill_descendants(self._process.pid)
-            self._process.kill()
-            self._process.wait()
-            for pid in killed:
-                with suppress(ChildProcessError):  # unless this process adopts orphans
-                    os.waitpid(pid, 0)
-        self._process.stdout.close()
-        remove(self._folder)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _check_needed(self) -> None:
-        missing = [f"{name} ({self.lacking[name]})" for name in jail.NEEDED if name in self.lacking]
-        if missing:
-            raise SandboxError(
-                f"the kernel refuses its sandbox these namespaces: {', '.join(missing)}. In "
-                "Docker, start the container with --security-opt seccomp=unconfined"
-            )
-
-    def _ask(self, message: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._is_busy = True
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise SandboxError("the sandbox has ended") from error
-        answer = self._process.stdout.readline()
-        if not answer.endswith(b"\n"):
-            raise SandboxError("the sandbox ended without an answer")
-        self._is_busy = False
-        return json.loads(answer)
+    return _run(program, stdin, seconds, max_output, has_proc="/proc" not in lacking())
 
 
-@cache
-def lacking() -> dict[str, str]:
-    """The kinds of isolation that this machine does not give, each with the reason.
+@functools.cache
+def lacking() -> Mapping[str, str]:
+    """Return the parts of the sandbox that this machine does not give, each with the reason.
 
-    Raises ConfigError if the resource limits or one of jail.NEEDED are among them: `code` cannot
-    be used here.
+    Raises ConfigError if it gives no sandbox, with the command that installs what is missing.
     """
     if sys.platform != "linux":
-        raise ConfigError("grader 'code': it needs Linux, whose limits it runs programs under")
+        raise ConfigError("grader 'code': its sandbox needs Linux")
+    for name in ("bwrap", "prlimit"):
+        if shutil.which(name) is None:
+            raise ConfigError(f"grader 'code': no program {name} on the PATH; {INSTALL}")
     try:
-        with Sandbox("print(6 * 7)") as sandbox:
-            run = sandbox.run("", seconds=20.0)
+        filter_program()
+    except OSError as error:
+        raise ConfigError(f"grader 'code': no libseccomp ({error}); {INSTALL}") from error
+    try:
+        trial = _trial(has_proc=True)
+        missing = {}
     except SandboxError as error:
-        raise ConfigError(f"grader 'code': {error}; see docs/rewards.md") from error
-    if run != Run("42\n", ""):
-        raise ConfigError(f"grader 'code': a trial run failed ({run.failure}); see docs/rewards.md")
-    if "seccomp" in sandbox.lacking and os.geteuid() == 0:
-        raise ConfigError(
-            "grader 'code': the kernel limits no number of processes for root, and there is no "
-            f"seccomp filter ({sandbox.lacking['seccomp']}); run as another user"
-        )
-    return sandbox.lacking
+        # Containers hide parts of their /proc, and the kernel then allows no new one.
+        missing = {"/proc": str(error)}
+        try:
+            trial = _trial(has_proc=False)
+        except SandboxError:
+            raise ConfigError(
+                f"grader 'code': {error}. bubblewrap 0.8 or newer must be allowed to make user "
+                "namespaces: docs/rewards.md lists what containers and distributions need"
+            ) from error
+    if trial != Run(b"42\n", ""):
+        raise ConfigError(f"grader 'code': a trial run failed: {trial}; see docs/rewards.md")
+    return missing
 
 
-def remove(folder: str) -> None:
-    """Remove a folder of temporary files, however deep an adversary made it."""
+def _trial(has_proc: bool) -> Run:
+    return _run("print(6 * int(input()))", "7", 20.0, OUTPUT_BYTES, has_proc)
+
+
+def _run(program: str, stdin: str, seconds: float, max_output: int, has_proc: bool) -> Run:
+    deadline = time.monotonic() + seconds
+    with ExitStack() as stack:
+        bwrap = _Bwrap(stack, program, stdin, seconds, has_proc)
+        failure = bwrap.read(deadline, max_output) or bwrap.wait(deadline)
+        return Run(bytes(bwrap.output), failure)
+
+
+class _Bwrap:
+    """One bwrap process and what it runs, which end with `stack`."""
+
+    def __init__(
+        self, stack: ExitStack, program: str, stdin: str, seconds: float, has_proc: bool
+    ) -> None:
+        self.output, self._errors = bytearray(), bytearray()
+        self._status, status_end = _pipe(stack)
+        mapped_end, mapped = _pipe(stack)
+        source = _memory_file(stack, program.encode("utf-8", "surrogatepass"))
+        system_calls = _memory_file(stack, filter_program())
+        unread = _memory_file(stack, b"")
+        is_root = os.geteuid() == 0
+        command = [
+            *(_tool("bwrap"), "--die-with-parent", "--new-session", "--hostname", "sandbox"),
+            *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc"),
+            *("--unshare-uts", "--unshare-cgroup-try", *_mounts()),
+            *(("--proc", "/proc") if has_proc else ("--dir", "/proc")),
+            *("--perms", "1777", "--size", str(FOLDER_MIB * MIB), "--tmpfs", _FOLDER),
+            *("--perms", "0444", "--file", str(source), _PROGRAM, "--chdir", _FOLDER),
+            *("--remount-ro", "/", "--json-status-fd", str(status_end.fileno())),
+            *("--seccomp", str(system_calls)),
+            *(_become_nobody(mapped_end.fileno(), unread) if is_root else ("--",)),
+            # Inside: a limit of tasks that bwrap had would count the user's other processes.
+            *(_tool("prlimit"), *_limits(seconds), "--", _interpreter(), _PROGRAM),
+        ]
+        passed = [source, system_calls, unread, status_end.fileno(), mapped_end.fileno()]
+        self._process = _popen(command, _memory_file(stack, stdin.encode()), passed)
+        stack.enter_context(self._process)
+        self._first_process = 0  # of the process namespace; 0 if bwrap has not made one
+        stack.callback(self._end)
+        status_end.close()
+        mapped_end.close()
+        first_line = self._status.readline()
+        if first_line:
+            self._first_process = json.loads(first_line)["child-pid"]
+            if is_root:
+                _map_nobody(self._first_process)
+                mapped.write(b"x")
+                mapped.flush()
+
+    def read(self, deadline: float, max_output: int) -> str:
+        """Read until nobody can write any more. Return why the run does not count, or ""."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        buffers = {
+            self._process.stdout.fileno(): self.output,
+            self._process.stderr.fileno(): self._errors,
+        }
+        poll = select.poll()
+        for descriptor in buffers:
+            poll.register(descriptor, select.POLLIN)
+        while buffers:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return _TOO_LATE
+            for descriptor, _ in poll.poll(1000 * left):
+                block = os.read(descriptor, 2**16)
+                buffers[descriptor] += block
+                if not block:
+                    poll.unregister(descriptor)
+                    del buffers[descriptor]
+            del self._errors[ERROR_BYTES:]
+            if len(self.output) > max_output:
+                return f"more than {max_output} bytes of output"
+        return ""
+
+    def wait(self, deadline: float) -> str:
+        """Wait for the end. Return why the run does not count, or "". Raises SandboxError if the
+        program was not started."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return _TOO_LATE
+        for line in self._status:
+            exit_code = json.loads(line).get("exit-code")
+            if exit_code is not None:
+                break
+        else:
+            message = self._errors.decode("utf-8", "replace").partition("\n")[0]
+            raise SandboxError(message or f"bwrap ended with code {self._process.returncode}")
+        if exit_code > _SIGNALLED:
+            return f"killed by signal {exit_code - _SIGNALLED}"
+        return f"exit status {exit_code}" if exit_code else ""
+
+    def _end(self) -> None:
+        """Wait until all of it is gone, by force if it has not ended.
+
+        Killing bwrap, or waiting for it alone, would not do: it leaves before its namespace does.
+        With the first process of that, the kernel ends every other.
+        """
+        if self._first_process:
+            with suppress(ProcessLookupError):
+                first = os.pidfd_open(self._first_process)
+                with os.fdopen(first, "rb", buffering=0):
+                    if self._process.poll() is None:
+                        signal.pidfd_send_signal(first, signal.SIGKILL)
+                    end = select.poll()
+                    end.register(first, select.POLLIN)
+                    end.poll(1000 * END_SECONDS)
+            with suppress(ChildProcessError):  # unless this process adopts orphans
+                os.waitpid(self._first_process, os.WNOHANG)
+        self._process.kill()
+
+
+def _popen(command: Sequence[str], stdin: int, passed: Sequence[int]) -> subprocess.Popen[bytes]:
     try:
-        os.rmdir(folder)
-    except OSError:
-        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=passed,
+            cwd="/",
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": _FOLDER,
+                "TMPDIR": _FOLDER,
+                "LANG": "C.UTF-8",
+                "PYTHONPATH": os.pathsep.join(_package_folders()),
+                # Libraries start a thread per core by themselves, and tasks are limited.
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                **_library_path(),
+            },
+        )
+    except OSError as error:
+        raise SandboxError(f"bwrap cannot be started: {error}") from error
 
 
-def _memory_bytes() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_MIB * jail.MIB
-    return limit if soft == resource.RLIM_INFINITY else min(limit, soft)
+def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Return the two ends, for reading and for writing."""
+    reading, writing = os.pipe()
+    return stack.enter_context(open(reading, "rb")), stack.enter_context(open(writing, "wb"))
 
 
-@cache
-def _num_tasks() -> int:
-    """Processes and threads of this user."""
+def _memory_file(stack: ExitStack, content: bytes) -> int:
+    file = stack.enter_context(os.fdopen(os.memfd_create("sandbox"), "w+b"))
+    file.write(content)
+    file.seek(0)
+    return file.fileno()
+
+
+# ---------------------------------------------------------------------------- what is in it
+
+
+def _interpreter() -> str:
+    """The interpreter itself: the links of a virtual environment lead to it."""
+    return os.path.realpath(sys.executable)
+
+
+def _tool(name: str) -> str:
+    """Return the path of a program, found on this process's PATH and not on the sandbox's."""
+    return shutil.which(name) or f"/usr/bin/{name}"
+
+
+@functools.cache
+def _package_folders() -> tuple[str, ...]:
+    """Folders of installed packages, without the modules of this project or of a user's path."""
+    folders = dict.fromkeys([*site.getsitepackages(), sysconfig.get_path("purelib")])
+    return tuple(folder for folder in folders if os.path.isdir(folder))
+
+
+def _library_path() -> dict[str, str]:
+    """LD_LIBRARY_PATH, which the interpreter of a module system may need."""
+    return {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
+
+
+@functools.cache
+def _visible_paths() -> tuple[str, ...]:
+    """Files and folders that a program can read, each under its own name. Outer ones come first."""
+    prefixes = {sys.base_prefix, sys.base_exec_prefix, "/usr"}
+    paths = {
+        *(f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64")),
+        *_package_folders(),
+        *filter(None, _library_path().get("LD_LIBRARY_PATH", "").split(os.pathsep)),
+        *("/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"),
+        *(_interpreter(), _tool("prlimit"), _tool("setpriv")),
+    }
+    return tuple(sorted(path for path in paths if os.path.exists(path)))
+
+
+def _mounts() -> list[str]:
+    """Return bwrap's options that put the visible paths and some devices into the new root."""
+    options: list[str] = []
+    paths = _visible_paths()
+    # bwrap makes the folders above a mount by itself, but for its own user only.
+    parents = {str(parent) for path in paths for parent in Path(path).parents[:-1]}
+    for folder in sorted({*parents, "/dev"}):
+        options += ["--dir", folder]
+    for path in paths:
+        if os.path.islink(path):  # /lib and /lib64, where /usr holds everything
+            options += ["--symlink", os.readlink(path), path]
+        else:
+            options += ["--ro-bind", path, path]
+    for name in _DEVICES:
+        options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        options += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    return options
+
+
+# ---------------------------------------------------------------------------- runs of root
+
+
+def _become_nobody(mapped_end: int, unread: int) -> list[str]:
+    """Return bwrap's options, and the start of its command, for a run of root.
+
+    The kernel limits no tasks of root, in a user namespace neither. bwrap itself must stay root to
+    reach an interpreter in root's home, so its program takes another user's identity, which the
+    namespace must know: bwrap waits until `_map_nobody` has seen to that.
+    """
+    return [
+        *("--userns-block-fd", str(mapped_end), "--uid", "0", "--gid", "0"),
+        *("--info-fd", str(unread)),  # required with it; the status says the same
+        *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--", _tool("setpriv")),
+        *(f"--reuid={UNPRIVILEGED_ID}", f"--regid={UNPRIVILEGED_ID}", "--clear-groups"),
+        "--inh-caps=-all",
+    ]
+
+
+def _map_nobody(process_id: int) -> None:
+    for name in ("uid_map", "gid_map"):
+        Path(f"/proc/{process_id}/{name}").write_text(
+            f"0 0 1\n{UNPRIVILEGED_ID} {UNPRIVILEGED_ID} 1\n"
+        )
+
+
+# ---------------------------------------------------------------------------- limits
+
+
+def _limits(seconds: float) -> list[str]:
+    """Return limits as options of prlimit(1), soft and hard ones alike."""
+    limits = {
+        "cpu": (resource.RLIMIT_CPU, int(seconds) + 2),  # of all threads; the clock ends it first
+        "as": (resource.RLIMIT_AS, MEMORY_MIB * MIB),
+        "fsize": (resource.RLIMIT_FSIZE, FILE_MIB * MIB),
+        "nofile": (resource.RLIMIT_NOFILE, OPEN_FILES),
+        "nproc": (resource.RLIMIT_NPROC, MAX_TASKS + _other_tasks()),
+        "sigpending": (resource.RLIMIT_SIGPENDING, MAX_TASKS + _other_tasks()),
+        "core": (resource.RLIMIT_CORE, 0),
+        "memlock": (resource.RLIMIT_MEMLOCK, 0),
+        "msgqueue": (resource.RLIMIT_MSGQUEUE, 0),
+    }
+    options = []
+    for name, (limit, value) in limits.items():
+        _, hard = resource.getrlimit(limit)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        options.append(f"--{name}={value}")
+    return options
+
+
+@functools.cache
+def _other_tasks() -> int:
+    """Return the tasks of this user that the kernel counts as the program's: none since Linux 5.14,
+    which counts by user namespace."""
+    major, minor = map(int, platform.release().split(".")[:2])
+    if (major, minor) >= (5, 14):
+        return 0
+    user = UNPRIVILEGED_ID if os.geteuid() == 0 else os.getuid()
     count = 0
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if folder.stat().st_uid == os.getuid():
+            if folder.stat().st_uid == user:
                 count += len(list((folder / "task").iterdir()))
     return count

@@ -1,108 +1,179 @@
-"""The system calls that an untrusted program is refused, as a filter for the kernel: seccomp(2).
+"""The system calls that an untrusted program may make, as a filter for `bwrap --seccomp`.
 
-The filter is made here, outside, and installed by jail.py inside. It keeps a program from starting
-processes, making sockets, and reaching other processes by signals, by their limits or by their
-memory. It cannot see what lies behind a pointer, paths above all: /proc is guarded by the user
-namespace, files by the mount namespace.
+A list of what is allowed: a call that a newer kernel adds is refused until it stands here. Whatever
+is refused fails with ENOSYS, as on a kernel without it, so that the C library falls back where it
+can. A program gets files, memory, threads, time and signals within its own namespaces. It gets no
+new processes, no sockets except connected pairs, no file locks (the interpreter's files are shared
+with the machine), no asynchronous I/O contexts and no watches (counted per user or machine).
 
-Pairs are numbers on (x86_64, aarch64), from the kernel's asm/unistd_64.h and asm-generic/unistd.h;
-None where there is no such call.
+libseccomp translates the names for the machine at hand: seccomp_rule_add(3).
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
-from typing import NamedTuple
+import ctypes
+import errno
+import fcntl
+import os
+import socket
+import termios
+from functools import cache
+from typing import Final, NamedTuple
 
-Numbers = tuple[int | None, int | None]
+_ALLOW: Final = 0x7FFF0000
+_REFUSE: Final = 0x00050000 | errno.ENOSYS
+_KILL_PROCESS: Final = 0x80000000
+_ACTION_FOR_OTHER_ARCHITECTURES: Final = 2  # SCMP_FLTATR_ACT_BADARCH
+_MASKED_EQUAL: Final = 7  # SCMP_CMP_MASKED_EQ
+
+_CLONE_THREAD = 0x10000
+_SOCKET_TYPE_MASK = 0xF
+_F_GETPIPE_SZ = 1032
+_PR_SET_KEEPCAPS, _PR_SET_NAME, _PR_GET_NAME, _PR_CAPBSET_READ = 8, 15, 16, 23
+_PR_SET_VMA = 0x53564D41
+
+ALLOWED = (
+    # reading and writing
+    *("read", "readv", "pread64", "preadv", "preadv2", "write", "writev", "pwrite64", "pwritev"),
+    *("pwritev2", "lseek", "_llseek", "close", "close_range", "dup", "dup2", "dup3", "pipe"),
+    *("pipe2", "poll", "ppoll", "select", "pselect6", "epoll_create", "epoll_create1"),
+    *("epoll_ctl", "epoll_wait", "epoll_pwait", "epoll_pwait2", "eventfd2", "sendfile"),
+    *("copy_file_range", "fsync", "fdatasync", "truncate", "ftruncate", "fallocate", "fadvise64"),
+    "readahead",
+    # files by name
+    *("open", "openat", "openat2", "creat", "stat", "fstat", "lstat", "newfstatat", "statx"),
+    *("access", "faccessat", "faccessat2", "statfs", "fstatfs", "readlink", "readlinkat"),
+    *("getdents", "getdents64", "getcwd", "chdir", "fchdir", "mkdir", "mkdirat", "rmdir"),
+    *("unlink", "unlinkat", "rename", "renameat", "renameat2", "link", "linkat", "symlink"),
+    *("symlinkat", "chmod", "fchmod", "fchmodat", "fchmodat2", "umask", "utime", "utimes"),
+    *("utimensat", "futimesat", "getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr"),
+    "flistxattr",
+    # memory
+    *("mmap", "munmap", "mremap", "mprotect", "brk", "madvise", "mincore", "msync", "membarrier"),
+    # threads
+    *("futex", "futex_waitv", "set_robust_list", "get_robust_list", "set_tid_address", "gettid"),
+    *("rseq", "arch_prctl", "sched_yield", "sched_getaffinity", "sched_getparam"),
+    *("sched_getscheduler", "sched_get_priority_max", "sched_get_priority_min", "getcpu"),
+    "getpriority",
+    # ends
+    *("execve", "execveat", "exit", "exit_group", "wait4", "waitid", "restart_syscall"),
+    # signals and timers
+    *("kill", "tkill", "tgkill", "rt_sigaction", "rt_sigprocmask", "rt_sigreturn"),
+    *("rt_sigtimedwait", "rt_sigsuspend", "rt_sigpending", "sigaltstack", "signalfd4", "pause"),
+    *("alarm", "setitimer", "getitimer", "timer_create", "timer_settime", "timer_gettime"),
+    *("timer_getoverrun", "timer_delete", "timerfd_create", "timerfd_settime", "timerfd_gettime"),
+    # clocks
+    *("clock_gettime", "clock_getres", "clock_nanosleep", "nanosleep", "gettimeofday", "time"),
+    *("times", "getrusage", "sysinfo", "uname", "getrandom", "getrlimit"),
+    # identity
+    *("getpid", "getppid", "getuid", "geteuid", "getgid", "getegid", "getresuid", "getresgid"),
+    *("getgroups", "getpgrp", "getpgid", "getsid", "setsid", "setresuid", "setresgid"),
+    *("setgroups", "capget", "capset"),
+    # pairs of sockets
+    *("sendto", "recvfrom", "sendmsg", "recvmsg", "sendmmsg", "recvmmsg", "shutdown"),
+    *("getsockname", "getpeername", "getsockopt", "setsockopt"),
+)
+"""`kill` reaches the process namespace only, which holds the program and bwrap's reaper.
+`setresuid` and its like are for setpriv(1), which gives up what they need."""
+
+
+_LOWER_HALF = 0xFFFFFFFF
 
 
 class Condition(NamedTuple):
-    """A call that is refused where (argument `test` operand) is `refused_if`."""
+    """A call that is allowed where (argument & mask) == value. `cmd`, `option` and the like are 32
+    bits wide; what stands above them is not looked at by the kernel."""
 
-    numbers: Numbers
+    call: str
     argument: int
-    test: int
-    operand: int
-    refused_if: bool
+    value: int
+    mask: int = _LOWER_HALF
 
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT, _ARGUMENT_BYTES = 0, 4, 16, 8
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_EPERM, _ENOSYS = 1, 38
-
-_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_X32_BIT = 0x40000000
-_CLONE_THREAD = 0x10000
-_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
-_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
-_NOT_STREAM = 0xE  # bits of every socket type but SOCK_STREAM
-
-REFUSED: tuple[Numbers, ...] = (
-    *((57, None), (58, None)),  # fork, vfork
-    *((62, 129), (200, 130), (234, 131)),  # kill, tkill, tgkill
-    *((129, 138), (297, 240)),  # rt_sigqueueinfo, rt_tgsigqueueinfo
-    *((424, 424), (434, 434), (438, 438)),  # pidfd_send_signal, pidfd_open, pidfd_getfd
-    *((101, 117), (310, 270), (311, 271), (312, 272)),  # ptrace, process_vm_readv, _writev, kcmp
-    *((141, 140), (251, 30), (203, 122)),  # setpriority, ioprio_set, sched_setaffinity: of others
-    *((144, 119), (142, 118), (314, 274)),  # sched_setscheduler, _setparam, _setattr: likewise
-    *((256, 238), (279, 239), (440, 440)),  # migrate_pages, move_pages, process_madvise: likewise
-    *((41, 198), (425, 425)),  # socket, io_uring_setup
-    *((319, 279), (447, 447)),  # memfd_create, memfd_secret: outside the limit of address space
-    *((165, 40), (166, 39), (155, 41), (428, 428), (429, 429), (430, 430), (442, 442)),  # mounts
-    *((272, 97), (308, 268)),  # unshare, setns
-    *((29, 194), (64, 190), (68, 186), (240, 180)),  # shmget, semget, msgget, mq_open: they stay
-    *((248, 217), (249, 218), (250, 219)),  # add_key, request_key, keyctl: likewise
-    *((321, 280), (298, 241), (323, 282)),  # bpf, perf_event_open, userfaultfd
-)
-_FCNTL, _IOCTL = (72, 25), (16, 29)
 CONDITIONS = (
-    Condition((56, 220), 0, _ANY_BIT, _CLONE_THREAD, refused_if=False),  # clone: threads alone
-    Condition((302, 261), 0, _EQUAL, 0, refused_if=False),  # prlimit64: its own limits alone
-    *(Condition(_FCNTL, 1, _EQUAL, n, True) for n in (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)),
-    *(Condition(_IOCTL, 1, _EQUAL, n, True) for n in (_FIOSETOWN, _SIOCSPGRP)),
-    # socketpair: a datagram socket could be turned to another address; asyncio needs streams
-    Condition((53, 199), 1, _ANY_BIT, _NOT_STREAM, refused_if=True),
+    Condition("clone", 0, _CLONE_THREAD, mask=_CLONE_THREAD),
+    Condition("prlimit64", 0, 0),  # its own limits, which are hard already
+    # A datagram socket could be turned to another address; asyncio needs a pair of streams.
+    Condition("socketpair", 1, socket.SOCK_STREAM, mask=_SOCKET_TYPE_MASK),
+    *(
+        Condition("fcntl", 1, command)
+        for command in (
+            *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD),
+            *(fcntl.F_GETFL, fcntl.F_SETFL, _F_GETPIPE_SZ),
+        )
+    ),
+    *(
+        Condition("ioctl", 1, request)
+        for request in (
+            *(termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD),
+            *(termios.FIOCLEX, termios.FIONCLEX, termios.FIONBIO),
+        )
+    ),
+    *(
+        Condition("prctl", 0, option)
+        for option in (
+            *(_PR_SET_KEEPCAPS, _PR_SET_NAME, _PR_GET_NAME, _PR_CAPBSET_READ, _PR_SET_VMA),
+        )
+    ),
 )
-NOT_THERE: tuple[Numbers, ...] = ((435, 435),)
-"""clone3: its flags lie in memory, out of a filter's sight. libc falls back to clone on ENOSYS."""
 
 
-def assemble(
-    machine: str,
-    refused: tuple[Numbers, ...] = REFUSED,
-    conditions: tuple[Condition, ...] = CONDITIONS,
-) -> bytes:
-    """The filter as an array of struct sock_filter; empty if there is no table for `machine`."""
-    if machine not in _AUDIT_ARCH:
-        return b""
-    rules = _rules(machine, refused, conditions)
-    return b"".join(struct.pack("=HBBI", *rule) for rule in rules)
+class _Comparison(ctypes.Structure):
+    """struct scmp_arg_cmp."""
+
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("datum_a", ctypes.c_uint64),
+        ("datum_b", ctypes.c_uint64),
+    )
 
 
-def _rules(
-    machine: str, refused: tuple[Numbers, ...], conditions: tuple[Condition, ...]
-) -> Iterator[tuple[int, int, int, int]]:
-    """(operation, rules to skip if so, if not, operand). What _LOAD loaded is what is tested."""
-    column = list(_AUDIT_ARCH).index(machine)
-    yield _LOAD, 0, 0, _ARCH_AT
-    yield _EQUAL, 1, 0, _AUDIT_ARCH[machine]
-    yield _RETURN, 0, 0, _KILL
-    yield _LOAD, 0, 0, _NUMBER_AT
-    yield _AT_LEAST, 0, 1, _X32_BIT
-    yield _RETURN, 0, 0, _KILL
-    for calls, why in ((refused, _EPERM), (NOT_THERE, _ENOSYS)):
-        for numbers in calls:
-            if (number := numbers[column]) is not None:
-                yield _EQUAL, 0, 1, number
-                yield _RETURN, 0, 0, _REFUSE | why
-    for numbers, argument, test, operand, refused_if in conditions:
-        if (number := numbers[column]) is not None:
-            yield _EQUAL, 0, 4, number
-            yield _LOAD, 0, 0, _ARGUMENTS_AT + argument * _ARGUMENT_BYTES
-            yield (test, 0, 1, operand) if refused_if else (test, 1, 0, operand)
-            yield _RETURN, 0, 0, _REFUSE | _EPERM
-            yield _LOAD, 0, 0, _NUMBER_AT
-    yield _RETURN, 0, 0, _ALLOW
+@cache
+def filter_program() -> bytes:
+    """Return the filter as the kernel reads it. Raises OSError without libseccomp."""
+    library = _library()
+    context = library.seccomp_init(_REFUSE)
+    try:
+        _check(library.seccomp_attr_set(context, _ACTION_FOR_OTHER_ARCHITECTURES, _KILL_PROCESS))
+        for name in ALLOWED:
+            _allow(library, context, name)
+        for call, argument, value, mask in CONDITIONS:
+            comparison = _Comparison(argument, _MASKED_EQUAL, mask, value)
+            _allow(library, context, call, comparison)
+        with open(os.memfd_create("filter"), "r+b") as file:
+            _check(library.seccomp_export_bpf(context, file.fileno()))
+            file.seek(0)
+            return file.read()
+    finally:
+        library.seccomp_release(context)
+
+
+def _allow(
+    library: ctypes.CDLL, context: int, name: str, comparison: _Comparison | None = None
+) -> None:
+    number = library.seccomp_syscall_resolve_name(name.encode())
+    if number < 0:  # not on this architecture, or newer than the library
+        return
+    comparisons = [] if comparison is None else [comparison]
+    array = (_Comparison * len(comparisons))(*comparisons)
+    _check(library.seccomp_rule_add_array(context, _ALLOW, number, len(comparisons), array))
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL("libseccomp.so.2")
+    library.seccomp_init.restype = ctypes.c_void_p
+    library.seccomp_init.argtypes = (ctypes.c_uint32,)
+    library.seccomp_attr_set.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32)
+    library.seccomp_rule_add_array.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint),
+        ctypes.c_void_p,
+    )
+    library.seccomp_export_bpf.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    library.seccomp_release.argtypes = (ctypes.c_void_p,)
+    return library
+
+
+def _check(result: int) -> None:
+    if result < 0:
+        raise OSError(-result, f"libseccomp: {os.strerror(-result)}")

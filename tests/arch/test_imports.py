@@ -53,7 +53,7 @@ ROOMS = {
     "protocols": room("types bridge", "torch"),
     "algo": room("types", "torch"),
     "data": room("types config algo", "torch transformers jinja2 pyarrow reasoning_gym"),
-    "rewards": room("types config algo", "math_verify reasoning_gym"),
+    "rewards": room("types config algo", "math_verify reasoning_gym sympy"),
     # protocols for Exchange: how ranks tell each other what they hold.
     "bridge": room("types files config protocols", "torch safetensors"),
     "policy": room(

@@ -1,0 +1,126 @@
+"""What the pool and its workers send each other: JSON, one message a line, checked field by field.
+
+A worker runs code that others wrote and reads text that a model wrote. Nothing that it sends is
+ever unpickled; whatever is not exactly one of the messages below counts as its crash.
+
+    pool    {"graders": [name, ...], "timeout_seconds": number}
+    worker  {"refusal": text or null}
+    pool    [[grader, response, truth, extra], ...]
+    worker  {"score": number, "correct": bool, "pred": text, "parsed": bool}      once per grading,
+            or {"cause": "error" or "memory", "detail": text}                     in the order asked
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from dapo_megatron.types import Grade
+
+MAX_MESSAGE_BYTES = 2**20
+"""Largest message of a worker. A longer one counts as its crash."""
+
+_TUPLE, _ITEMS = "__tuple__", "__items__"
+
+
+class Failure(NamedTuple):
+    """A grading without a grade. The cause is "error" (the grader raised; the detail ends with its
+    traceback) or "memory"."""
+
+    cause: str
+    detail: str
+
+
+def encode_task(grader: str, response: str, truth: str, extra: Mapping[str, Any]) -> bytes:
+    """Return one grading as a part of a batch. Raises TypeError or ValueError if `extra` holds what
+    JSON does not know, except tuples and keys that are numbers, which arrive as they are."""
+    return json.dumps([grader, response, truth, _to_json(extra)]).encode()
+
+
+def encode_batch(tasks: Iterable[bytes]) -> bytes:
+    """Return a batch of encoded gradings as one message."""
+    return b"[" + b",".join(tasks) + b"]\n"
+
+
+def decode_batch(message: bytes) -> list[tuple[str, str, str, Mapping[str, Any]]]:
+    """Return the gradings of a batch: (grader, response, truth, extra)."""
+    return [(*texts, _from_json(extra)) for *texts, extra in json.loads(message)]
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Return a message that is plain JSON."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def encode_answer(answer: Grade | Failure) -> bytes:
+    """Return a worker's answer to one grading."""
+    if isinstance(answer, Failure):
+        return encode(answer._asdict())
+    return encode(
+        {
+            "score": answer.score,
+            "correct": answer.correct,
+            "pred": answer.pred,
+            "parsed": answer.parsed,
+        }
+    )
+
+
+def decode_answer(message: bytes) -> Grade | Failure:
+    """Return a worker's answer. Raises ValueError for anything that is not one."""
+    match _object(message):
+        case {
+            "score": float(score),
+            "correct": bool(correct),
+            "pred": str(pred),
+            "parsed": bool(parsed),
+        } as fields if len(fields) == 4 and math.isfinite(score):
+            return Grade(score, correct, pred, parsed)
+        case {"cause": "error" | "memory" as cause, "detail": str(detail)} as fields if (
+            len(fields) == 2
+        ):
+            return Failure(cause, detail)
+    raise ValueError(f"not an answer of a worker: {message[:100]!r}")
+
+
+def decode_refusal(message: bytes) -> str | None:
+    """Return why a worker cannot serve, or None if it can. Raises ValueError for anything else."""
+    match _object(message):
+        case {"refusal": (str() | None) as refusal} as fields if len(fields) == 1:
+            return refusal
+    raise ValueError(f"not the first message of a worker: {message[:100]!r}")
+
+
+def _object(message: bytes) -> Any:
+    try:
+        return json.loads(message)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {message[:100]!r}") from error
+
+
+def _to_json(value: Any) -> Any:
+    match value:
+        case Mapping() if all(isinstance(key, str) for key in value):
+            return {key: _to_json(item) for key, item in value.items()}
+        case Mapping():
+            return {_ITEMS: [[_to_json(key), _to_json(item)] for key, item in value.items()]}
+        case tuple():
+            return {_TUPLE: [_to_json(item) for item in value]}
+        case list():
+            return [_to_json(item) for item in value]
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    match value:
+        case {"__tuple__": list(items)} as fields if len(fields) == 1:
+            return tuple(_from_json(item) for item in items)
+        case {"__items__": list(items)} as fields if len(fields) == 1:
+            return {_from_json(key): _from_json(item) for key, item in items}
+        case dict():
+            return {key: _from_json(item) for key, item in value.items()}
+        case list():
+            return [_from_json(item) for item in value]
+    return value

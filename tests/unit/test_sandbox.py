@@ -1,0 +1,484 @@
+"""The sandbox of programs: what it keeps inside, for root too, and what it leaves behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.rewards import pool, sandbox
+from dapo_megatron.rewards.sandbox import Run
+from dapo_megatron.types import ConfigError
+from tests.helpers.graders import processes_with
+from tests.helpers.sandboxes import needs_sandbox
+
+
+def run(program: str, stdin: str = "", seconds: float = 20.0) -> Run:
+    return sandbox.run(textwrap.dedent(program), stdin, seconds)
+
+
+def printed(program: str, seconds: float = 20.0) -> str:
+    result = run(program, seconds=seconds)
+    assert result.failure == ""
+    return result.output.decode()
+
+
+# ------------------------------------------------------------------------ limits
+
+LIMITED = {
+    "memory": ("x = bytearray(2**34)", "exit status 1"),
+    "cpu": ("while True: pass", "no end within the limit"),
+    "sleep": ("import time; time.sleep(100)", "no end within the limit"),
+    "output": ("while True: print('x' * 2**20)", "more than 1048576 bytes of output"),
+    "errors": ("import sys\nwhile True: sys.stderr.write('x' * 2**20)", "no end within the limit"),
+    "file": ("f = open('x', 'wb')\nwhile True: f.write(bytes(2**20))", "exit status 1"),
+    "open files": ("fs = [open('/dev/stdin') for _ in range(100)]", "exit status 1"),
+    "raised limit": (
+        "import resource as r; r.setrlimit(r.RLIMIT_AS, (2**40, 2**40))",
+        "exit status 1",
+    ),
+    "segfault": ("import ctypes; ctypes.string_at(0)", "killed by signal 11"),
+    "abort": ("import os; os.abort()", "killed by signal 6"),
+    "exit": ("import os; os._exit(7)", "exit status 7"),
+    "closed output": ("import os, time\nos.close(1); os.close(2); time.sleep(100)", "no end"),
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_program_beyond_a_limit_fails(name: str) -> None:
+    program, failure = LIMITED[name]
+    result = run(program, seconds=0.7 if "no end" in failure else 20.0)
+    assert result.failure.startswith(failure)
+
+
+@needs_sandbox
+def test_threads_are_limited_also_for_root() -> None:
+    program = """
+        import os, threading
+        threading.stack_size(32768)
+        count, wait = 0, threading.Event().wait
+        try:
+            while count < 1000:
+                threading.Thread(target=wait, daemon=True).start()
+                count += 1
+        except RuntimeError: pass
+        print(count, flush=True)
+        os._exit(0)
+    """
+    assert 50 < int(printed(program)) <= sandbox.MAX_TASKS
+
+
+@needs_sandbox
+def test_the_folder_is_limited_and_nothing_else_can_be_written() -> None:
+    program = f"""
+        import os
+        written = 0
+        try:
+            for number in range(100):
+                with open(f"file{{number}}", "wb") as file: file.write(bytes(15 * 2**20))
+                written += 15
+        except OSError: pass
+        print(written <= {sandbox.FOLDER_MIB})
+        for folder in ("/", "/dev", "/dev/shm", "/etc", "/usr/lib", "/var/tmp", {os.getcwd()!r}):
+            try: open(folder + "/new", "w")
+            except OSError: continue
+            print("wrote to", folder)
+        try: os.mkfifo("/new")
+        except OSError: print("no fifo")
+    """
+    assert printed(program) == "True\nno fifo\n"
+
+
+# ------------------------------------------------------------------------ what it sees
+
+
+@needs_sandbox
+def test_nothing_of_this_process_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "s3cr3t")
+    program = """
+        import os, sys
+        print(sorted(os.environ), os.listdir("."), sys.argv)
+        others = {name for name in os.listdir("/proc/self/fd") if int(name) > 2}
+        print([os.readlink(f"/proc/self/fd/{name}")[:5] for name in others if os.path.exists(
+            f"/proc/self/fd/{name}")])
+        print([name for name in sys.modules if name.startswith("dapo")])
+    """
+    names = ["HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PWD"]
+    names += ["PYTHONPATH", "TMPDIR", *sandbox._library_path()]
+    assert printed(program).splitlines() == [
+        f"{sorted(names)} ['program.py'] ['/tmp/program.py']",
+        # For root bwrap leaves the end that it waited at: nothing can be read from it any more.
+        "[]" if os.geteuid() else "['pipe:']",
+        "[]",
+    ]
+
+
+@needs_sandbox
+def test_it_sees_the_interpreter_and_libraries_and_no_other_file(tmp_path: Path) -> None:
+    secret = tmp_path / "tests.jsonl"
+    secret.write_text("expected output")
+    program = f"""
+        import os
+        for path in ({str(secret)!r}, "/etc/passwd", "/etc/shadow", {__file__!r}, "/root/.bashrc",
+                     os.path.expanduser("~root"), {str(Path.home() / ".netrc")!r}):
+            if os.path.isfile(path): print("sees", path)
+        print(sorted(os.listdir("/")), os.listdir("/home") if os.path.exists("/home") else [])
+    """
+    lines = printed(program).splitlines()
+    assert len(lines) == 1
+    assert "'home'" not in lines[0] or lines[0].endswith(" []")
+    for name in ("'boot'", "'mnt'", "'opt'", "'run'", "'sys'", "'var'"):
+        assert name not in lines[0]
+
+
+@needs_sandbox
+def test_it_sees_no_process_of_the_machine() -> None:
+    program = """
+        import os
+        print(sorted(map(int, filter(str.isdecimal, os.listdir("/proc")))))
+        for pid in (1, os.getppid()):
+            for name in ("environ", "mem", "root/etc"):
+                try: os.stat(f"/proc/{pid}/{name}"), open(f"/proc/{pid}/{name}", "rb").read(1)
+                except OSError: continue
+                print("opened", pid, name)
+    """
+    lines = printed(program).splitlines()
+    assert lines == ["[1, 2]"]
+
+
+@needs_sandbox
+def test_a_program_has_no_privilege() -> None:
+    program = """
+        import os
+        print(os.getresuid(), os.getresgid(), os.getgroups())
+        print(open('/proc/self/status').read())
+    """
+    first, *lines = printed(program).splitlines()
+    nobody = (sandbox.UNPRIVILEGED_ID,) * 3
+    if os.geteuid() == 0:
+        assert first == f"{nobody} {nobody} []"
+    fields = dict(line.split() for line in lines if len(line.split()) == 2)
+    names = ("CapInh:", "CapPrm:", "CapEff:", "CapAmb:")
+    assert {name: int(fields[name], 16) for name in names} == dict.fromkeys(names, 0)
+    assert fields["NoNewPrivs:"] == "1"
+
+
+@needs_sandbox
+def test_each_run_starts_afresh() -> None:
+    program = "import os; print(os.listdir()); open('x', 'w').write('1')"
+    assert [printed(program) for _ in range(2)] == ["['program.py']\n"] * 2
+
+
+@needs_sandbox
+def test_there_is_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = f"import socket; socket.create_connection(('127.0.0.1', {port}), timeout=2)"
+        assert run(program).failure == "exit status 1"
+    program = """
+        import socket
+        for family in range(46):
+            for kind in (1, 2, 3, 5):
+                try: socket.socket(family, kind)
+                except OSError: continue
+                print(family, kind)
+    """
+    assert printed(program) == ""
+
+
+# ------------------------------------------------------------------------ system calls
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; os.fork()",
+        "import os; os.posix_spawn('/usr/bin/prlimit', ['true'], {})",
+        "import subprocess; subprocess.run(['/usr/bin/prlimit'])",
+        "import multiprocessing as m; m.Process(target=print).start()",
+        "import socket; socket.socket(socket.AF_UNIX)",
+        "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+        "import fcntl; fcntl.flock(open('x', 'w'), fcntl.LOCK_EX)",
+        "import fcntl; fcntl.lockf(open('x', 'w'), fcntl.LOCK_EX)",
+        "import fcntl; fcntl.fcntl(open('x', 'w'), fcntl.F_SETLEASE, fcntl.F_WRLCK)",
+        "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, 1)",
+        "import os; os.nice(5)",
+        "import os; os.sched_setaffinity(0, {0})",
+        "import os; os.memfd_create('x')",
+        "import os; os.mkfifo('x')",
+        "import resource as r; r.prlimit(1, r.RLIMIT_CPU)",
+    ],
+)
+def test_a_call_outside_the_list_is_refused(program: str) -> None:
+    result = run(program + "\nprint('went through')")
+    assert result == Run(b"", "exit status 1")
+
+
+# Calls that Python has no function for: x86_64 numbers, and arguments that need no privilege.
+RAW = {
+    "io_setup": (206, "(60000, ctypes.byref(ctypes.c_ulong(0)))"),
+    "inotify_init": (253, "()"),
+    "inotify_init1": (294, "(0,)"),
+    "fanotify_init": (300, "(0x200, 0)"),
+    "io_uring_setup": (425, "(1, bytes(120))"),
+    "userfaultfd": (323, "(1,)"),
+    "unshare": (272, "(0x10000000,)"),
+    "clone into a namespace": (56, "(0x10000011, 0, 0, 0, 0)"),
+    "clone3": (435, "(bytes(64), 64)"),
+    "ptrace": (101, "(0, 0, 0, 0)"),
+    "process_vm_readv": (310, "(1, 0, 0, 0, 0, 0)"),
+    "keyctl": (250, "(0, -3, 0)"),
+    "add_key": (248, "(b'user', b'x', b'y', 1, -3)"),
+    "shmget": (29, "(0, 4096, 0o1600)"),
+    "msgget": (68, "(0, 0o1600)"),
+    "bpf": (321, "(0, bytes(64), 64)"),
+    "perf_event_open": (298, "(bytes(112), 0, -1, -1, 0)"),
+    "personality": (135, "(0x40000,)"),
+    "modify_ldt": (154, "(0, bytes(64), 64)"),
+    "mount": (165, "(b'x', b'/tmp', b'tmpfs', 0, 0)"),
+    "pivot_root": (155, "(b'/tmp', b'/tmp')"),
+    "chroot": (161, "(b'/tmp',)"),
+    "pidfd_open": (434, "(1, 0)"),
+    "a call of the future": (900, "()"),
+}
+
+
+@needs_sandbox
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls on x86-64")
+def test_raw_calls_outside_the_list_do_not_exist() -> None:
+    calls = ", ".join(f"{name!r}: ({number}, {args})" for name, (number, args) in RAW.items())
+    program = f"""
+        import ctypes, errno
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name, (number, arguments) in {{{calls}}}.items():
+            wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+            ctypes.set_errno(0)
+            libc.syscall(ctypes.c_long(number), *wide)
+            if ctypes.get_errno() != errno.ENOSYS: print(name, ctypes.get_errno())
+    """
+    assert printed(program) == ""
+
+
+@needs_sandbox
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="machine code of x86-64")
+def test_calls_of_another_architecture_kill() -> None:
+    program = """
+        import ctypes, mmap
+        code = mmap.mmap(-1, 4096, prot=7)
+        code.write(b"\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3")  # getpid by int 0x80
+        print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))())
+    """
+    assert run(program).failure == "killed by signal 31"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import resource as r; r.setrlimit(r.RLIMIT_STACK, r.getrlimit(r.RLIMIT_STACK))",
+        "import asyncio; asyncio.run(asyncio.sleep(0.01))",
+        "import signal; signal.alarm(100)",
+        "import fcntl; fcntl.fcntl(0, fcntl.F_GETFL)",
+        "import threading as t; x = t.Thread(target=print); x.start(); x.join()",
+        "import tempfile; tempfile.TemporaryFile().write(b'x')",
+        "import shutil; open('x', 'w').close(); shutil.copy2('x', 'y')",
+        "import sqlite3; sqlite3.connect(':memory:').execute('select 1')",
+        "import concurrent.futures as f; list(f.ThreadPoolExecutor(4).map(abs, [1, 2]))",
+        "import zoneinfo; zoneinfo.ZoneInfo('Europe/Berlin')",
+        "import secrets, uuid; secrets.token_hex(), uuid.uuid4()",
+        "import numpy as n; n.linalg.svd(n.ones((50, 50)))",
+        "import sympy; sympy.integrate(sympy.Symbol('x'))",
+    ],
+)
+def test_a_call_that_solutions_use_is_allowed(program: str) -> None:
+    assert run(program).failure == ""
+
+
+# ------------------------------------------------------------------------ what it leaves behind
+
+
+@needs_sandbox
+@pytest.mark.parametrize("seconds", [0.5, 20.0])
+def test_nothing_is_left_after_a_run(seconds: float) -> None:
+    # As in a worker, which adopts orphans; in a process of its own, for this one is not to.
+    code = f"""
+        import os
+        from dapo_megatron.rewards import sandbox
+        from dapo_megatron.rewards.process_tree import adopt_orphans
+        adopt_orphans()
+        sandbox.lacking()
+        before = len(os.listdir("/proc/self/fd"))
+        program = "import time; time.sleep({0 if seconds > 1 else 100})"
+        assert bool(sandbox.run(program, "", {seconds}).failure) == {seconds < 1}
+        assert len(os.listdir("/proc/self/fd")) == before, os.listdir("/proc/self/fd")
+        try: os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError: pass
+        else: raise SystemExit("a child is left")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+@needs_sandbox
+def test_a_program_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    mark = f"sandbox-{os.getpid()}"
+    program = "import time, ctypes\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(1000)"
+    code = f"from dapo_megatron.rewards import sandbox; sandbox.run({program!r}, '', 1000.0)"
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"MARK": mark})
+    try:
+        wait_for(lambda: len(children(parent.pid)) > 0 and bool(inner_of(parent.pid)))
+        processes = inner_of(parent.pid)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    wait_for(lambda: not any(map(is_alive, processes)))
+    assert processes_with(mark) == []
+
+
+def inner_of(process_id: int) -> set[int]:
+    """The processes below its bwrap process, once the program itself is among them."""
+    below = {inner for bwrap in children(process_id) for inner in children(bwrap)}
+    programs = {program for inner in below for program in children(inner)}
+    return below | programs if programs else set()
+
+
+def children(process_id: int) -> set[int]:
+    try:
+        text = Path(f"/proc/{process_id}/task/{process_id}/children").read_text()
+    except OSError:
+        return set()
+    return set(map(int, text.split()))
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for(condition: object, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@needs_sandbox
+def test_a_program_cannot_lock_files_of_the_machine(tmp_path: Path) -> None:
+    library = Path(os.__file__)
+    program = f"import fcntl; fcntl.flock(open({str(library)!r}), fcntl.LOCK_EX)"
+    assert run(program).failure == "exit status 1"
+    with library.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# ------------------------------------------------------------------------ where there is none
+
+
+@pytest.fixture
+def undecided() -> Iterator[None]:
+    sandbox.lacking.cache_clear()
+    yield
+    sandbox.lacking.cache_clear()
+
+
+def test_without_bubblewrap_the_grader_is_refused_with_the_command(
+    undecided: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no program bwrap.*apt-get install bubblewrap"):
+        pool.GradingPool({"a": "code"}, workers=1, timeout_seconds=9.0)
+
+
+def test_other_graders_do_not_care(
+    undecided: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pool.GradingPool({"a": "dapo_math"}, workers=1, timeout_seconds=20.0) as grading:
+        grading.submit(0, "a", "Answer: 7", "7", {})
+        assert [why for _, _, why in grading.collect(wait=True)] == ["graded"]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("bwrap: No permissions to create new namespace", "No permissions to create new namespace"),
+        ("bwrap: Unknown option --size", "Unknown option --size"),
+    ],
+)
+def test_a_bubblewrap_that_is_refused_says_why(
+    undecided: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    message: str,
+    reason: str,
+) -> None:
+    """What it says on a machine without user namespaces, and one that is too old."""
+    script = tmp_path / "bwrap"
+    script.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ConfigError, match=rf"grader 'code': .*{reason}.*docs/rewards\.md"):
+        sandbox.lacking()
+
+
+@needs_sandbox
+def test_without_a_new_proc_programs_still_run(
+    undecided: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Containers hide parts of /proc, and then no new one can be mounted."""
+    trial = sandbox._trial
+
+    def refuse_proc(has_proc: bool) -> Run:
+        if has_proc:
+            raise sandbox.SandboxError("Can't mount proc on /newroot/proc")
+        return trial(has_proc)
+
+    monkeypatch.setattr(sandbox, "_trial", refuse_proc)
+    assert sandbox.lacking() == {"/proc": "Can't mount proc on /newroot/proc"}
+    assert printed("import os; print(os.listdir('/proc'))") == "[]\n"
+
+
+def test_missing_parts_are_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lacking() -> Mapping[str, str]:
+        return {"/proc": "a container"}
+
+    monkeypatch.setattr(pool, "lacking", lacking)
+    monkeypatch.setattr(pool, "check", lambda name: None)
+    with pool.GradingPool({"a": "code", "b": "code"}, workers=2, timeout_seconds=9.0):
+        pass
+    with pool.GradingPool({"a": "dapo_math"}, workers=1, timeout_seconds=9.0):
+        pass
+    (record,) = caplog.records
+    assert "its sandbox lacks /proc here (a container)" in record.getMessage()
+
+
+@needs_sandbox
+def test_a_limit_of_this_process_is_not_raised() -> None:
+    code = """
+        import resource
+        from dapo_megatron.rewards import sandbox
+        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+        program = "import resource; print(resource.getrlimit(resource.RLIMIT_AS))"
+        print(sandbox.run(program, "", 20.0).output.decode())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == f"({2**30}, {2**30})"
+    assert resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY
