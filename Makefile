@@ -7,9 +7,10 @@ READY  := $(VENV)/.ready
 GPU    := .venv-gpu
 
 # An upgrade of Megatron-core is tried beforehand: from a folder that hides the installed one.
-NEXT_MEGATRON ?= 0.19.2
+# Its version and hashes are in a lock of their own; another one: docs/gpu_stack.md, Upgrading.
+NEXT_LOCK     := tests/contracts/next_megatron.txt
+NEXT_MEGATRON := $(shell sed -n 's/^megatron-core==\([^ ]*\).*/\1/p' $(NEXT_LOCK))
 NEXT   := $(CURDIR)/.contracts/megatron-core-$(NEXT_MEGATRON)
-TRITON := $(shell sed -n 's/^\(triton==[^ ]*\).*/\1/p' requirements.txt)
 CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families.py \
           tests/parity/test_latent.py tests/parity/test_checkpoint.py tests/parity/test_transfer.py
 
@@ -21,7 +22,7 @@ help:  ## this list
 
 env: $(READY)  ## create .venv from the CPU lock (once; a second call reuses it)
 
-$(READY): requirements-cpu.txt pyproject.toml tools/make_env.sh
+$(READY): requirements-cpu.txt pyproject.toml tools/make_env.sh tools/pins.sh
 	tools/make_env.sh "$(PYTHON)" $(VENV)
 
 env-gpu:  ## create .venv-gpu from the H100 lock, compiling what has no wheel: PYTHON=python3.12, docs/gpu_stack.md
@@ -60,20 +61,25 @@ test-contracts: env $(NEXT)/.ready  ## what we lean on in Megatron-core and vLLM
 	PYTHONPATH=$(NEXT) $(VENV)/bin/python -m pytest -p tests.contracts.next_megatron $(CORE) $(ARGS)
 
 # Its metadata asks for Python 3.12; it runs on 3.11 all the same. It imports Triton, GPU or not.
-$(NEXT)/.ready: $(READY)
+$(NEXT)/.ready: $(READY) $(NEXT_LOCK)
 	rm -rf $(NEXT)
-	$(VENV)/bin/pip install -qq --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python \
-		--target $(NEXT) megatron-core==$(NEXT_MEGATRON)
-	$(VENV)/bin/pip install -qq --no-deps --target $(NEXT) $(TRITON)
+	mkdir -p $(NEXT)
+	tools/pins.sh $(NEXT_LOCK) megatron-core==$(NEXT_MEGATRON) > $(NEXT)/pins.txt
+	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --python-version 3.12 \
+		--ignore-requires-python --target $(NEXT) -r $(NEXT)/pins.txt
+	tools/pins.sh requirements.txt triton > $(NEXT)/pins.txt
+	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --target $(NEXT) -r $(NEXT)/pins.txt
 	touch $@
 
 test-triton: env build/triton/.ready  ## the Triton kernels of the log-prob head, in Triton's interpreter
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(VENV)/bin/python -m pytest tests/unit/test_head_kernels.py $(ARGS)
 
 # Beside the environment: vLLM on CPU behaves otherwise where Triton is installed.
-build/triton/.ready: $(READY)
-	$(VENV)/bin/pip install -qq --no-deps --upgrade --target build/triton \
-		$(TRITON)
+build/triton/.ready: $(READY) requirements.txt
+	mkdir -p build/triton
+	tools/pins.sh requirements.txt triton > build/triton/pins.txt
+	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --upgrade --target build/triton \
+		-r build/triton/pins.txt
 	touch $@
 
 test-gpu-stack: env-gpu  ## the H100 stack of requirements.txt in .venv-gpu: PYTHON=python3.12, 10 GB, no GPU needed

@@ -16,7 +16,7 @@ APEX_ARCHITECTURES="9.0"                             # H100 and H200
 stop() { printf 'build extensions: %s\n' "$*" >&2; exit 1; }
 
 # The version of a package in the lock.
-pin() { sed -n "s/^$1==\([^ ]*\).*/\1/p" requirements.txt; }
+pin() { tools/pins.sh requirements.txt "$1" | sed -n '1s/^[^=]*==\([^ ]*\).*/\1/p'; }
 
 # What both builds need to find in the environment: headers of CUDA, cuDNN and NCCL, and nvcc.
 use_cuda_of_environment() {
@@ -40,9 +40,10 @@ use_cuda_of_environment() {
 build_transformer_engine() {
     # Compiled even where NVIDIA's site has a binary for this torch: its setup would fetch that,
     # unchecked. Headers: those of the packages, not of a CUDA that happens to be on the machine.
+    tools/pins.sh requirements.txt transformer-engine-torch > "$work/pins.txt"
     NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
-        "$python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$wheels" \
-        "transformer-engine-torch==$(pin transformer-engine-torch)"
+        "$python" -m pip wheel --no-deps --require-hashes --no-build-isolation --wheel-dir "$wheels" \
+        -r "$work/pins.txt"
 }
 
 build_apex() {

@@ -19,27 +19,24 @@ check_machine() {
         || stop "no C compiler; on Debian: apt-get install build-essential python3-dev"
 }
 
-# The lines of the lock that pin packages $@, with their hashes.
-pins() { awk -v names="$*" 'BEGIN { n = split(names, a); for (i = 1; i <= n; i++) want[a[i]] }
-    /^[a-z0-9]/ { split($0, part, "=="); keep = part[1] in want } keep' "$lock"; }
+# Installs packages $@ of the lock by their hashes, ready-made ones only.
+install() {
+    tools/pins.sh "$lock" "$@" > "$venv/pins.txt" &&
+        "$venv/bin/pip" install -qq --no-deps --require-hashes --only-binary :all: -r "$venv/pins.txt"
+}
 
 # A bare "torch" would bring gigabytes of CUDA packages. Where pip does not find the +cpu build by
-# itself, uv does: it knows PyTorch's CPU index. The lock has the hash of the Python 3.11 wheel.
+# itself, uv does: it knows PyTorch's CPU index. Either must match the hashes of the lock.
 install_torch() {
-    local pin="$venv/torch.txt"
-    pins torch > "$pin"
-    if "$venv/bin/pip" install -qq --no-deps --require-hashes -r "$pin" 2>"$venv/torch.log"; then
-        return
-    fi
-    echo "make env: pip does not find the CPU build of torch by itself, asking uv"
-    pins uv > "$venv/uv.txt"
-    "$venv/bin/pip" install -qq --no-deps --require-hashes -r "$venv/uv.txt"
-    local uv=("$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps --torch-backend=cpu)
-    if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
-        "${uv[@]}" --require-hashes -r "$pin"
-    else
-        "${uv[@]}" "$(sed -n 's/^\(torch==[^ +]*\).*/\1/p' "$pin")"
-    fi || { cat "$venv/torch.log" >&2; stop "no CPU build of torch to be had; pip's own words are above."; }
+    install torch 2>"$venv/torch.log" && return
+    echo "make env: pip does not install the CPU build of torch by itself, asking uv"
+    install uv
+    tools/pins.sh "$lock" torch > "$venv/pins.txt"
+    "$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps --require-hashes \
+        --only-binary :all: --torch-backend=cpu -r "$venv/pins.txt" && return
+    cat "$venv/torch.log" >&2
+    stop "found no CPU build of torch that matches a hash of $lock; the errors of uv and of pip are above." \
+        "Download the wheel that the lock pins and name its folder: PIP_FIND_LINKS=FOLDER make env"
 }
 
 install_lock() {
@@ -49,13 +46,12 @@ install_lock() {
     install_torch
     echo "make env: installing the $(grep -c '^[a-z0-9]' "$lock") packages of $lock (2 to 4 minutes)"
     # What must be built is built with the locked setuptools, not with one fetched unchecked.
-    pins setuptools > "$venv/setuptools.txt"
-    "$venv/bin/pip" install -qq --no-deps --require-hashes -r "$venv/setuptools.txt"
+    install setuptools
     "$venv/bin/pip" install -qq --no-deps --require-hashes --no-build-isolation -r "$lock"
     echo "$wanted" > "$venv/.lock-sha256"
 }
 
-wanted=$(cat "$lock" "$0" | sha256sum)
+wanted=$(cat "$lock" tools/make_env.sh tools/pins.sh | sha256sum)
 if [ "$(cat "$venv/.lock-sha256" 2>/dev/null)" != "$wanted" ]; then
     check_machine
     install_lock

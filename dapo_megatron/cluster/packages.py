@@ -66,6 +66,7 @@ SHARED_PINS = {
     "mlflow": Pin("3.17.2", "mlflow"),
     "math-verify": Pin("0.9.0", "math_verify"),
     "reasoning-gym": Pin("0.1.25", "reasoning_gym"),
+    "msgspec": Pin("0.22.0", "msgspec"),
     "datasketch": Pin("2.0.0", "datasketch"),
     "plotly": Pin("7.1.0", "plotly"),
     "jinja2": Pin("3.1.6", "jinja2"),

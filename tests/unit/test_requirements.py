@@ -1,5 +1,5 @@
-"""The two locks: complete, hashed, free of traps, in step with each other and with doctor env; and
-the scripts and the recipe that install them."""
+"""The locks: complete, hashed, free of traps, in step with each other and with doctor env; and the
+scripts and the recipe that install them."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def normal(name: str) -> str:
 
 
 def entries(file: str) -> list[str]:
-    """The requirements of a lock, one string each, hashes and notes included."""
+    """Return the requirements of a lock, one string each, hashes and notes included."""
     lines = (ROOT / file).read_text().splitlines()
     body = "\n".join(line for line in lines if not line.startswith("#"))
     return [entry.strip() for entry in re.split(r"\n(?=\S)", body) if entry.strip()]
@@ -39,15 +39,32 @@ def direct(file: str) -> set[str]:
     return {normal(match) for match in re.findall(rf"^({NAME})", text, flags=re.MULTILINE)}
 
 
+MAKE_ENV, BUILD, CHECK = (
+    "tools/make_gpu_env.sh",
+    "tools/build_extensions.sh",
+    "tools/check_extensions.py",
+)
+DOCKERFILE = "slurm/container/Dockerfile"
 CPU, GPU = "requirements-cpu.txt", "requirements.txt"
+NEXT = "tests/contracts/next_megatron.txt"
+LOCKS = {CPU: 200, GPU: 250, NEXT: 1}
+"""Lock -> the least number of packages in it."""
 
 
-def test_every_cpu_requirement_has_a_hash() -> None:
-    bare = [
-        entry for entry in entries(CPU) if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry)
-    ]
-    assert bare == []
-    assert len(entries(CPU)) > 150
+def hashes(entry: str) -> list[str]:
+    return re.findall(r"--hash=sha256:([0-9a-f]{64})(?=\s|$)", entry)
+
+
+@pytest.mark.parametrize("file", LOCKS)
+def test_every_locked_package_has_a_hash(file: str) -> None:
+    assert [entry for entry in entries(file) if not hashes(entry)] == []
+    assert len(entries(file)) >= LOCKS[file]
+
+
+def test_cpu_build_of_torch_has_a_hash_for_every_supported_python() -> None:
+    """Its wheels are one per Python, 3.11 to 3.13, and there is no source package."""
+    (torch,) = [entry for entry in entries(CPU) if entry.startswith("torch==")]
+    assert len(set(hashes(torch))) >= 3
 
 
 def test_shared_packages_have_one_version() -> None:
@@ -109,29 +126,159 @@ def test_doctor_looks_at_every_direct_dependency() -> None:
     assert direct("requirements-cpu.in") - not_ours == (SHARED_PINS | CPU_PINS).keys()
 
 
-@pytest.mark.parametrize("stack", ["requirements-cpu", "requirements"])
-def test_locks_have_what_their_sources_ask_for(stack: str) -> None:
-    text = (ROOT / f"{stack}.in").read_text()
-    locked = pins(f"{stack}.txt")
+@pytest.mark.parametrize("file", LOCKS)
+def test_locks_have_what_their_sources_ask_for(file: str) -> None:
+    text = (ROOT / file).with_suffix(".in").read_text()
+    locked = pins(file)
     for name, version in re.findall(rf"^({NAME})(?:==(\S+))?", text, flags=re.MULTILINE):
         assert normal(name) in locked, f"run tools/lock.sh: {name} is missing"
         assert version in ("", locked[normal(name)]), f"run tools/lock.sh: {name} is stale"
 
 
-@pytest.mark.parametrize("file", [CPU, GPU])
+@pytest.mark.parametrize("file", LOCKS)
 def test_locks_name_no_index_and_no_folder(file: str) -> None:
     bodies = "\n".join(entries(file))
     assert not re.search(r"://|--(extra-)?index-url|--find-links|@ file|(^|\s)/\w", bodies)
 
 
-# ------------------------------------------------------------------- scripts and recipe of the GPU
+# ----------------------------------------------------------------------------- whatever installs
 
-MAKE_ENV, BUILD, CHECK = (
-    "tools/make_gpu_env.sh",
-    "tools/build_extensions.sh",
-    "tools/check_extensions.py",
+UNHASHED = {
+    r"-e \.$": "this checkout",
+    r'"\$wheels"/\*\.whl$': "compiled on this machine, from hashed sources or a commit of git",
+    r'"\$work/apex"$': "a clone, of which only one named commit is checked out",
+}
+"""End of a command that fetches or installs without hashes -> why it may."""
+
+FETCH = re.compile(r"\b(curl|wget|git\b.* clone|docker pull|playwright install)\s")
+INSTALL = re.compile(
+    r"\b(pip3?|pipx|uv|npm|npx|conda|mamba)\b.*\s(install|wheel|download|add|run)\s"
 )
-DOCKERFILE = "slurm/container/Dockerfile"
+
+
+def scripts() -> list[Path]:
+    """Return the files that can install something: Makefile, shell scripts, container recipes."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    shell = re.compile(r"(^|/)(Makefile|Dockerfile[^/]*|[^/]+\.(sh|sbatch|mk))$|^\.ci/")
+    return [ROOT / path for path in tracked if shell.search(path)]
+
+
+def commands(text: str) -> list[str]:
+    """Return the logical lines of a script, without comments and the texts of messages."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in joined.splitlines()]
+    message = r"""\b(echo|printf|stop)(\s+("[^"]*"|'[^']*'))+"""
+    return [re.sub(message, "", line) for line in lines]
+
+
+def unhashed(command: str) -> bool:
+    """Return whether a command takes in something that no hash decides on.
+
+    Build isolation counts: it fetches what a source package names as its build tools, unchecked.
+    """
+    if any(re.search(end, command) for end in UNHASHED):
+        return False
+    if FETCH.search(command):
+        return True
+    if not INSTALL.search(command) or "apt-get" in command:
+        return False
+    isolated = "--no-build-isolation" not in command and "--only-binary :all:" not in command
+    return "--require-hashes" not in command or "--no-deps" not in command or isolated
+
+
+def test_nothing_is_installed_without_a_hash() -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in scripts()}
+    assert {"Makefile", "tools/make_env.sh", "slurm/container/Dockerfile", ".ci/run"} <= names
+    bad = {
+        path.relative_to(ROOT).as_posix(): [
+            line for line in commands(path.read_text()) if unhashed(line)
+        ]
+        for path in scripts()
+    }
+    assert {path: lines for path, lines in bad.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("pip install ruff", True),
+        ("$(VENV)/bin/pip install -qq --no-deps $(TRITON)", True),
+        ("pip install --no-deps --require-hashes -r lock.txt", True),
+        ("uv pip install --no-deps --require-hashes --only-binary :all: -r lock.txt", False),
+        ("python -m pip wheel --no-deps --require-hashes --no-build-isolation -r lock.txt", False),
+        ("pip install --no-deps --no-build-isolation -e .", False),
+        ("sudo apt-get install -y chromium", False),
+        ('curl -O "$url"', True),
+    ],
+)
+def test_search_for_unhashed_installs(command: str, expected: bool) -> None:
+    assert unhashed(command) is expected
+
+
+def run_pins(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / "tools/pins.sh", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_pins_are_the_lines_of_the_lock() -> None:
+    chosen, rest = run_pins(GPU, "torch", "wheel"), run_pins(GPU, "--without", "torch", "wheel")
+    assert (chosen.returncode, rest.returncode) == (0, 0), chosen.stderr + rest.stderr
+    assert re.findall(rf"^({NAME})==", chosen.stdout, re.M) == ["torch", "wheel"]
+    assert chosen.stdout.count("--hash=") == sum(
+        len(hashes(entry)) for entry in entries(GPU) if re.match("(torch|wheel)==", entry)
+    )
+    names = re.findall(rf"^({NAME})==", rest.stdout, re.M)
+    assert sorted([*names, "torch", "wheel"]) == sorted(pins(GPU))
+
+
+@pytest.mark.parametrize("package", ["ruf", "ruff==0.0.1", "uff", "pytest=="])
+def test_pins_refuse_what_is_not_locked(package: str) -> None:
+    answer = run_pins(CPU, "pytest", package)
+    assert answer.returncode != 0
+    assert "is not in requirements-cpu.txt" in answer.stderr
+
+
+def test_another_next_megatron_is_refused_before_it_is_fetched(tmp_path: Path) -> None:
+    """make's variables can be set by anyone; a version without hashes must stop the recipe."""
+    answer = subprocess.run(
+        ["make", "-n", "test-contracts", "NEXT_MEGATRON=0.0.1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    recipe = [line for line in answer.stdout.splitlines() if "0.0.1 >" in line]
+    assert len(recipe) == 1, answer.stdout + answer.stderr
+    command = recipe[0].split(">")[0].split()
+    stopped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert stopped.returncode != 0
+    assert "megatron-core==0.0.1 is not in" in stopped.stderr
+
+
+def test_own_torch_must_be_there_and_for_cuda(tmp_path: Path) -> None:
+    """Without one, nothing is created; the CPU environment's torch does not count."""
+    answer = subprocess.run(
+        [ROOT / MAKE_ENV, sys.executable, tmp_path / "venv"],
+        env={**os.environ, "DAPO_OWN_TORCH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 1
+    assert "has no torch for CUDA, or is a virtual environment" in answer.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_container_starts_from_a_digest() -> None:
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", (ROOT / DOCKERFILE).read_text(), re.M)
+    assert re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", base)
+    assert re.findall(r"^FROM (\S+)", (ROOT / DOCKERFILE).read_text(), re.M) == ["${BASE}"]
+
+
+# ------------------------------------------------------------------- scripts and recipe of the GPU
 
 
 def test_compiler_is_of_the_cuda_that_torch_was_built_with() -> None:
@@ -157,6 +304,7 @@ def test_versions_are_in_the_lock_alone(file: str) -> None:
 def test_build_script_reads_pins_that_are_there() -> None:
     text = (ROOT / BUILD).read_text()
     asked = set(re.findall(r"\$\(pin ([a-z-]+)\)", text))
+    asked |= set(re.findall(r"tools/pins\.sh requirements\.txt ([a-z-]+)", text))
     assert asked == {"transformer-engine-torch"}
     assert asked <= pins(GPU).keys()
 
