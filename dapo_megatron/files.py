@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all, and reading JSON ones."""
+"""Small files that are there whole or not at all, and reading JSON ones, whoever wrote them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,77 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.types import CheckpointError, DapoError
+
+MAX_DEPTH = 64
+"""Lists and objects inside each other, at most, in what is read from a file. Python's own limit is
+met at another depth by everything that walks a value, so a value near it fails late."""
 
 
-def read_json(path: Path, otherwise: str = "not a JSON object") -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError naming the file; `otherwise` is what other JSON is."""
+TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
+
+
+def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
+    """Parse JSON. Raises ValueError for anything else: bytes that are not UTF-8, a number with too
+    many digits, values nested deeper than MAX_DEPTH, with `unique_keys` a key that is repeated."""
+    if isinstance(text, bytes):
+        text = text.decode()  # json would take UTF-16 as well, which other readers refuse
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        value = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except (json.JSONDecodeError, _RepeatedKeyError):
+        raise
+    except ValueError as error:
+        raise ValueError("a number has too many digits; write it as a string") from error
+    check_depth(value)
+    return value
+
+
+class _RepeatedKeyError(ValueError):
+    """Two values in one object for the same key."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise _RepeatedKeyError(f"the key {repeated!r:.60} is given twice; remove one of them")
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError if lists and dicts are nested deeper than MAX_DEPTH, or contain themselves.
+
+    Looks at each container of a level once: YAML aliases may repeat one exponentially often.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers = {id(item): item for item in level if isinstance(item, dict | list)}
+        if not containers:
+            return
+        level = [
+            child
+            for item in containers.values()
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    raise ValueError(TOO_DEEP)
+
+
+def read_json(
+    path: Path,
+    otherwise: str = "not a JSON object",
+    error: type[DapoError] = CheckpointError,
+) -> dict[str, Any]:
+    """Read a JSON object. Raises `error` naming the file; `otherwise` is said of other JSON."""
+    try:
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as fault:
+        why = fault.strerror if isinstance(fault, OSError) else fault
+        raise error(f"{path}: cannot be read ({why})") from fault
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: {otherwise}")
+        raise error(f"{path}: {otherwise}")
     return value
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from dapo_megatron.checkpoints import read_state
+from dapo_megatron.checkpoints import read_state, restoring
 from dapo_megatron.cluster import verdict
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, begin_attempt, end_attempt
 from dapo_megatron.cluster.launch import started_at
@@ -155,13 +155,15 @@ def _train(session: Session, replay: Path | None) -> None:
     config, ranks, folder = session.config, session.ranks, session.folder
     notes = _compatibility(config, has_engine=replay is None)
     state = read_state(session.resume_from) if session.resume_from else None
-    progress = loop.Progress(**state["progress"]) if state else loop.Progress()
-    if state is not None and replay is None and "replay" in state["coordinator"]:
-        raise CheckpointError(
-            f"resume: {session.resume_from} is of a replay, which keeps no prompts and no books; "
-            f"go on with --replay {state['coordinator']['replay']}, or use it as model.path"
-        )
-    open_step = OpenStep.from_state(state and state.get("open_step"), config)
+    with restoring(session.resume_from):
+        progress = loop.Progress(**state["progress"]) if state is not None else loop.Progress()
+        if state is not None and replay is None and "replay" in state["coordinator"]:
+            raise CheckpointError(
+                f"resume: {session.resume_from} is of a replay, which keeps no prompts and no "
+                f"books; go on with --replay {state['coordinator']['replay']}, or use it as "
+                "model.path"
+            )
+        open_step = OpenStep.from_state(state and state.get("open_step"), config)
     together(ranks, lambda: begin_attempt(folder.attempts, progress.step))
     recorder = recording.open_recorder(session, progress.step)
     for note in notes:
@@ -174,7 +176,8 @@ def _train(session: Session, replay: Path | None) -> None:
             config, parts = _replay_parts(session, recorder, replay)
         if state is not None and session.resume_from is not None:
             parts.policy.load(session.resume_from)
-            parts.coordinator.restore(state["coordinator"])
+            with restoring(session.resume_from):
+                parts.coordinator.restore(state["coordinator"])
         started = started_at() - progress.seconds
         session.stop.hold()
         try:

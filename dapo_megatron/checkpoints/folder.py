@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dapo_megatron.files import read_json, sync_to_disk
+from dapo_megatron.types import CheckpointError
 
 STATE = "state.json"
 PARTIAL = ".partial"
@@ -106,5 +109,19 @@ def free_name(path: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The state saved with a checkpoint. Raises CheckpointError naming the file."""
+    """Return the state saved with a checkpoint. Raises CheckpointError naming the file."""
     return read_json(checkpoint / STATE, "not a checkpoint's state")
+
+
+@contextmanager
+def restoring(checkpoint: Path | None) -> Iterator[None]:
+    """Name the file if its state, valid JSON, is not of the form that the caller restores."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if checkpoint is None:
+            raise
+        raise CheckpointError(
+            f"{checkpoint / STATE}: not a state that this version can restore ({error!r:.200}); "
+            "resume from another checkpoint, or with the version that wrote it"
+        ) from error

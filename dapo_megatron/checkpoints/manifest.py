@@ -52,6 +52,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
     files = manifest.get("files")
     if not isinstance(files, dict) or _sum_of(files) != manifest.get("sha256"):
         raise CheckpointError(f"{path}: not as it was written (its own sum differs)")
+    for name, entry in files.items():
+        if not isinstance(entry, list) or [type(field) for field in entry] != [int, str]:
+            raise CheckpointError(f"{path}: the entry of {name} is not [bytes, SHA-256]")
     return {name: (entry[0], entry[1]) for name, entry in files.items()}
 
 

@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from dapo_megatron.files import parse_json
 from dapo_megatron.types import ConfigError
 
 STOPPED = 75
@@ -90,10 +91,11 @@ def _read(book: Path) -> list[dict[str, Any]]:
     attempts: dict[str, dict[str, Any]] = {}
     for line in book.read_text(encoding="utf-8").splitlines() if book.exists() else ():
         try:
-            one = json.loads(line)
+            value = parse_json(line)
         except ValueError:  # half a line, of a full disk or a kill
             continue
-        attempts[one["attempt"]] = one
+        if isinstance(value, dict) and isinstance(value.get("attempt"), str):
+            attempts[value["attempt"]] = value
     return list(attempts.values())
 
 

@@ -20,7 +20,8 @@ from dapo_megatron.cluster import pulse, verdict
 from dapo_megatron.cluster.pulse import PULSE_SECONDS, Pulse, State, Suspect
 from dapo_megatron.cluster.verdict import Verdict
 from dapo_megatron.cluster.watch import hang_file
-from dapo_megatron.types import ConfigError
+from dapo_megatron.files import read_json
+from dapo_megatron.types import CheckpointError, ConfigError
 
 LATE_SECONDS = 3 * PULSE_SECONDS
 """A rank whose last pulse is older than another's by more had stopped before."""
@@ -82,8 +83,8 @@ def report(folder: Path, verdict_file: Path | None = None) -> Report:
 
 def _hang(folder: Path, attempt: str) -> str:
     try:
-        return str(json.loads(hang_file(folder, attempt).read_text(encoding="utf-8"))["text"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return str(read_json(hang_file(folder, attempt))["text"])
+    except (CheckpointError, KeyError):
         return ""
 
 

@@ -26,6 +26,8 @@ from dapo_megatron.cluster.node import Look, look_at_node, node_name, odd_ones, 
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.report import Check, Status, worst
 from dapo_megatron.config import Config, PreflightConfig
+from dapo_megatron.files import read_json
+from dapo_megatron.types import CheckpointError
 
 PINGS = 5
 POLL_SECONDS = 0.1
@@ -71,8 +73,8 @@ class NodeFile:
         else:
             found = Check("network", Status.WARN, text, "see the nodes without a verdict")
         if not self.is_leader and is_suspect:
-            with suppress(OSError, ValueError, KeyError):
-                said = json.loads(self.path.read_text(encoding="utf-8"))["checks"]
+            with suppress(CheckpointError, ValueError, KeyError, TypeError):
+                said = read_json(self.path)["checks"]
                 self.checks = [Check(**{**one, "status": Status(one["status"])}) for one in said]
         if self.is_leader or is_suspect:
             checks = [*self.checks, found]

@@ -10,7 +10,6 @@ older run is moved aside.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from dapo_megatron.files import write_json
+from dapo_megatron.files import read_json, write_json
+from dapo_megatron.types import CheckpointError
 
 PULSE_SECONDS = 5.0
 """A rank with nothing new to say writes its pulse this often."""
@@ -98,9 +98,9 @@ def write(run: Path, pulse: Pulse) -> None:
 def read(path: Path) -> Pulse | None:
     """None where there is none, or none that can be read (torn, of another version)."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         pulse = Pulse(**{**values, "state": State(values["state"])})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (CheckpointError, ValueError, TypeError, KeyError):
         return None
     return pulse if _is_whole(pulse) else None
 

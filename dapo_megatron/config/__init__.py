@@ -8,7 +8,6 @@ is imported here, so that a mistake is refused in a second, before anything star
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,10 +40,9 @@ from dapo_megatron.config.running import (
     TrackingConfig,
     WatchdogConfig,
 )
-from dapo_megatron.config.section import (
-    Section,
-)
-from dapo_megatron.types import ConfigError
+from dapo_megatron.config.section import Section, Seed
+from dapo_megatron.files import read_json
+from dapo_megatron.types import CheckpointError, ConfigError
 
 __all__ = [
     "CheckpointConfig",
@@ -79,7 +77,7 @@ __all__ = [
 class Config(Section):
     """A complete run."""
 
-    seed: int
+    seed: Seed
     resume: str = "never"
     """never: start afresh (an older run of this name is kept beside it as NAME.1, NAME.2, ...);
     auto: from the run folder's newest checkpoint, or its start; PATH: from that checkpoint."""
@@ -135,16 +133,7 @@ def num_processes(config: Config) -> int:
 
 def read_model_config(config: Config) -> dict[str, Any]:
     """The model's HF config.json. Raises ConfigError naming `model.path`."""
-    path = Path(config.model.path) / "config.json"
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"model.path: {path} cannot be read ({error.strerror}); "
-            "name a folder with an HF checkpoint"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"model.path: {path} is not JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"model.path: {path} does not hold a mapping")
-    return loaded
+        return read_json(Path(config.model.path) / "config.json")
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}; name a folder with an HF checkpoint") from error

@@ -10,7 +10,11 @@ from dapo_megatron.config.section import (
     Count,
     NonNegative,
     Positive,
+    Processes,
+    Seconds,
     Section,
+    Seed,
+    Tokens,
     WholeNumber,
 )
 
@@ -18,20 +22,20 @@ from dapo_megatron.config.section import (
 class RolloutConfig(Section):
     prompts_per_step: Count
     """Mixed groups to train on per rollout step (N)."""
-    samples_per_prompt: Annotated[int, Field(ge=2)]
+    samples_per_prompt: Annotated[int, Field(ge=2, le=65_536)]
     """Completions per prompt (G); at least 2, or no group can be mixed."""
     temperature: Annotated[float, Field(gt=0.0, le=2.0)]
     top_p: Annotated[float, Field(gt=0.0, le=1.0)]
-    max_prompt_tokens: Count
+    max_prompt_tokens: Tokens
     """Longer prompts are dropped and counted."""
-    max_response_tokens: Count
+    max_response_tokens: Tokens
     """Generation limit per completion, in tokens, end-of-sequence included."""
     on_policy: bool
     """True: the paper's rule, strictly in ticket order and nothing carried to the next step.
     False: groups finished beyond N and groups still running are carried."""
     dynamic_sampling: bool
     """Train on mixed groups alone (eq. 11). False: on every group."""
-    lookahead: Annotated[float, Field(ge=1.0)] = 1.8
+    lookahead: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.8
     """Mixed groups expected of the prompts in flight (and waiting beyond the step's own), in units
     of prompts_per_step. By Little's law the mean age in versions of what is trained on is this, or
     less if the engines have no room; acts only with on_policy false."""
@@ -55,9 +59,9 @@ class RolloutConfig(Section):
 
 
 class OverlongConfig(Section):
-    max_tokens: Count
+    max_tokens: Tokens
     """L_max of eq. 13: response tokens at which the penalty reaches -1."""
-    buffer_tokens: Count
+    buffer_tokens: Tokens
     """L_cache of eq. 13: the penalty grows over this many tokens below max_tokens."""
     penalty: bool
     """Add the soft overlong penalty to the reward."""
@@ -72,7 +76,7 @@ class LossConfig(Section):
     clip_low: Positive
     clip_high: Positive
     """Ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    dual_clip: Annotated[float, Field(gt=1.0)] | None
+    dual_clip: Annotated[float, Field(gt=1.0, le=1e30)] | None
     """Upper bound of the loss at negative advantage, as a multiple of it; null for none."""
     aggregation: Literal["token", "prompt", "sequence"]
     """token: mean over all tokens of the mini-batch (DAPO); prompt: mean per prompt, then over
@@ -100,7 +104,7 @@ class ReasoningGymSource(Section):
     dataset: str
     """Name of the data set inside the reasoning-gym package."""
     size: Count
-    seed: int
+    seed: Seed
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the data set (min_terms, max_digits, ...)."""
     grader: str = "reasoning_gym"
@@ -131,20 +135,20 @@ class EvaluationConfig(Section):
     every: WholeNumber = 0
     """Rollout steps between evaluations; before the first and after the last step always."""
     sets: Annotated[tuple[Source, ...], Field(strict=False)] = ()
-    samples: Count = 4
+    samples: Annotated[int, Field(ge=1, le=65_536)] = 4
     """Completions per problem (k). The paper's AIME figures: 32, temperature 1, top_p 0.7."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    max_response_tokens: Count | None = None
+    max_response_tokens: Tokens | None = None
     """Generation limit per completion; null: that of rollouts."""
-    resamples: WholeNumber = 1000
+    resamples: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
     """Bootstrap resamples of the problems, for a 95% interval beside each figure; 0 for none."""
 
 
 class RewardsConfig(Section):
-    workers: Count = 1
+    workers: Processes = 1
     """Grading processes per engine replica."""
-    timeout_seconds: Positive = 10.0
+    timeout_seconds: Seconds = 10.0
     """Wall-clock limit of one grading; then its worker is killed and the group abstains."""
     memory_mib: Count = 2048
     """Memory limit (address space) of a grading process; above, its grading fails."""

@@ -47,7 +47,7 @@ class PolicyConfig(Section):
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks by tokens."""
     pipeline_parallel: Count = 1
-    virtual_pipeline_parallel: Annotated[int, Field(ge=2)] | None = None
+    virtual_pipeline_parallel: Annotated[int, Field(ge=2, le=65_536)] | None = None
     """Model chunks per pipeline stage (interleaved schedule); null for none."""
     first_stage_layers: Count | None = None
     last_stage_layers: Count | None = None
@@ -91,9 +91,9 @@ class EngineConfig(Section):
     """Cut a mixture of experts by expert over the ranks of an engine, not every expert by rows."""
     memory_fraction: Fraction = 0.7
     """Share of each GPU's memory for weights and KV cache. On CPU see kv_cache_gib."""
-    kv_cache_gib: Positive = 1.0
+    kv_cache_gib: Annotated[float, Field(gt=0.0, le=65_536.0)] = 1.0
     """KV cache per rank in GiB when there is no GPU."""
-    max_sequences: Count = 256
+    max_sequences: Annotated[int, Field(ge=1, le=65_536)] = 256
     """Sequences running at once per engine."""
     max_batched_tokens: Count | None = None
     """Tokens of one engine step; longer prompts are prefilled in chunks. null: vLLM chooses."""

@@ -7,12 +7,10 @@ else replaces what stood there.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from dapo_megatron.config import (
@@ -20,22 +18,10 @@ from dapo_megatron.config import (
     FileSource,
     ReasoningGymSource,
     Section,
-    refuse,
 )
 from dapo_megatron.config.rules import check_values
+from dapo_megatron.config.yaml12 import MAX_CHARACTERS, MAX_DEPTH, dump_yaml, parse_yaml
 from dapo_megatron.types import ConfigError
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which `1e-6` is a number."""
-
-
-# PyYAML follows YAML 1.1, in which a float needs a dot and a signed exponent.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 
 def load_config(
@@ -69,17 +55,18 @@ def parse_config(tree: dict[str, Any], origins: Mapping[str, str] | None = None)
 
 def dump_config(config: Config) -> str:
     """YAML that `load_config` reads back to an equal Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def _read(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: cannot be read ({why})") from error
-    tree = _parse(text, str(path))
+    tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of keys")
     return tree
@@ -110,52 +97,24 @@ def _origin(dotted: str, origins: Mapping[str, str]) -> str:
     return next((origins[name] for name in above if name in origins), "")
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        refuse(_repeated(yaml.compose(text, Loader=_Loader), where))
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {error}") from error
-
-
-def _repeated(node: yaml.Node | None, where: str, above: str = "") -> Iterable[str]:
-    """Keys given twice, which YAML itself would let pass: the last one wins."""
-    if isinstance(node, yaml.MappingNode):
-        seen = set()
-        for key, child in node.value:
-            dotted = f"{above}{key.value}"
-            if dotted in seen:
-                yield f"{dotted}: given twice ({where}, line {key.start_mark.line + 1})"
-            seen.add(dotted)
-            yield from _repeated(child, where, f"{dotted}.")
-    elif isinstance(node, yaml.SequenceNode):
-        for index, child in enumerate(node.value):
-            yield from _repeated(child, where, f"{above}{index}.")
-
-
 def _apply(tree: dict[str, Any], override: str) -> str:
-    """Set one value; the dotted key that it was for."""
-    dotted, equals, value = override.partition("=")
+    """Set one value; return the dotted key that it was for."""
+    dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise ConfigError(f"{override!r}: an override is written key.path=value")
+        raise ConfigError(f"{override!r:.100}: an override is written key.path=value")
     node: Any = tree
     *parents, last = dotted.split(".")
+    if len(parents) > MAX_DEPTH:
+        raise ConfigError(f"{dotted:.100}: nested more than {MAX_DEPTH} deep")
     for depth, part in enumerate(parents):
         node = _child(node, part, ".".join(parents[: depth + 1]))
-    if isinstance(node, list):
-        if not last.isdigit() or int(last) >= len(node):
-            raise ConfigError(f"{dotted}: the list has {len(node)} entries, numbered from 0")
-        node[int(last)] = _parse(value, dotted)
-    else:
-        node[last] = _parse(value, dotted)
+    node[_index(node, last, dotted) if isinstance(node, list) else last] = parse_yaml(text, dotted)
     return dotted
 
 
 def _child(node: Any, part: str, dotted: str) -> Any:
     if isinstance(node, list):
-        if not part.isdigit() or int(part) >= len(node):
-            raise ConfigError(f"{dotted}: the list has {len(node)} entries, numbered from 0")
-        child = node[int(part)]
+        child = node[_index(node, part, dotted)]
     else:
         child = node.setdefault(part, {})
         if child is None:
@@ -163,6 +122,13 @@ def _child(node: Any, part: str, dotted: str) -> Any:
     if not isinstance(child, dict | list):
         raise ConfigError(f"{dotted}: is a value, it has no keys below it")
     return child
+
+
+def _index(entries: list[Any], part: str, dotted: str) -> int:
+    numbers = [str(number) for number in range(len(entries))]
+    if part not in numbers:
+        raise ConfigError(f"{dotted}: the list has {len(entries)} entries, numbered from 0")
+    return numbers.index(part)
 
 
 _SOURCES: dict[str, type[Section]] = {
@@ -174,6 +140,7 @@ _SOURCES: dict[str, type[Section]] = {
 _WORDS = {
     "model_type": "must be a mapping of keys",
     "dict_type": "must be a mapping of keys",
+    "model_attributes_type": "must be a mapping of keys",
     "tuple_type": "must be a list",
     "string_type": "must be text; quote it if YAML takes it for something else",
 }
@@ -198,8 +165,8 @@ def _what_is_wrong(item: dict[str, Any], dotted: str) -> str:
         return f"{dotted}: missing; every run must state it"
     if error.startswith("union_tag"):
         dotted, given = f"{dotted}.kind", given.get("kind") if isinstance(given, dict) else given
-        return f"{dotted}: must be one of {', '.join(_SOURCES)} (given: {given!r})"
-    shown = "" if isinstance(given, dict | list) else f" (given: {given!r})"
+        return f"{dotted}: must be one of {', '.join(_SOURCES)} (given: {given!r:.100})"
+    shown = "" if isinstance(given, dict | list) else f" (given: {given!r:.100})"
     return f"{dotted}: {_WORDS.get(error, item['msg'])}{shown}"
 
 

@@ -7,9 +7,12 @@ from typing import Annotated
 from pydantic import Field
 
 from dapo_megatron.config.section import (
+    WEEK_SECONDS,
     Count,
     NonNegative,
     Positive,
+    Processes,
+    Seconds,
     Section,
     WholeNumber,
 )
@@ -20,9 +23,9 @@ class RunConfig(Section):
     """The run's folder is `run.directory/run.name`."""
     directory: str = "runs"
     """Where run folders are made."""
-    processes: Count = 1
+    processes: Processes = 1
     """Ranks that `train` starts on this machine when no launcher has started them."""
-    stop_seconds: Positive = 240.0
+    stop_seconds: Seconds = 240.0
     """SIGUSR1 or SIGTERM: save and exit within this time; then exit, saved or not."""
 
 
@@ -37,14 +40,14 @@ class SyncConfig(Section):
     fingerprint_every: Count | None = None
     """Syncs from one comparison of all weights in policy and engines to the next; null: 1 for
     models of up to 200 million parameters, else 10. The first after a start or resume always."""
-    canary_tokens: Annotated[int, Field(ge=2)] = 32
+    canary_tokens: Annotated[int, Field(ge=2, le=65_536)] = 32
     """Length of each of the fixed sequences."""
 
 
 class CheckpointConfig(Section):
     every: WholeNumber = 10
     """Rollout steps between checkpoints; 0: only after the last step."""
-    max_minutes: Positive | None = None
+    max_minutes: Annotated[float, Field(gt=0.0, le=WEEK_SECONDS / 60)] | None = None
     """Save also when the last save began so long ago; null: by steps alone."""
     keep: Count = 2
     """Newest checkpoints to keep."""
@@ -60,17 +63,17 @@ class WatchdogConfig(Section):
     evaluation give one at every exchange between replicas, the other phases at their begin and at
     every mini-batch."""
 
-    start: Positive = 3600.0
+    start: Seconds = 3600.0
     """Loading data, building engine and policy, the first sync."""
-    generate: Positive = 900.0
-    evaluate: Positive = 900.0
-    logprobs: Positive = 1800.0
-    update: Positive = 1800.0
+    generate: Seconds = 900.0
+    evaluate: Seconds = 900.0
+    logprobs: Seconds = 1800.0
+    update: Seconds = 1800.0
     """Of one mini-batch."""
-    sync: Positive = 900.0
-    checkpoint: Positive = 3600.0
+    sync: Seconds = 900.0
+    checkpoint: Seconds = 3600.0
     """Waiting for the disk."""
-    other: Positive = 900.0
+    other: Seconds = 900.0
     """Between these: books, metrics, samples, and waiting for a rank that is at them."""
 
 
@@ -86,15 +89,15 @@ class PreflightConfig(Section):
     max_clock_skew_seconds: NonNegative = 1.0
     min_free_disk_gib: NonNegative = 2.0
     """Of run.directory; `slurm/submit.py --dry-run` tells the size of a checkpoint."""
-    check_seconds: Positive = 30.0
+    check_seconds: Seconds = 30.0
     """Time limit of each look at a node: nvidia-smi, a disk, the others' files."""
-    max_seconds: Positive = 240.0
+    max_seconds: Seconds = 240.0
     """Time limit of the whole; then nodes that said nothing are bad."""
 
 
 class TrackingConfig(Section):
     mlflow: bool = True
-    wait_seconds: NonNegative = 30.0
+    wait_seconds: Annotated[float, Field(ge=0.0, le=WEEK_SECONDS)] = 30.0
     """When a run has finished, wait so long for MLflow to take what is spooled (3 s at most when it
     failed or was stopped); the rest is sent at the next start, or by `track`."""
     experiment: str = "dapo_megatron"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
 from dapo_megatron.data.rows import CHUNK_ROWS, Row, checked_row, read_jsonl, read_parquet
+from dapo_megatron.rewards.registry import names, row_check
 from dapo_megatron.types import ConfigError, DataError, Prompt
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def load_source(
     draws on until it has `size` prompts (at most DRAWS times as many problems); the limit of a
     file is of rows read, and what is left out is not made up for.
 
-    Raises DataError naming file, row and column, or the source; ConfigError for an unknown
-    reasoning-gym data set or option.
+    Raises DataError naming file, row and column, or the source, also for a row that its grader can
+    never grade; ConfigError for an unknown reasoning-gym data set or option.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -63,7 +64,7 @@ def load_source(
     rows = _problems(source, dropped) if isinstance(source, ReasoningGymSource) else _rows(source)
     wanted = source.size if isinstance(source, ReasoningGymSource) else None
     prompts: list[Prompt] = []
-    for prompt in render(rows, tokenizer, source.name):
+    for prompt in render(_gradable(rows, source), tokenizer, source.name):
         if len(prompts) == wanted:
             break
         if prompt.text in exclude:
@@ -81,6 +82,29 @@ def load_source(
             f"{dropped.duplicates} duplicates); raise max_prompt_tokens or name other data"
         )
     return LoadedSource(tuple(prompts), dropped.long, dropped.duplicates, dropped.held_out)
+
+
+def _gradable(rows: Iterator[Row], source: ReasoningGymSource | FileSource) -> Iterator[Row]:
+    """Yield the rows, each checked by its grader: one that can never be graded is refused here and
+    not, completion by completion, while training."""
+    checks = {name: row_check(name) for name in names(source.grader)}
+    for row in rows:
+        grader = source.grader
+        if isinstance(grader, dict):
+            data_source = row.extra["data_source"]
+            if data_source not in grader:
+                raise DataError(
+                    f"{row.where}, column data_source: source {source.name!r} has no grader for "
+                    f"{data_source!r}; known: {', '.join(sorted(grader))}"
+                )
+            grader = grader[data_source]
+        check = checks[grader]
+        if check is not None:
+            try:
+                check(row.truth, row.extra)
+            except ValueError as error:
+                raise DataError(f"{row.where}, for the grader {grader!r}: {error}") from error
+        yield row
 
 
 def render(rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, name: str) -> Iterator[Prompt]:
@@ -171,11 +195,4 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _rows(source: FileSource) -> Iterator[Row]:
     read = read_parquet if source.kind == "parquet" else read_jsonl
-    for index, where, row in islice(read(source.path), source.limit):
-        checked = checked_row(index, where, row)
-        if isinstance(source.grader, dict) and checked.extra["data_source"] not in source.grader:
-            raise DataError(
-                f"{where}, column data_source: source {source.name!r} has no grader for "
-                f"{checked.extra['data_source']!r}; known: {', '.join(sorted(source.grader))}"
-            )
-        yield checked
+    return (checked_row(*row) for row in islice(read(source.path), source.limit))

@@ -3,7 +3,6 @@ version. What cannot be read is told of in `RunData.warnings` and left out."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from dapo_megatron.files import check_depth, parse_json
 from dapo_megatron.report.state import RunState, state_of
 from dapo_megatron.types import ConfigError
 
@@ -24,7 +24,6 @@ _LOW, _HIGH = "_low", "_high"
 _MAX_STEP = 1_000_000
 _MAX_NUMBER = 1e100
 """Larger figures are as good as missing: their sums and squares are infinite."""
-_MAX_NESTED = 64
 _OF_YAML = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
@@ -178,16 +177,6 @@ def finite(value: Any) -> float | None:
     return float(value) if abs(value) <= _MAX_NUMBER else None  # false for NaN
 
 
-def parse_json(text: str | bytes) -> Any:
-    """What JSON says. Raises ValueError for what is none, or is nested so deeply that nothing
-    here would come to its end."""
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    return _shallow(value)
-
-
 def clock(seconds: Any, form: str = "%Y-%m-%d %H:%M:%S") -> str | None:
     """A recorded time.time() as this machine's clock shows it; None for what is none."""
     number = finite(seconds)
@@ -197,22 +186,6 @@ def clock(seconds: Any, form: str = "%Y-%m-%d %H:%M:%S") -> str | None:
         return time.strftime(form, time.localtime(number))
     except (OverflowError, ValueError, OSError):  # beyond the years that there are
         return None
-
-
-def _shallow(value: Any) -> Any:
-    """`value`, if it is not nested too deeply. YAML's may hold itself: each is looked at once."""
-    level = [[value]]
-    for _ in range(_MAX_NESTED):
-        inside = {
-            id(one): list(one.values() if isinstance(one, dict) else one)
-            for values in level
-            for one in values
-            if isinstance(one, dict | list)
-        }
-        level = list(inside.values())
-        if not level:
-            return value
-    raise ValueError("nested too deeply")
 
 
 def _evaluations(step: int, line: Mapping[str, Any]) -> Iterable[Evaluation]:
@@ -260,7 +233,8 @@ def _text(path: Path, warnings: list[str]) -> str:
 
 def _yaml(text: str, warnings: list[str]) -> dict[str, Any]:
     try:
-        value = _shallow(yaml.safe_load(text))
+        value = yaml.safe_load(text)
+        check_depth(value)
     # Besides its own errors yaml lets through those of what it makes values with: int, date, dict.
     except (yaml.YAMLError, *_OF_YAML) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]

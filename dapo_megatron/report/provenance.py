@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from dapo_megatron.files import read_json
 from dapo_megatron.report.folder import RunData, clock
+from dapo_megatron.types import CheckpointError
 
 Rows = list[tuple[str, str]]
 
@@ -174,7 +176,6 @@ def _num_bytes(path: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return value if isinstance(value, dict) else {}
+    with suppress(CheckpointError):
+        return read_json(path)
     return {}

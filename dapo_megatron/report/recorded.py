@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.codec import COMPLETION_COLUMNS, GROUP_COLUMNS, SampleIndex
-from dapo_megatron.report.folder import finite, parse_json
+from dapo_megatron.files import parse_json
+from dapo_megatron.report.folder import finite
 
 _WHOLE, _NUMBER = frozenset({int}), frozenset({int, float})
 _TEXT, _YES_OR_NO = frozenset({str}), frozenset({bool})

@@ -22,8 +22,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dapo_megatron.files import parse_json
 from dapo_megatron.report.finding import number, percent
-from dapo_megatron.report.folder import RunData, finite, parse_json
+from dapo_megatron.report.folder import RunData, finite
 from dapo_megatron.report.phases import COLORS, LABELS
 
 MAX_TIMELINES = 12

@@ -7,11 +7,11 @@ memory is wrong, and is graded as such; nobody abstains for it.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dapo_megatron.files import parse_json
 from dapo_megatron.rewards import sandbox
 from dapo_megatron.types import Grade
 
@@ -67,26 +67,27 @@ def last_program(response: str) -> str | None:
 
 
 def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
-    """The tests in extra["extra_info"]["tests"] or, without that key, in the truth.
+    """Return the tests in extra["extra_info"]["tests"] or, without that key, in the truth.
 
     Either may be JSON text or the value itself: {"inputs": [...], "outputs": [...]} or
     [{"input": ..., "output": ...}, ...], each of them a text or a list of lines.
-    Raises ValueError if there are none, or if they call a function instead of using stdin.
+    Raises ValueError if there are none, if they call a function instead of using stdin, or if a
+    text cannot be sent to a program, or is an output that every silent program gives.
     """
     tests: Any = (extra.get("extra_info") or {}).get("tests") or truth
     if isinstance(tests, str):
         try:
-            tests = json.loads(tests)
+            tests = parse_json(tests)
         except ValueError as error:
             raise ValueError(f"tests: not valid JSON: {error}") from error
     if isinstance(tests, Mapping):
         if tests.get("fn_name"):
             raise ValueError(
-                f"tests: they call {tests['fn_name']!r}; `code` runs stdin/stdout tests"
+                f"tests: they call {tests['fn_name']!r:.60}; `code` runs stdin/stdout tests"
             )
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
     elif isinstance(tests, Sequence) and all(isinstance(test, Mapping) for test in tests):
-        if any(test.get("testtype", "stdin") != "stdin" for test in tests):
+        if any((test.get("testtype") or "stdin") != "stdin" for test in tests):
             raise ValueError("tests: some call a function; `code` runs stdin/stdout tests")
         inputs = [test.get("input") for test in tests]
         outputs = [test.get("output") for test in tests]
@@ -96,7 +97,16 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
         raise ValueError('tests: need {"inputs": [...], "outputs": [...]} with at least one test')
     if len(inputs) != len(outputs):
         raise ValueError(f"tests: {len(inputs)} inputs and {len(outputs)} outputs")
-    return [Case(_text(stdin), _text(stdout)) for stdin, stdout in zip(inputs, outputs)]
+    cases = [
+        Case(_text(stdin, f"input {number}"), _text(stdout, f"output {number}"))
+        for number, (stdin, stdout) in enumerate(zip(inputs, outputs))
+    ]
+    if not any(case.stdout.strip() for case in cases):
+        raise ValueError(
+            "tests: every output is empty: a program that does nothing would pass, which a policy "
+            "learns; add a test with an output, or drop the row"
+        )
+    return cases
 
 
 def _passes(program: str, test: Case, deadline: float) -> bool:
@@ -114,9 +124,16 @@ def _lines(text: bytes) -> list[bytes]:
     return [line.rstrip() for line in text.rstrip().split(b"\n")]
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
+def _text(value: Any, name: str) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return "\n".join(value)
-    raise ValueError(f"tests: an input or output must be a text, found {value!r:.60}")
+        value = "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"tests: {name} must be a text or a list of lines, found {value!r:.60}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"tests: {name} has half a character (a lone surrogate) at {error.start}, which no "
+            "program can read or write; write the whole character"
+        ) from error
+    return value

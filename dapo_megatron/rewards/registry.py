@@ -10,7 +10,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from numbers import Real
@@ -21,6 +20,15 @@ from dapo_megatron.types import ConfigError, Grade
 
 GraderFn = Callable[[str, str, Mapping[str, Any]], Grade]
 """(response, truth, prompt extra) -> Grade."""
+
+RowCheck = Callable[[str, Mapping[str, Any]], object]
+"""(truth, prompt extra) of a row. Raises ValueError saying why it can never be graded."""
+
+MAX_SCORE = 1e6
+"""Largest absolute score. Rewards are float32, and the advantages of a group divide by their
+standard deviation: a score near the end of the range turns both into infinities."""
+MAX_PRED = 4096
+"""Characters kept of `Grade.pred`, which goes to the trainer and into the samples."""
 
 _LIBRARIES = {
     "dapo_math": None,
@@ -40,19 +48,19 @@ def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
     `timeout_seconds` is what the caller allows one grading; `code` keeps its programs within it.
     Raises ConfigError: unknown name (with the nearest), module that cannot be imported, missing
     function, no sandbox for `code`. The returned grader raises what the function does, and
-    TypeError or ValueError if it returns something else or a score that is not finite.
+    ValueError naming the grader if it returns something else, or a score beyond MAX_SCORE.
     """
     check(name)
     if name not in _LIBRARIES:
-        return _checked(_user_function(name))
+        return _checked(name, _user_function(name))
     grade = importlib.import_module(f"dapo_megatron.rewards.{name}").grade
     if name == "reasoning_gym":
-        return _checked(grade)
+        return _checked(name, grade)
     if name == "code":
         from dapo_megatron.rewards.code import SHARE_OF_LIMIT
 
-        return _checked(partial(grade, seconds=SHARE_OF_LIMIT * timeout_seconds))
-    return _checked(lambda response, truth, extra: grade(response, truth))
+        return _checked(name, partial(grade, seconds=SHARE_OF_LIMIT * timeout_seconds))
+    return _checked(name, lambda response, truth, extra: grade(response, truth))
 
 
 def check(name: str) -> None:
@@ -65,16 +73,38 @@ def check(name: str) -> None:
         _user_function(name)
 
 
+def row_check(name: str) -> RowCheck | None:
+    """Return what the grader `name` needs of each row, to be checked when data is loaded; None if
+    it takes any row. Imports no library."""
+    if name == "code":
+        from dapo_megatron.rewards.code import read_tests
+
+        return read_tests
+    return _check_problem if name == "reasoning_gym" else None
+
+
+def _check_problem(truth: str, extra: Mapping[str, Any]) -> None:
+    if "dataset" not in extra or "entry" not in extra:
+        raise ValueError(
+            "it grades problems of sources with `kind: reasoning_gym` only; choose another grader "
+            "for the rows of a file"
+        )
+
+
 def names(grader: str | Mapping[str, str]) -> set[str]:
     """The graders of a source: one for all its rows, or one for each data_source."""
     return {grader} if isinstance(grader, str) else set(grader.values())
 
 
 def as_grade(result: Any) -> Grade:
-    """A Grade of plain values from what a grader returned. Raises TypeError or ValueError."""
+    """Return a Grade of plain values from what a grader returned, with `pred` cut to MAX_PRED
+    characters. Raises TypeError, ValueError or OverflowError."""
     if isinstance(result, Grade):
         grade = Grade(
-            *(float(result.score), bool(result.correct), str(result.pred), bool(result.parsed))
+            float(result.score),
+            bool(result.correct),
+            str(result.pred)[:MAX_PRED],
+            bool(result.parsed),
         )
     elif isinstance(result, bool):
         grade = Grade(1.0 if result else -1.0, result, "")
@@ -82,15 +112,22 @@ def as_grade(result: Any) -> Grade:
         grade = Grade(float(result), float(result) > 0, "")
     else:
         raise TypeError(f"a grader returns a Grade, a bool or a number, not {result!r:.100}")
-    if not math.isfinite(grade.score):
-        raise ValueError(f"a score must be finite, not {grade.score}")
+    if not abs(grade.score) <= MAX_SCORE:  # false for NaN too
+        raise ValueError(
+            f"a score must be finite, from {-MAX_SCORE:,.0f} to {MAX_SCORE:,.0f}, not {grade.score}"
+        )
     return grade
 
 
-def _checked(function: Callable[[str, str, Mapping[str, Any]], Any]) -> GraderFn:
+def _checked(name: str, function: Callable[[str, str, Mapping[str, Any]], Any]) -> GraderFn:
     def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
         result = function(response, truth, extra)
-        return as_grade(_event_loop().run(result) if inspect.iscoroutine(result) else result)
+        if inspect.iscoroutine(result):
+            result = _event_loop().run(result)
+        try:
+            return as_grade(result)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"grader {name!r}: {error}") from error
 
     return grade
 

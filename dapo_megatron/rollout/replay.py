@@ -10,13 +10,13 @@ that ended in the step.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dapo_megatron.codec import group_from_json
+from dapo_megatron.files import parse_json
 from dapo_megatron.rollout.coordinator import Collected
 from dapo_megatron.rollout.ledger import Fate
 from dapo_megatron.types import DataError, Group, SyncReport
@@ -113,7 +113,7 @@ def no_sync(version: int) -> SyncReport:
 
 def _group(line: str, where: str) -> tuple[Group, Fate]:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
         return group_from_json(value), Fate(value["fate"])
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{where}: not a recorded group ({error!r})") from error

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from dapo_megatron.files import parse_json
 from dapo_megatron.tracking.lines import Lines
 from dapo_megatron.types import CheckpointError
 
@@ -52,7 +53,7 @@ class JsonlTracker:
             if not line.endswith(b"\n"):
                 return  # only the last line can be half-written
             try:
-                step = json.loads(line)["step"]
+                step = parse_json(line)["step"]
             except (ValueError, TypeError, KeyError) as error:
                 raise CheckpointError(
                     f"{self._path}, line {number}: not a metrics line; mend or move the file"

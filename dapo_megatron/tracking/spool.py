@@ -19,7 +19,6 @@ cursor, facts.json and files.json.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dapo_megatron.files import read_json, write_json
+from dapo_megatron.files import parse_json, read_json, write_json
 from dapo_megatron.types import CheckpointError
 
 FOLDER = "mlflow"
@@ -144,7 +143,7 @@ def known(path: Path) -> dict[str, Any]:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:
         return None
     return event if isinstance(event, dict) and "kind" in event else None

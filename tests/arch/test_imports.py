@@ -40,7 +40,7 @@ ROOMS = {
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
     "codec": room("types"),
     "files": room("types"),
-    "config": room("types", "pydantic yaml"),
+    "config": room("types files", "pydantic yaml"),
     # bridge for the names of the families alone.
     "compatibility": room("types config bridge"),
     "flops": room("types bridge"),
@@ -52,8 +52,10 @@ ROOMS = {
     # bridge for annotations alone: pieces and shards are what policy and engine hand over.
     "protocols": room("types bridge", "torch"),
     "algo": room("types", "torch"),
-    "data": room("types config algo", "torch transformers jinja2 pyarrow reasoning_gym"),
-    "rewards": room("types config algo", "math_verify reasoning_gym sympy"),
+    "data": room(
+        "types files config algo rewards", "torch transformers jinja2 pyarrow reasoning_gym"
+    ),
+    "rewards": room("types files config algo", "math_verify reasoning_gym sympy"),
     # protocols for Exchange: how ranks tell each other what they hold.
     "bridge": room("types files config protocols", "torch safetensors"),
     "policy": room(
@@ -61,7 +63,7 @@ ROOMS = {
         "torch megatron transformer_engine safetensors triton",
     ),
     "engine": room("types config protocols bridge", "torch vllm numpy"),
-    "rollout": room("types codec config protocols algo data rewards", "torch"),
+    "rollout": room("types files codec config protocols algo data rewards", "torch"),
     "parts": room("types protocols rollout"),
     "loop": room("types config protocols parts algo data rewards rollout", "torch"),
     "tracking": room("types codec files config protocols", "mlflow rich"),

@@ -19,9 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.checkpoints import folder, newest, read_state
-from dapo_megatron.checkpoints.manifest import MANIFEST
+from dapo_megatron.checkpoints import folder, newest, read_state, restoring
+from dapo_megatron.checkpoints.manifest import MANIFEST, read_manifest
 from dapo_megatron.files import write_json
+from dapo_megatron.loop import Progress
 from dapo_megatron.types import CheckpointError
 from tests.helpers.saving import (
     ALONE,
@@ -332,3 +333,28 @@ def test_a_checkpoint_of_an_older_version_is_taken_with_a_note(tmp_path: Path) -
     run = Run(tmp_path / "x")
     assert run.source == path
     assert run.folder.notes == [f"{path}: of a version that wrote no sums: it was not verified"]
+
+
+@pytest.mark.parametrize("entry", [3, [1], ["1", "2"], {"0": 1, "1": "x"}, [True, "x"]])
+def test_a_manifest_of_another_form_is_refused_though_its_sum_is_right(
+    tmp_path: Path, entry: Any
+) -> None:
+    files = {"a": entry}
+    text = json.dumps(files, sort_keys=True, separators=(",", ":"))
+    total = hashlib.sha256(text.encode()).hexdigest()
+    (tmp_path / MANIFEST).write_text(json.dumps({"files": files, "sha256": total}))
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST}: the entry of a is not \[bytes, SHA"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["{}", '{"progress": 3}', '{"progress": {"stepp": 3}}'])
+def test_a_state_of_another_form_is_refused_by_its_file(tmp_path: Path, state: str) -> None:
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(CheckpointError) as refused, restoring(tmp_path):
+        Progress(**read_state(tmp_path)["progress"])
+    assert str(refused.value).startswith(f"{tmp_path}/state.json: not a state that this version")
+
+
+def test_an_error_that_is_not_of_a_checkpoint_keeps_its_name() -> None:
+    with pytest.raises(KeyError), restoring(None):
+        raise KeyError("progress")

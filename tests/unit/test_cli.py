@@ -86,7 +86,7 @@ def test_a_config_error_is_one_line_that_names_the_key_and_the_nearest() -> None
     [
         (("train", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         (("train", TINY, "policy.tensor_parallel=3"), "policy.tensor_parallel x pipeline_parallel"),
-        (("train", TINY, "model.path=nowhere"), "model.path: nowhere/config.json cannot be read"),
+        (("train", TINY, "model.path=nowhere"), "model.path: nowhere/config.json: cannot be read"),
         (("train", TINY, "data.train.0.grader=dapo_mth"), "data.train.0.grader: grader 'dapo_mth'"),
         (("evaluate", TINY, "evaluation.sets=[]"), "evaluation.sets: empty"),
         (("evaluate", TINY, "checkpoint=nowhere"), "checkpoint: nowhere is not a checkpoint"),

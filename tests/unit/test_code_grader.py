@@ -68,6 +68,13 @@ TESTS = [Case("1\n", "2"), Case("a\nb", "c")]
         ("see tests", {"inputs": ["1\n", "a\nb"], "outputs": ["2", "c"]}),
         ("see tests", {"inputs": ["1\n", ["a", "b"]], "outputs": [["2"], "c"]}),
         ("see tests", [{"input": "1\n", "output": "2"}, {"input": "a\nb", "output": "c"}]),
+        (
+            "see tests",
+            [
+                {"input": "1\n", "output": "2", "testtype": None},
+                {"input": "a\nb", "output": "c", "testtype": "stdin"},
+            ],
+        ),
         ("see tests", '{"inputs": ["1\\n", "a\\nb"], "outputs": ["2", "c"]}'),
         ('{"inputs": ["1\\n", "a\\nb"], "outputs": ["2", "c"]}', None),
     ],
@@ -88,6 +95,14 @@ def test_tests_are_read_in_the_forms_of_public_data_sets(truth: str, tests: Any)
         ('{"inputs": [1], "outputs": ["1"]}', "must be a text"),
         ('{"fn_name": "add", "inputs": [[1]], "outputs": [2]}', "they call 'add'"),
         ('[{"input": "1", "output": "2", "testtype": "functional"}]', "call a function"),
+        (
+            '{"inputs": ["1"], "outputs": [""]}',
+            "every output is empty: a program that does nothing",
+        ),
+        ('{"inputs": ["", ""], "outputs": [" ", [" ", ""]]}', "every output is empty"),
+        ('{"inputs": ["\\ud83d"], "outputs": ["1"]}', "input 0 has half a character"),
+        ('{"inputs": ["1"], "outputs": ["\\udead"]}', "output 0 has half a character"),
+        ("[" * 100_000, "not valid JSON: nested more than 64 deep"),
     ],
 )
 def test_tests_that_cannot_be_used_are_refused(truth: str, message: str) -> None:

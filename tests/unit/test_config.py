@@ -400,21 +400,25 @@ def test_contradictions(overrides: list[str], said: str | None) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "cannot be read (No such file or directory); name a folder with an HF checkpoint"),
-        ("{", "is not JSON"),
-        ("[]", "does not hold a mapping"),
+        (None, "cannot be read (No such file or directory)"),
+        (b"{", "cannot be read (Expecting property name"),
+        (b"[]", "not a JSON object"),
+        (b"[" * 100_000, "cannot be read (nested more than 64 deep)"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "cannot be read (a number has too many digits"),
+        (b'{"hidden_act": "\xff"}', "cannot be read ('utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_a_model_that_cannot_be_read_is_named(
-    tmp_path: Path, content: str | None, said: str
+    tmp_path: Path, content: bytes | None, said: str
 ) -> None:
     path = tmp_path / "config.json"
     if content is not None:
-        path.write_text(content, encoding="utf-8")
+        path.write_bytes(content)
     config = load_config(TINY, [f"model.path={tmp_path}"])
     with pytest.raises(ConfigError) as caught:
         read_model_config(config)
-    assert str(caught.value).startswith(f"model.path: {path} {said}")
+    assert str(caught.value).startswith(f"model.path: {path}: {said}")
+    assert str(caught.value).endswith("; name a folder with an HF checkpoint")
 
 
 def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -682,6 +682,8 @@ def test_what_is_no_number_is_refused_by_name(key: str, value: Any) -> None:
         ({"sliding_window": "x"}, "sliding_window = 'x'"),
         ({"rope_theta": "abc"}, "rope_theta = 'abc'"),
         ({"rope_theta": 0}, "rope_theta = 0; must be a number above 0"),
+        ({"rope_theta": 10**400}, "rope_theta = 1000000000.*; must be a number above 0, at most"),
+        ({"hidden_size": 2**31}, "hidden_size = 2147483648; must be a whole number, at least 1"),
         (
             {"rope_theta": None, "rope_parameters": {"rope_theta": "x"}},
             "rope_parameters.rope_theta",
@@ -698,6 +700,29 @@ def test_what_is_no_number_is_refused_by_name(key: str, value: Any) -> None:
 def test_a_value_of_another_type_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         architecture(config("mistral", **fields))
+
+
+STRANGE: list[Any] = [None, True, False, 0, -1, 2**31, 10**400, 1.5, 1e308, float("nan"), ""]
+STRANGE += ["x", "\ud800", [], [1], ["x"], [[[]]], {}, {"a": 1}, {"rope_type": "default"}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_strange_value_of_any_field_is_read_or_refused_by_name(family: str) -> None:
+    fields = config(family)
+    changes = [{key: value} for key in fields for value in STRANGE]
+    changes += [
+        {key: {**inner, name: value}}
+        for key, inner in fields.items()
+        if isinstance(inner, dict)
+        for name in inner
+        for value in STRANGE
+    ]
+    for change in changes:
+        try:
+            architecture({**fields, **change})
+        except ConfigError as error:
+            assert str(error).startswith("model.path: ")
+            assert len(str(error)) < 1000
 
 
 def test_latent_attention_is_read() -> None:

@@ -1,14 +1,21 @@
-"""Small files are there whole or not at all."""
+"""Small files are there whole or not at all; JSON that others wrote is read, or refused by name."""
 
+from __future__ import annotations
+
+import json
 import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dapo_megatron.files import write_text
+from dapo_megatron.files import MAX_DEPTH, check_depth, parse_json, read_json, write_text
+from dapo_megatron.types import CheckpointError, ConfigError
 
 
 @contextmanager
@@ -32,3 +39,72 @@ def test_a_full_disk_leaves_the_old_text_and_nothing_else(tmp_path: Path, durabl
         write_text(path, "x" * 100_000, durable=durable)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+BAD_JSON = {
+    "nested 200,000 deep": (b"[" * 200_000 + b"]" * 200_000, "nested more than 64 deep"),
+    "nested 65 deep": (b'{"a":' * 65 + b"1" + b"}" * 65, "nested more than 64 deep"),
+    "a number of 5,000 digits": (b'{"a": ' + b"9" * 5000 + b"}", "a number has too many digits"),
+    "Latin-1": (b'{"a": "\xe9"}', "'utf-8' codec can't decode byte 0xe9"),
+    "UTF-16": (json.dumps({"a": 1}).encode("utf-16"), "'utf-8' codec can't decode byte"),
+    "cut off": (b'{"a": ', "Expecting value"),
+    "empty": (b"", "Expecting value"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_JSON)
+def test_json_that_cannot_be_read_is_refused_by_file(tmp_path: Path, name: str) -> None:
+    content, problem = BAD_JSON[name]
+    path = tmp_path / "state.json"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as refused:
+        read_json(path)
+    assert str(refused.value).startswith(f"{path}: cannot be read ({problem}")
+    with pytest.raises(ConfigError):
+        read_json(path, error=ConfigError)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"1", b"null", b'"{}"'])
+def test_other_json_than_an_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "state.json"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"state.json: not a manifest$"):
+        read_json(path, "not a manifest")
+
+
+def test_a_file_that_is_not_there_or_has_an_impossible_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none: cannot be read \(No such file"):
+        read_json(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory"):
+        read_json(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(embedded null byte"):
+        read_json(tmp_path / "a\0b")
+
+
+def test_values_may_be_nested_so_deep_and_no_deeper() -> None:
+    assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH) != []
+    with pytest.raises(ValueError, match="nested more than 64 deep"):
+        parse_json("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
+    cyclic: dict[str, Any] = {}
+    cyclic["self"] = cyclic
+    with pytest.raises(ValueError, match="nested more than 64 deep"):
+        check_depth(cyclic)
+    wide: list[Any] = []
+    for _ in range(40):
+        wide = [wide, wide, wide]  # 3^40 ways through 41 lists
+    check_depth(wide)
+
+
+def test_a_key_that_is_given_twice_is_refused_if_asked() -> None:
+    text = '{"a": {"b": 1, "c": 2, "b": 3}}'
+    assert parse_json(text) == {"a": {"b": 3, "c": 2}}
+    with pytest.raises(ValueError, match="the key 'b' is given twice; remove one of them"):
+        parse_json(text, unique_keys=True)
+
+
+@given(st.binary(max_size=100) | st.text(max_size=100).map(str.encode))
+def test_any_bytes_are_json_or_a_value_error(content: bytes) -> None:
+    try:
+        parse_json(content, unique_keys=True)
+    except ValueError as error:
+        assert str(error)

@@ -5,26 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from pickle import PicklingError
 from typing import Any
 
 import pytest
 
 from dapo_megatron.rewards import GradingPool
 from dapo_megatron.rewards.dapo_math import INVALID
+from dapo_megatron.rewards.messages import MAX_MESSAGE_BYTES
 from dapo_megatron.rewards.pool import MAX_BATCH, OUTCOMES
+from dapo_megatron.rewards.process import INHERITED
 from dapo_megatron.types import ConfigError, DapoError, Grade
 from tests.helpers.sandboxes import needs_sandbox
 
 # The response says how the grader behaves; every call notes its process id.
 GRADER = """
-import os, re, signal, subprocess, sys, tempfile, time
+import gc, os, re, signal, socket, subprocess, sys, tempfile, time
 from dapo_megatron.types import Grade
 
 def act(response, truth, extra):
@@ -74,9 +76,15 @@ def act(response, truth, extra):
     if response == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
     if response == "environment":
-        names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & set(os.environ)
-        names |= {"torch", "pydantic"} & set(sys.modules)
-        return Grade(1.0, not names, repr(names))
+        return Grade(1.0, True, ",".join(sorted(os.environ)))
+    if response == "modules":
+        return Grade(1.0, True, repr({"torch", "pydantic"} & set(sys.modules)))
+    if response == "extra":
+        return Grade(1.0, True, repr(extra["value"]))
+    if response.startswith("send "):  # what a worker that was taken over could write
+        (connection,) = (o for o in gc.get_objects() if isinstance(o, socket.socket))
+        os.write(connection.fileno(), bytes.fromhex(response[5:]))
+        time.sleep(1000)
     return Grade(1.0, True, response)
 
 async def act_async(response, truth, extra):
@@ -337,15 +345,122 @@ def test_the_libraries_of_the_graders_fit_into_the_default_memory() -> None:
         assert grade.correct
 
 
-def test_a_worker_is_light_and_no_rank(
-    make: Callable[..., GradingPool], pids: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "1")
+def test_a_worker_is_light(make: Callable[..., GradingPool], pids: Path) -> None:
     with make() as pool:
+        grade, _ = grade_all(pool, ["modules"], pids)[0]
+    assert grade is not None
+    assert grade.pred == "set()"
+
+
+def test_a_worker_gets_a_short_environment(pids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "SLURM_JWT", "DAPO_MEGATRON_SECRET")
+    for name in (*secrets, "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "NAMED", "LANG"):
+        monkeypatch.setenv(name, "1")
+    with GradingPool({"task": "pool_grader:act"}, 1, 20.0, environment=["NAMED", "ABSENT"]) as pool:
         grade, _ = grade_all(pool, ["environment"], pids)[0]
     assert grade is not None
-    assert grade.correct, grade.pred
+    expected = {"LANG", "NAMED", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
+    expected |= set(INHERITED) & set(os.environ)
+    assert set(grade.pred.split(",")) - {"LC_CTYPE"} == expected - {"LC_CTYPE"}  # Python may set it
+
+
+def test_what_a_grader_needs_of_a_row_arrives_as_it_was(
+    make: Callable[..., GradingPool], pids: Path
+) -> None:
+    value = {
+        "size": (2, 3),
+        "colors": {1: "red", (2, 3): None},
+        "text": "\ud800",
+        "x": [float("inf")],
+    }
+    with make() as pool:
+        pool.submit(0, "task", "extra", "", {"pids": str(pids), "value": value})
+        ((_, grade, _),) = pool.collect(wait=True)
+    assert grade is not None
+    assert grade.pred == repr(value)
+
+
+# ------------------------------------------------------------------------ a worker that lies
+
+GRADED = b'{"score": 1.0, "correct": true, "pred": "", "parsed": true}\n'
+PICKLE = b"c__builtin__\neval\n(S\"open('pwned', 'w')\"\ntR."
+LIES = {
+    "a pickle": PICKLE + b"\n",
+    "a framed pickle": struct.pack("!i", len(PICKLE)) + PICKLE + b"\n",
+    "a grade that is none": b'{"score": NaN, "correct": true, "pred": "", "parsed": true}\n',
+    "a score that is a text": GRADED.replace(b"1.0", b'"1.0"'),
+    "a field too many": GRADED.replace(b"{", b'{"key": 1, '),
+    "a field too few": GRADED.replace(b', "parsed": true', b""),
+    "another cause": b'{"cause": "graded", "detail": ""}\n',
+    "nothing": b"\n",
+    "null": b"null\n",
+    "deep": b"[" * 10_000 + b"\n",
+    "no text": b"\xff\xfe\n",
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_malformed_message_is_a_crash_of_its_worker(
+    make: Callable[..., GradingPool], pids: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(pids.parent)
+    with make() as pool:
+        results = grade_all(pool, ["ok", f"send {LIES[name].hex()}", "ok"], pids)
+    assert [why for _, why in results.values()] == ["graded", "crash", "graded"]
+    assert not Path("pwned").exists()
+    assert "it sent nonsense" in pool.last_errors["task"]
+
+
+@pytest.mark.parametrize("message", ["", "7b22", "78" * 300_000])
+def test_half_a_message_ends_at_the_limit(
+    make: Callable[..., GradingPool], pids: Path, message: str
+) -> None:
+    with make(timeout_seconds=1.5) as pool:
+        grade_all(pool, ["ok"], pids)
+        started = time.monotonic()
+        assert grade_all(pool, [f"send {message}"], pids)[0] == (None, "timeout")
+        assert time.monotonic() - started < 1.5 + 1.0
+
+
+def test_a_message_without_an_end_is_a_crash(make: Callable[..., GradingPool], pids: Path) -> None:
+    with make() as pool:
+        message = "78" * (MAX_MESSAGE_BYTES + 2**17)
+        assert grade_all(pool, [f"send {message}"], pids)[0] == (None, "crash")
+        assert "it sent a message above" in pool.last_errors["task"]
+
+
+@pytest.mark.parametrize("size", [1_000, 3_000_000])
+def test_a_stopped_worker_costs_its_limit_whatever_it_is_sent(
+    make: Callable[..., GradingPool], pids: Path, size: int
+) -> None:
+    """More than a socket holds cannot be sent to a process that does not read."""
+    with make(timeout_seconds=1.5) as pool:
+        grade_all(pool, ["ok"], pids)
+        (worker,) = noted(pids)
+        os.kill(worker, signal.SIGSTOP)
+        started = time.monotonic()
+        assert grade_all(pool, ["x" * size], pids)[0] == (None, "timeout")
+        assert time.monotonic() - started < 1.5 + 1.0
+        assert grade_all(pool, ["x" * size], pids)[0][1] == "graded"
+    wait_until_dead({worker})
+
+
+@pytest.mark.parametrize("behaviour", ["stopped", "full", "half a message"])
+def test_close_does_not_wait_for_a_worker_that_does_nothing(
+    make: Callable[..., GradingPool], pids: Path, behaviour: str
+) -> None:
+    pool = make(timeout_seconds=1000.0)
+    grade_all(pool, ["ok"], pids)
+    (worker,) = noted(pids)
+    if behaviour != "half a message":
+        os.kill(worker, signal.SIGSTOP)
+    response = {"stopped": "x", "full": "x" * 3_000_000}.get(behaviour, "send 7b22")
+    pool.submit(0, "task", response, "", {"pids": str(pids)})
+    time.sleep(0.3)
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 1.0
+    wait_until_dead({worker})
 
 
 # ------------------------------------------------------------------------ end
@@ -431,7 +546,7 @@ def test_submit_refuses_what_cannot_be_graded(make: Callable[..., GradingPool], 
     with make() as pool:
         with pytest.raises(ValueError, match=r"'other'; known: \['task'\]"):
             pool.submit(0, "other", "", "", {})
-        with pytest.raises((AttributeError, TypeError, PicklingError), match="pickle"):
+        with pytest.raises(TypeError, match="function is not JSON serializable"):
             pool.submit(0, "task", "", "", {"function": lambda: None})
         assert pool.pending == 0
 

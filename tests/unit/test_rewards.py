@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.config import FileSource
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.rewards import resolve
 from dapo_megatron.rewards.dapo_math import INVALID, grade
 from dapo_megatron.types import ConfigError, DataError, Grade
+from tests.helpers.words import Words
 
 LINES = (Path(__file__).parents[1] / "golden" / "grading.jsonl").read_text(encoding="utf-8")
 CASES = [json.loads(line) for line in LINES.splitlines()]
@@ -195,10 +198,39 @@ def test_what_a_user_may_return(
     assert resolve(f"{user_module}:{function}")("r", "t", {"value": value}) == expected
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), Grade(float("inf"), True, "")])
-def test_what_a_user_may_not_return(user_module: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"grader returns|finite"):
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (None, "a grader returns a Grade, a bool or a number, not None"),
+        ("1", "a grader returns a Grade, a bool or a number, not '1'"),
+        (float("nan"), "a score must be finite, from -1,000,000 to 1,000,000, not nan"),
+        (
+            Grade(float("inf"), True, ""),
+            "a score must be finite, from -1,000,000 to 1,000,000, not",
+        ),
+        (1e39, "a score must be finite, from -1,000,000 to 1,000,000, not 1e+39"),
+        (Grade(-1_000_000.1, False, ""), "a score must be finite, from -1,000,000 to 1,000,000"),
+        (10**400, "int too large to convert to float"),
+        (Grade("x", True, ""), "could not convert string to float"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_a_user_may_not_return(user_module: str, value: Any, problem: str) -> None:
+    with pytest.raises(ValueError) as refused:
         resolve(f"{user_module}:returns")("r", "t", {"value": value})
+    assert str(refused.value).startswith(f"grader 'my_graders:returns': {problem}")
+
+
+def test_the_largest_scores_give_finite_advantages(user_module: str) -> None:
+    grader = resolve(f"{user_module}:returns")
+    scores = [grader("r", "t", {"value": score}).score for score in (1e6, -1e6, 1e6, 1.0)]
+    rewards = torch.tensor(scores, dtype=torch.float32)
+    assert group_advantage(rewards, [0] * 4).isfinite().all()
+
+
+def test_an_endless_answer_stays_with_its_worker(user_module: str) -> None:
+    value = Grade(1.0, True, "7" * 300_000_000)
+    grade = resolve(f"{user_module}:returns")("r", "t", {"value": value})
+    assert grade == Grade(1.0, True, "7" * 4096)
 
 
 def test_a_user_function_gets_response_and_truth(user_module: str) -> None:
@@ -242,18 +274,6 @@ def rows(folder: Path, *data_sources: str) -> str:
     return str(folder / "rows.jsonl")
 
 
-class Words:
-    """As much of a tokenizer as loading asks for."""
-
-    chat_template = "there is one"
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: bool) -> str:
-        return messages[0]["content"]
-
-    def __call__(self, texts: list[str], **options: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[1] for _ in texts]}
-
-
 def test_a_row_without_a_grader_is_refused_when_the_data_is_loaded(tmp_path: Path) -> None:
     def load(grader: str | dict[str, str]) -> int:
         path = rows(tmp_path, "math_dapo", "code", "math_dapo")
@@ -261,7 +281,7 @@ def test_a_row_without_a_grader_is_refused_when_the_data_is_loaded(tmp_path: Pat
         return len(load_source(source, Words(), 10).prompts)  # type: ignore[arg-type]
 
     assert load("dapo_math") == 3
-    assert load({"math_dapo": "dapo_math", "code": "code"}) == 3
+    assert load({"math_dapo": "dapo_math", "code": "math_verify"}) == 3
     with pytest.raises(DataError) as refused:
         load({"math_dapo": "dapo_math", "math500": "math_verify"})
     assert str(refused.value) == (

@@ -130,9 +130,9 @@ def test_it_sees_the_interpreter_and_libraries_and_no_other_file(tmp_path: Path)
     secret.write_text("expected output")
     program = f"""
         import os
-        for path in ({str(secret)!r}, "/etc/passwd", "/etc/shadow", {__file__!r}, "/root/.bashrc",
-                     os.path.expanduser("~root"), {str(Path.home() / ".netrc")!r}):
-            if os.path.isfile(path): print("sees", path)
+        for path in ({str(secret)!r}, {__file__!r}, "/etc/passwd", "/etc/shadow", "/etc/hostname",
+                     {str(Path.home() / ".bashrc")!r}, "/var/log", "/run", "/sys"):
+            if os.path.exists(path): print("sees", path)
         print(sorted(os.listdir("/")), os.listdir("/home") if os.path.exists("/home") else [])
     """
     lines = printed(program).splitlines()

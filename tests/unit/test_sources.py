@@ -161,7 +161,7 @@ BAD_ROWS = [
     ("prompt.0.role", ["user"], r"column prompt\[0\].role: must be one of system, user"),
     ("prompt.0.role", "assistant", "column prompt: the last message must be the user's"),
     ("prompt.0.content", " ", r"column prompt\[0\].content: must be a non-empty string"),
-    ("prompt.0.content", "7 \ud800", r"column prompt\[0\].content: half a character at 2"),
+    ("prompt.0.content", "7 \ud800", r"column prompt\[0\].content: half a character .* at 2"),
     ("reward_model", DELETE, "column reward_model: must be a mapping, found nothing"),
     ("reward_model", "3", "column reward_model: must be a mapping, found str '3'"),
     ("reward_model.ground_truth", DELETE, "column reward_model.ground_truth: .* found nothing"),
@@ -201,7 +201,7 @@ def test_bad_jsonl_rows_are_refused_by_line_and_column(
         ),
         ({"prompt": "1 + 2 ="}, "row 0, column prompt: must be a list"),
         ({"extra_info": {"index": 0.5}}, "row 0, column extra_info.index"),
-        ({"extra_info": {"index": 1, "raw": b"1"}}, "row 0, column extra_info: .*bytes"),
+        ({"extra_info": {"index": 1, "raw": b"1"}}, "row 0, column extra_info.raw: .*bytes"),
         ({"ability": None}, "row 0, column ability"),
     ],
 )

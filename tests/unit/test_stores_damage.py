@@ -79,6 +79,38 @@ HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "config.json").write_text("{"),
         "config.json: cannot be read",
     ),
+    "config nested": (
+        lambda folder: (folder / "config.json").write_text("[" * 200_000),
+        r"config.json: cannot be read \(nested more than 64 deep\)",
+    ),
+    "config not UTF-8": (
+        lambda folder: (folder / "config.json").write_bytes(b'{"model_type": "\xff"}'),
+        r"config.json: cannot be read \('utf-8' codec",
+    ),
+    "index nested": (
+        lambda folder: (folder / INDEX).write_text('{"weight_map": ' + "[" * 200_000),
+        rf"{INDEX}: cannot be read \(nested more than 64 deep\)",
+    ),
+    "index of lists": (
+        lambda folder: edit_json(folder / INDEX, lambda index: index.update(weight_map=[1])),
+        f"{INDEX}: has no weight_map",
+    ),
+    "header nested": (
+        lambda folder: (folder / SHARD).write_bytes(
+            (200_000).to_bytes(8, "little") + b"[" * 200_000
+        ),
+        rf"{SHARD}: not a safetensors file \(nested more than 64 deep\)",
+    ),
+    "header not UTF-8": (
+        lambda folder: (folder / SHARD).write_bytes(b"\x07" + bytes(7) + b'{"\xff": 1'),
+        rf"{SHARD}: not a safetensors file \('utf-8' codec",
+    ),
+    "header of many digits": (
+        lambda folder: (folder / SHARD).write_bytes(
+            (5006).to_bytes(8, "little") + b'{"a":' + b"9" * 5000 + b"}"
+        ),
+        rf"{SHARD}: not a safetensors file \(a number has too many digits",
+    ),
 }
 
 
@@ -108,6 +140,8 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
     "bytes over": ({"a": entry(0, 8, 2)}, r"too long: .* speaks of \d+ bytes, the file has"),
     "cut off": ({"a": entry(0, 16, 4)}, "cut off: its header speaks of"),
     "entry is a list": ({"a": [1]}, "a: cannot read the header"),
+    "huge size": ({"a": entry(0, 12, 2**80)}, "a: .* bytes by its shape, 12 by its offsets"),
+    "huge offsets": ({"a": entry(2**80, 2**80 + 12, 3)}, "a leaves a gap before it"),
     "metadata is a number": ({"__metadata__": 3, "a": entry(0, 12, 3)}, "its metadata is no obj"),
 }
 

@@ -7,7 +7,6 @@ that says more than "none" may change what the model computes, and stops the run
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from math import isfinite
 from typing import Any
 
 from dapo_megatron.bridge.families.architecture import Architecture, Latent, Rope, Scoring
@@ -23,6 +22,10 @@ from dapo_megatron.bridge.families.names import (
 from dapo_megatron.bridge.families.registry import FAMILIES
 from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.types import ConfigError
+
+_MAX_SIZE = 2**31 - 1
+_MAX_NUMBER = 1e30
+"""Computed with in float32, which ends at 3.4e38."""
 
 
 def read_architecture(config: Config) -> Architecture:
@@ -321,10 +324,10 @@ def _required(hf: Mapping[str, Any], key: str, where: str = "config.json") -> An
 
 def _size(hf: Mapping[str, Any], key: str, where: str = "config.json", *, least: int = 1) -> int:
     value = _required(hf, key, where)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        name = _name(key, where)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_SIZE:
         raise ConfigError(
-            f"model.path: {name} = {value!r}; must be a whole number, at least {least}"
+            f"model.path: {_name(key, where)} = {value!r:.60}; must be a whole number, at least "
+            f"{least} and at most {_MAX_SIZE:,}"
         )
     return value
 
@@ -332,8 +335,11 @@ def _size(hf: Mapping[str, Any], key: str, where: str = "config.json", *, least:
 def _number(hf: Mapping[str, Any], key: str, where: str = "config.json") -> float:
     value = _required(hf, key, where)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not isfinite(value) or value <= 0:
-        raise ConfigError(f"model.path: {_name(key, where)} = {value!r}; must be a number above 0")
+    if not is_number or not 0 < value <= _MAX_NUMBER:  # false for NaN too
+        raise ConfigError(
+            f"model.path: {_name(key, where)} = {value!r:.60}; must be a number above 0, at most "
+            f"{_MAX_NUMBER:g}"
+        )
     return float(value)
 
 

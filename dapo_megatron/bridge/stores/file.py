@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.bridge.shards import Region, whole
+from dapo_megatron.files import parse_json
 from dapo_megatron.types import CheckpointError
 
 DTYPES = {
@@ -225,7 +226,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
                     f"{path}: cut off inside the header, or not a safetensors file "
                     f"({file_bytes:,} bytes); copy or download it again"
                 )
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:

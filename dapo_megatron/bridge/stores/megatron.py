@@ -23,7 +23,7 @@ from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo, dtype_name
 from dapo_megatron.bridge.stores.folder import MEGATRON_JSON
 from dapo_megatron.bridge.stores.store import Extent, Store, TensorSource, checked_tensors, disjoint
 from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter
-from dapo_megatron.files import read_json
+from dapo_megatron.files import parse_json, read_json
 from dapo_megatron.types import CheckpointError, ConfigError
 
 VERSION = 1
@@ -149,7 +149,7 @@ def places_of(file: TensorSource, arch: Architecture) -> list[Place]:
             "metadata); it was written by an older version"
         )
     try:
-        places = [Place(**fields) for fields in json.loads(text)]
+        places = [Place(**fields) for fields in parse_json(text)]
         for place in places:
             _check_place(place, arch)
         return places

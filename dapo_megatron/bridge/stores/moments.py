@@ -9,7 +9,6 @@ which boxes of HF tensors lie in it, as it does for weights.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from dapo_megatron.bridge.stores.megatron import (
     slots_of,
 )
 from dapo_megatron.bridge.stores.store import Extent, Store, TensorSource, disjoint
+from dapo_megatron.files import parse_json
 from dapo_megatron.types import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -196,7 +196,7 @@ def _check_ranks(folder: Path) -> None:
         raise CheckpointError(f"{folder}: no training checkpoint (no rank_00000.safetensors)")
     path = folder / min(found)
     try:
-        layout = json.loads(TensorFile(path).metadata["layout"])
+        layout = parse_json(TensorFile(path).metadata["layout"])
         num_ranks = prod(layout[axis] for axis in _RANKS)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot read its `layout` ({error!r})") from None

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dapo_megatron.files import read_json
+from dapo_megatron.types import CheckpointError
+
 NUM_SHOWN = 10
 """Examples of a kind in the Markdown; the JSON file has more."""
 LABELS = {
@@ -30,9 +33,9 @@ def report_of(path: str | Path) -> Path | None:
     """
     data, report = Path(path), report_path(Path(path))
     try:
-        output = json.loads(report.read_text(encoding="utf-8"))["output"]
+        output = read_json(report)["output"]
         fits = (output["name"], output["bytes"]) == (data.name, data.stat().st_size)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (CheckpointError, OSError, KeyError, TypeError):
         return None
     return report if fits else None
 

@@ -10,7 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.data.rows import COLUMNS, Row, checked_row, read_jsonl
+from dapo_megatron.data.rows import (
+    COLUMNS,
+    Row,
+    checked_row,
+    parquet_batches,
+    plain_rows,
+    read_jsonl,
+)
 from dapo_megatron.types import DataError
 
 if TYPE_CHECKING:
@@ -41,27 +48,18 @@ def read(path: Path, batch_rows: int = BATCH_ROWS) -> Iterator[Batch]:
 
 
 def _read_parquet(path: Path, batch_rows: int) -> Iterator[Batch]:
-    import pyarrow
-    from pyarrow import parquet
-
     first = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=batch_rows, use_threads=False):
-                yield batch, checked(batch, str(path), first)
-                first += len(batch)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except pyarrow.lib.ArrowException as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+    for batch in parquet_batches(str(path), batch_rows):
+        yield batch, checked(batch, str(path), first)
+        first += len(batch)
 
 
 def checked(batch: pyarrow.RecordBatch, name: str, first: int) -> list[Row]:
     """The rows of an Arrow batch that begins at row `first` of `name`. Raises DataError."""
     known = batch.select([column for column in COLUMNS if column in batch.schema.names])
     return [
-        checked_row(index, f"{name}, row {index}", row)
-        for index, row in enumerate(known.to_pylist(), start=first)
+        checked_row(index, where, row)
+        for index, (where, row) in enumerate(plain_rows(known, name, first), start=first)
     ]
 
 

@@ -1,0 +1,306 @@
+"""Configs and overrides that are hostile, or that YAML 1.1 would misread: refused or read as they
+are written, within a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dapo_megatron.config import Config
+from dapo_megatron.config.file import dump_config, load_config, parse_config
+from dapo_megatron.config.section import WEEK_SECONDS
+from dapo_megatron.config.yaml12 import MAX_CHARACTERS, dump_yaml, parse_yaml
+from dapo_megatron.rewards import GradingPool
+from dapo_megatron.types import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = REPOSITORY / "model_configs" / "tiny_cpu.yaml"
+BASE = TINY.read_text(encoding="utf-8")
+LAST = BASE.count("\n") + 1
+"""Number of the line after the last."""
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    started = time.process_time()
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, overrides)
+    # A second is promised; cores that are shared with other work take longer.
+    assert time.process_time() - started < 2.0
+    return str(refused.value)
+
+
+# ---------------------------------------------------------------------------- files
+
+LAUGHS = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+)
+FILES: dict[str, tuple[bytes, str]] = {
+    "contains itself": (b"x: &a [*a]", ", line {last}: anchors (&x) and aliases (*x) are not read"),
+    "mapping in itself": (b"x: &a {b: *a}", ", line {last}: anchors (&x) and aliases (*x) are"),
+    "nested anchors": (LAUGHS.encode(), ", line {last}: anchors (&x) and aliases (*x) are not"),
+    "alias of nothing": (b"x: *a", ", line {last}: anchors (&x) and aliases (*x) are not read"),
+    "anchor on a key": (b"&a x: 1", ", line {last}: anchors (&x) and aliases (*x) are not read"),
+    "nested 3,000 deep": (b"x: " + b"[" * 3000, ", line {last}: nested more than 32 deep"),
+    "nested by indent": (
+        b"".join(b" " * depth + b"x:\n" for depth in range(40)),
+        ", line {deep}: nested more than 32 deep",
+    ),
+    "nested by dashes": (b"x: " + b"\n" + b"- " * 3000, "nested more than 32 deep"),
+    "object of Python": (
+        b"x: !!python/object/apply:os.system ['true']",
+        ", line {last}: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not read",
+    ),
+    "tag of YAML": (b"seed: !!int '1'", ", line {last}: the tag 'tag:yaml.org,2002:int' is not"),
+    "tab": (b"\tx: 1", ": not valid YAML: "),
+    "two documents": (b"---\nseed: 3", ": not valid YAML: expected a single document"),
+    "no character": (b'x: "\\UFFFFFFFF"', ": not valid YAML: "),
+    "half a character": (b'x: "\\ud800"', ", line {last}: a null character, or half a character"),
+    "null character": (b'x: "\\0"', ", line {last}: a null character, or half a character"),
+    "a list as a key": (b"? [a]\n: 1", ": not valid YAML: "),
+    "too long": (b"#" * MAX_CHARACTERS, ": longer than 32,000 characters"),
+    "slow to parse": (b"x: {" + b"a," * MAX_CHARACTERS, ": longer than 32,000 characters"),
+    "many digits": (b"x: " + b"9" * 5000, ", line {last}: a number of 5,000 digits"),
+    "many digits of 16": (b"x: 0x" + b"f" * 5000, ", line {last}: a number of 5,002 digits"),
+    "Latin-1": (b"# \xe9", ": cannot be read ('utf-8' codec can't decode"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_is_refused_by_name_and_line(tmp_path: Path, name: str) -> None:
+    content, problem = FILES[name]
+    path = tmp_path / "config.yaml"
+    path.write_bytes(BASE.encode() + content + b"\n")
+    wanted = problem.replace("{last}", str(LAST)).replace("{deep}", str(LAST + 31))
+    message = refusal(path)
+    assert message.startswith(str(path))
+    assert wanted in message
+
+
+def test_a_file_without_an_end_is_refused() -> None:
+    assert refusal(Path("/dev/zero")).startswith("/dev/zero: longer than 32,000 characters")
+
+
+def test_the_slowest_file_within_the_limit_is_refused_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("{" + "a," * (MAX_CHARACTERS // 2 - 10), encoding="utf-8")
+    assert refusal(path).startswith(f"{path}: not valid YAML")
+
+
+@pytest.mark.parametrize("key", ["1", "true", "null", "1.5", "2026-01-01", "<<", "=", "''"])
+def test_a_key_that_is_no_name_is_refused(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "config.yaml"
+    for text in (f"{BASE}{key}: {{a: 1}}\n", BASE.replace("loss:\n", f"loss:\n  {key}: 1\n")):
+        path.write_text(text, encoding="utf-8")
+        refusal(path)
+
+
+# ---------------------------------------------------------------------------- scalars
+
+VALUES: dict[str, Any] = {
+    "10": 10,
+    "010": 10,
+    "-010": -10,
+    "+1": 1,
+    "0o10": 8,
+    "0x1F": 31,
+    "1_000": "1_000",
+    "1:30": "1:30",
+    "1:30.5": "1:30.5",
+    "0b1": "0b1",
+    "-0x1": "-0x1",
+    "1e3": 1000.0,
+    "1E-6": 1e-6,
+    "1.": 1.0,
+    ".5": 0.5,
+    "-.5e1": -5.0,
+    ".inf": float("inf"),
+    "1e400": float("inf"),
+    "+.INF": float("inf"),
+    "true": True,
+    "FALSE": False,
+    "yes": "yes",
+    "No": "No",
+    "on": "on",
+    "off": "off",
+    "y": "y",
+    "tRue": "tRue",
+    "null": None,
+    "~": None,
+    "": None,
+    "nUll": "nUll",
+    "2026-01-01": "2026-01-01",
+    "=": "=",
+    "<<": "<<",
+    ".": ".",
+    "e1": "e1",
+    "'010'": "010",
+    '"yes"': "yes",
+}
+
+
+@pytest.mark.parametrize("text", VALUES)
+def test_a_plain_scalar_is_what_the_core_schema_says(text: str) -> None:
+    value = parse_yaml(text, "key")
+    assert (value, type(value)) == (VALUES[text], type(VALUES[text]))
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("seed=1_000", "seed: Input should be a valid integer (given: '1_000')"),
+        ("seed=1:30", "seed: Input should be a valid integer (given: '1:30')"),
+        ("seed=yes", "seed: Input should be a valid integer (given: 'yes')"),
+        ("seed=1e3", "seed: Input should be a valid integer (given: 1000.0)"),
+        ("tracking.mlflow=no", "tracking.mlflow: Input should be a valid boolean (given: 'no')"),
+        ("tracking.mlflow=off", "tracking.mlflow: Input should be a valid boolean (given: 'off')"),
+        ("rewards.timeout_seconds=1:30", "rewards.timeout_seconds: Input should be a valid number"),
+        ("run.stop_seconds=4:00", "run.stop_seconds: Input should be a valid number (given: '4:00"),
+        ("run.stop_seconds=1e400", "run.stop_seconds: Input should be a finite number"),
+        ("run.name=1e5", "run.name: must be text; quote it if YAML takes it for something else"),
+        ("seed={a: *x}", "seed: anchors (&x) and aliases (*x) are not read; write the value out"),
+        ("seed=&a [*a]", "seed: anchors (&x) and aliases (*x) are not read; write the value out"),
+        ("optimizer.lr=!!float 1", "optimizer.lr: the tag 'tag:yaml.org,2002:float' is not read"),
+        ("seed=" + "[" * 3000, "seed: nested more than 32 deep"),
+        ("seed=" + "9" * 5000, "seed: a number of 5,000 digits"),
+        ("seed=" + "9" * 60_000, "seed: longer than 32,000 characters"),
+        ("seed=" + "9" * 40, "seed: Input should be less than or equal to 2147483647 (given: 9"),
+        ('model.path="\\0"', "model.path: a null character, or half a character"),
+        ('model.path="\\ud800"', "model.path: a null character, or half a character"),
+        ("model.path=" + "x" * 3000 + "\nseed: 1", "model.path: not valid YAML"),
+        ("seed=" + "x" * 3000, "seed: Input should be a valid integer (given: 'xxx"),
+        ("a." * 1000 + "b=1", "a.a.a"),
+        ("data.train.²=1", "data.train.²: the list has 1 entries, numbered from 0"),
+        ("data.train.01=1", "data.train.01: the list has 1 entries, numbered from 0"),
+        (f"data.train.{'9' * 5000}.name=x", "data.train.999"),
+        ("data.train.0=1", "data.train.0: must be a mapping of keys (given: 1)"),
+    ],
+)
+def test_a_hostile_or_ambiguous_override_is_refused_by_its_key(override: str, problem: str) -> None:
+    assert refusal(TINY, override).startswith(problem)
+
+
+def test_a_number_with_a_zero_before_it_is_decimal() -> None:
+    assert load_config(TINY, ["seed=010"]).seed == 10
+    assert load_config(TINY, ["seed=0o10"]).seed == 8
+
+
+# ---------------------------------------------------------------------------- upper bounds
+
+BOUNDS = {
+    "seed": ("2147483647", "2147483648"),
+    "data.train.0.seed": ("2147483647", "18446744073709551616"),
+    "run.processes": ("1024", "1000000"),
+    "run.stop_seconds": ("604800", "1e10"),
+    "rewards.workers": ("1024", "1000000"),
+    "rewards.timeout_seconds": ("604800", "1e10"),
+    "rewards.memory_mib": ("2147483647", "99999999999999"),
+    "rollout.max_response_tokens": ("16777216", "99999999999999999999"),
+    "rollout.max_prompt_tokens": ("16777216", "16777217"),
+    "rollout.lookahead": ("1000", "1e300"),
+    "rollout.max_age": ("2147483647", "2147483648"),
+    "evaluation.samples": ("65536", "65537"),
+    "evaluation.resamples": ("1000000", "1000001"),
+    "engine.kv_cache_gib": ("65536", "1e300"),
+    "engine.max_sequences": ("65536", "65537"),
+    "sync.canary_tokens": ("65536", "65537"),
+    "sync.max_gap": ("1e30", "1e31"),
+    "optimizer.lr": ("1e30", "1e300"),
+    "loss.clip_high": ("1e30", "1e300"),
+    "loss.dual_clip": ("1e30", "1e300"),
+    "checkpoint.max_minutes": ("10080", "1e300"),
+    "watchdog.generate": ("604800", "604801"),
+    "tracking.wait_seconds": ("604800", "1e300"),
+    "preflight.max_seconds": ("604800", "1e300"),
+}
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_a_number_that_would_fail_late_is_refused_with_its_bound(key: str) -> None:
+    largest, too_large = BOUNDS[key]
+    load_config(TINY, [f"{key}={largest}"])
+    bound = f"{key}: Input should be less than or equal to "
+    assert refusal(TINY, f"{key}={too_large}").startswith(bound)
+
+
+def numbers(section: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in section.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from numbers(field.annotation, f"{above}{name}.")
+        elif field.annotation in (int, float, int | None, float | None):
+            yield f"{above}{name}", field
+
+
+def test_every_number_has_an_upper_bound() -> None:
+    keys = dict(numbers(Config))
+    assert len(keys) > 60
+    for key, field in keys.items():
+        is_float = field.annotation in (float, float | None)
+        message = refusal(TINY, f"{key}=9e39" if is_float else f"{key}={10**39}")
+        assert message.startswith(f"{key}: Input should be less than")
+
+
+def test_the_longest_time_limit_can_be_waited_for() -> None:
+    with GradingPool({"m": "dapo_math"}, workers=1, timeout_seconds=WEEK_SECONDS) as pool:
+        pool.submit(0, "m", "Answer: 1", "1", {})
+        results = pool.collect(wait=True)
+    assert [grade is not None for _, grade, _ in results] == [True]
+
+
+# ---------------------------------------------------------------------------- any input
+
+PLAIN = st.text(st.sampled_from("0123456789.:_-+eExXoOyYnNtTrRuUfFaAlLsSiI~'\"#&*!|>%@[]{},? \n"))
+TEXTS = st.one_of(PLAIN, st.text(max_size=30), st.sampled_from(list(VALUES)))
+PLACES = ["seed", "run.name", "loss", "loss.clip_low", "data.train", "data.train.0", "engine", "x"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(PLACES), TEXTS)
+@example("data.train.0.options", "{1: {a: [1]}}")
+@example("loss", "{? {a: 1} : 2}")
+def test_any_override_is_a_config_or_refused(place: str, text: str) -> None:
+    try:
+        config = load_config(TINY, [f"{place}={text}"])
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert parse_config(parse_yaml(dump_config(config), "dump")) == config
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(max_size=60), st.integers(0, len(BASE)))
+def test_any_file_is_a_config_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, text: str, place: int
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "config.yaml"
+    path.write_bytes((BASE[:place] + text + BASE[place:]).encode("utf-8", "surrogatepass"))
+    try:
+        load_config(path)
+    except ConfigError as error:
+        assert str(error)
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False)
+    | TEXTS.filter(lambda text: "\0" not in text)
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.dictionaries(st.text("abc", min_size=1), SCALARS | st.lists(SCALARS), max_size=3))
+@example({"a": ["0o10", "1e5", "010", "1:30", "yes", "1_000", "2026-01-01", "0x1F", "<<", "="]})
+@example({"a": ["\x85", "\u2028", "\ufeff", "\x1b", " a", "a ", "", "-", "\t", "'", '"']})
+def test_what_is_dumped_is_read_back_by_either_yaml(value: dict[str, Any]) -> None:
+    text = dump_yaml(value)
+    assert parse_yaml(text, "dump") == value
+    assert yaml.safe_load(text) == value  # programs of others read config.yaml too

@@ -1,0 +1,377 @@
+"""Rows that are damaged or hostile are refused by file, row and column; nothing else is raised."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+import math
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from dapo_megatron.config import FileSource, ReasoningGymSource
+from dapo_megatron.data import rows
+from dapo_megatron.data.preparing.tables import read
+from dapo_megatron.data.rows import Row, checked_row, read_jsonl, read_parquet
+from dapo_megatron.data.sources import load_source
+from dapo_megatron.types import DataError
+from tests.helpers.words import Words
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GOOD: dict[str, Any] = {
+    "data_source": "math",
+    "prompt": [{"role": "user", "content": "6 * 7 ="}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "42", "style": "rule"},
+    "extra_info": {"index": "1"},
+}
+LINE = json.dumps(GOOD).encode()
+
+
+def with_extra(text: bytes) -> bytes:
+    """A row with more JSON text in its extra_info."""
+    return LINE.replace(b'"index": "1"', b'"index": "1", ' + text)
+
+
+def checked(path: Path) -> list[Row]:
+    """The rows of a file, read by both programs that do."""
+    read_rows = read_parquet if path.suffix == ".parquet" else read_jsonl
+    prepared = [row for _, batch in read(path) for row in batch]
+    loaded = [checked_row(*row) for row in read_rows(str(path))]
+    assert loaded == prepared
+    return loaded
+
+
+def refusals(path: Path) -> Iterator[str]:
+    """What a run, then tools/prepare_data.py, says of a file."""
+    read_rows = read_parquet if path.suffix == ".parquet" else read_jsonl
+    with pytest.raises(DataError) as in_a_run:
+        _ = [checked_row(*row) for row in read_rows(str(path))]
+    yield str(in_a_run.value)
+    with pytest.raises(DataError) as prepared:
+        list(read(path))
+    yield str(prepared.value)
+
+
+# ---------------------------------------------------------------------------- JSONL
+
+READABLE = {
+    "plain": LINE + b"\n",
+    "no newline at the end": LINE,
+    "byte order mark": b"\xef\xbb\xbf" + LINE + b"\n",
+    "CRLF": LINE + b"\r\n",
+    "blank lines": b"\n \n" + LINE + b"\n\n",
+    "null character": with_extra(b'"x": "\\u0000"'),
+    "surrogate pair": with_extra(b'"x": "\\ud83d\\ude00"'),
+    "number of 4,000 digits": LINE.replace(b'"index": "1"', b'"index": ' + b"9" * 4000),
+    "nested 60 deep": with_extra(b'"x": ' + b"[" * 60 + b"]" * 60),
+}
+UNREADABLE = {
+    "nested 200,000 deep": (b"[" * 200_000 + b"]" * 200_000, "not valid JSON: nested more than 64"),
+    "nested in extra_info": (
+        with_extra(b'"x": ' + b"[" * 5000 + b"]" * 5000),
+        "not valid JSON: nested more than 64 deep",
+    ),
+    "objects without an end": (b'{"a":' * 100_000, "not valid JSON: nested more than 64 deep"),
+    "nested 70 deep": (with_extra(b'"x": ' + b"[" * 70 + b"]" * 70), "nested more than 64 deep"),
+    "NaN": (with_extra(b'"x": NaN'), "column extra_info.x: must be a finite number or null"),
+    "Infinity": (with_extra(b'"x": [1, -Infinity]'), "column extra_info.x[1]: must be a finite"),
+    "1e999": (with_extra(b'"x": {"y": 1e999}'), "column extra_info.x.y: must be a finite"),
+    "NaN in another column": (LINE[:-1] + b', "z": NaN}', "column z: must be a finite"),
+    "key twice": (
+        LINE.replace(b'"ground_truth"', b'"ground_truth": "1", "ground_truth"'),
+        "not valid JSON: the key 'ground_truth' is given twice; remove one of them",
+    ),
+    "number of 5,000 digits": (
+        LINE.replace(b'"index": "1"', b'"index": ' + b"9" * 5000),
+        "not valid JSON: a number has too many digits; write it as a string",
+    ),
+    "half a character in extra_info": (
+        with_extra(b'"tests": {"inputs": ["\\ud800"]}'),
+        "column extra_info.tests.inputs[0]: half a character (a lone surrogate) at 0",
+    ),
+    "half a character as a key": (with_extra(b'"\\ud800": 1'), "half a character"),
+    "half a character as a column": (LINE[:-1] + b', "\\udfff": 1}', "half a character"),
+    "half a character in the truth": (
+        LINE.replace(b'"42"', b'"\\ud800"'),
+        "column reward_model.ground_truth: half a character",
+    ),
+    "UTF-16": (json.dumps(GOOD).encode("utf-16"), "not valid JSON: 'utf-8' codec can't decode"),
+    "Latin-1": (LINE.replace(b"42", b"\xe9"), "not valid JSON: 'utf-8' codec can't decode"),
+    "CR only": (LINE + b"\r" + LINE, "not valid JSON: Extra data"),
+    "cut off": (LINE[:40], "not valid JSON: Invalid control character"),
+    "gzip": (gzip.compress(LINE, mtime=0), "not valid JSON: 'utf-8' codec can't decode"),
+    "null characters": (bytes(1000), "not valid JSON: Expecting value"),
+}
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_unusual_lines_are_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(READABLE[name])
+    if name != "number of 4,000 digits":  # which Arrow, and so the preparing, has no type for
+        assert [row.truth for row in checked(path)] == ["42"]
+    assert [checked_row(*row).truth for row in read_jsonl(str(path))] == ["42"]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_damaged_line_is_refused_by_file_line_and_column(tmp_path: Path, name: str) -> None:
+    content, problem = UNREADABLE[name]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINE + b"\n" + content + b"\n")
+    for message in refusals(path):
+        assert message.startswith(f"{path}, line 2")
+        assert problem in message
+        assert len(message) < 500
+
+
+def test_a_line_without_an_end_is_not_loaded(tmp_path: Path) -> None:
+    """One line of 4 GiB in a sparse file; reading it whole takes more memory than there is."""
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as file:
+        file.write(LINE + b"\n")
+        file.truncate(4 * 2**30)
+    code = f"""
+import resource
+from dapo_megatron.data.rows import read_jsonl
+from dapo_megatron.types import DataError
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 512 * 2**20,) * 2)
+try:
+    list(read_jsonl({str(path)!r}))
+except DataError as error:
+    print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.startswith(f"{path}, line 2: longer than 67,108,864 bytes; write one"), (
+        ran.stdout + ran.stderr
+    )
+
+
+def test_a_line_at_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINE + b"\n" + LINE + b" \n")
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", len(LINE) + 1)
+    with pytest.raises(DataError, match="line 2: longer than"):
+        list(read_jsonl(str(path)))
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", len(LINE) + 2)
+    assert len(list(read_jsonl(str(path)))) == 2
+
+
+def test_out_of_memory_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINE + b"\n" + b"[" + b"[]," * 20_000_000 + b"[]]\n")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    lines = read_jsonl(str(path))
+    next(lines)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, before[1]))
+    try:
+        with pytest.raises(DataError) as refused:
+            next(lines)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert str(refused.value).startswith(f"{path}, line 2: not enough memory to read it")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+ROWS = st.builds(
+    lambda more, column, value: GOOD | {"extra_info": {"index": "1"} | more} | {column: value},
+    st.dictionaries(st.text(), JSON, max_size=3),
+    st.sampled_from(["other", "other", *rows.COLUMNS]),
+    JSON,
+)
+PIECES = [LINE, LINE[:-1], b"}", b"\n", b"[", b"]", b'{"a":', b",", b'"a":', b"1", b"NaN", b"\xff"]
+PIECES += [
+    b"[" * 2000,
+    b'{"a":' * 2000,
+    b"9" * 5000,
+    b'"\\ud800"',
+    b"\xef\xbb\xbf",
+    b"\0",
+    b"1e999",
+]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=9), max_size=8).map(b"".join))
+def test_any_bytes_are_rows_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("bytes") / "rows.jsonl"
+    path.write_bytes(content)
+    try:
+        for row in read_jsonl(str(path)):
+            checked_row(*row)
+    except DataError as error:
+        assert str(error).startswith(f"{path}, line ")
+
+
+@settings(deadline=None, max_examples=300)
+@given(JSON | ROWS)
+def test_any_value_is_a_row_or_refused(value: Any) -> None:
+    try:
+        row = checked_row(0, "file, line 1", json.loads(json.dumps(value)))
+    except DataError as error:
+        assert str(error).startswith("file, line 1")
+    else:
+        # A row that was taken can be sent to a grader and written to a file of UTF-8.
+        json.dumps([row.extra, row.truth], allow_nan=False, ensure_ascii=False).encode()
+
+
+# ---------------------------------------------------------------------------- Parquet
+
+
+def not_utf8(values: list[bytes]) -> pyarrow.Array:
+    """A column of strings that are not UTF-8, as a program that checks nothing writes it."""
+    binary = pyarrow.array(values, pyarrow.binary())
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(values), binary.buffers())
+
+
+def extra(**values: Any) -> dict[str, Any]:
+    return {**GOOD, "extra_info": {"index": "1", **values}}
+
+
+PARQUET = {
+    "null": ({**GOOD, "reward_model": None}, "column reward_model: must be a mapping, found noth"),
+    "bytes": (extra(x=b"x"), "column extra_info.x: must be a JSON value, found bytes b'x'"),
+    "date": (extra(x=datetime.datetime(2026, 1, 1)), "column extra_info.x: must be a JSON value"),
+    "NaN": (extra(x=math.nan), "column extra_info.x: must be a finite number or null, found nan"),
+    "infinity": (extra(x=[-math.inf]), "column extra_info.x[0]: must be a finite number or null"),
+}
+
+
+@pytest.mark.parametrize("name", PARQUET)
+def test_a_parquet_value_that_is_no_json_is_refused(tmp_path: Path, name: str) -> None:
+    bad, problem = PARQUET[name]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([bad]), path)
+    for message in refusals(path):
+        assert message.startswith(f"{path}, row 0, {problem}")
+
+
+def test_parquet_strings_that_are_not_utf8_are_refused_by_row_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.Table.from_pylist([GOOD] * 3)
+    place = table.schema.get_field_index("ability")
+    table = table.set_column(place, "ability", not_utf8([b"a", b"b", b"\xff\xfe"]))
+    parquet.write_table(table, path)
+    for message in refusals(path):
+        assert message == (
+            f"{path}, row 2, column ability: cannot be read ('utf-8' codec can't decode byte 0xff "
+            "in position 0: invalid start byte); write UTF-8 text, or drop the row"
+        )
+
+
+def test_nested_parquet_strings_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    messages = pyarrow.StructArray.from_arrays(
+        [not_utf8([b"user"]), not_utf8([b"\xff"])], ["role", "content"]
+    )
+    prompt = pyarrow.ListArray.from_arrays([0, 1], messages)
+    table = pyarrow.Table.from_pylist([GOOD])
+    table = table.set_column(table.schema.get_field_index("prompt"), "prompt", prompt)
+    parquet.write_table(table, path)
+    for message in refusals(path):
+        assert message.startswith(f"{path}, row 0, column prompt: cannot be read (")
+
+
+def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.Table.from_pylist([GOOD])
+    parquet.write_table(table.append_column("ability", pyarrow.array(["other"])), path)
+    for message in refusals(path):
+        assert message == f"{path}: the column ability is there twice; remove one of them"
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1xxxxPAR1", b"PAR1" + b"\xff" * 50 + b"PAR1"])
+def test_what_is_not_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(content)
+    for message in refusals(path):
+        assert message.startswith(f"{path}: not a readable Parquet file")
+
+
+# ---------------------------------------------------------------------------- graders
+
+TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
+FOR_CODE: dict[str, tuple[Any, str]] = {
+    "no tests": ({}, "tests: need"),
+    "an empty list": ({"tests": []}, "tests: need"),
+    "not JSON": ({"tests": "{"}, "tests: not valid JSON"),
+    "nested too deeply": ({"tests": "[" * 100_000}, "tests: not valid JSON: nested more than 64"),
+    "half a character in JSON text": (
+        {"tests": '{"inputs": ["\\ud83d"], "outputs": ["1"]}'},
+        "tests: input 0 has half a character (a lone surrogate) at 0",
+    ),
+    "a function": ({"tests": {**TESTS, "fn_name": "solve"}}, "tests: they call 'solve'"),
+    "a functional test": (
+        {"tests": [{"input": "1", "output": "2", "testtype": "functional"}]},
+        "tests: some call a function",
+    ),
+    "empty outputs": (
+        {"tests": {"inputs": ["1", "2"], "outputs": ["", ""]}},
+        "tests: every output is empty: a program that does nothing would pass",
+    ),
+    "a blank output": ({"tests": [{"input": "1", "output": " \n\t\n"}]}, "every output is empty"),
+    "an output of empty lines": ({"tests": {"inputs": ["1"], "outputs": [["", ""]]}}, "is empty"),
+}
+
+
+def source(path: Path, grader: str | dict[str, str]) -> FileSource:
+    return FileSource(kind="jsonl", name="mine", path=str(path), grader=grader)
+
+
+@pytest.mark.parametrize("grader", ["code", {"math": "dapo_math", "taco": "code"}], ids=str)
+@pytest.mark.parametrize("name", FOR_CODE)
+def test_a_row_that_code_cannot_grade_is_refused_when_it_is_loaded(
+    tmp_path: Path, name: str, grader: str | dict[str, str]
+) -> None:
+    more, problem = FOR_CODE[name]
+    good, bad = ({**extra(**values), "data_source": "taco"} for values in ({"tests": TESTS}, more))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+    with pytest.raises(DataError) as refused:
+        load_source(source(path, grader), Words(), 10)  # type: ignore[arg-type]
+    assert str(refused.value).startswith(f"{path}, line 2, for the grader 'code': ")
+    assert problem in str(refused.value)
+
+
+def test_rows_that_graders_can_grade_are_loaded(tmp_path: Path) -> None:
+    as_text = {**extra(tests=json.dumps(TESTS)), "data_source": "taco"}
+    in_truth = {**GOOD, "data_source": "taco", "reward_model": {"ground_truth": json.dumps(TESTS)}}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (as_text, in_truth, GOOD)))
+    graders = {"math": "dapo_math", "taco": "code"}
+    assert len(load_source(source(path, graders), Words(), 10).prompts) == 3  # type: ignore[arg-type]
+
+
+def test_rows_of_a_file_have_no_entry_for_a_scorer_of_reasoning_gym(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINE)
+    with pytest.raises(DataError, match="line 1, for the grader 'reasoning_gym': it grades prob"):
+        load_source(source(path, "reasoning_gym"), Words(), 10)  # type: ignore[arg-type]
+
+
+def test_a_generated_problem_is_checked_too() -> None:
+    gym = ReasoningGymSource(
+        kind="reasoning_gym", name="gym", dataset="chain_sum", size=1, seed=1, grader="code"
+    )
+    with pytest.raises(DataError, match="'gym', problem 0, for the grader 'code': tests: need"):
+        load_source(gym, Words(), 1000)  # type: ignore[arg-type]
