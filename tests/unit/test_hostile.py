@@ -63,11 +63,19 @@ LONG = [
     lambda n: "the answer is " * n + " =" * 50 * n,
     lambda n: "\0\ud800\U0001f4a3" * n,
 ]
-COUNTDOWN = {
-    "dataset": "countdown",
-    "entry": {"question": "", "answer": "1+6", "metadata": {"numbers": [1, 6], "target": 7}},
+ENTRIES = {
+    "countdown": {"metadata": {"numbers": [1, 6], "target": 7}},
+    "simple_integration": {"metadata": {"variable": "x", "integrand": "2*x"}},
+    "spiral_matrix": {"answer": "1 2 3"},
 }
-TOWERS = ["9**9**9**{n}", "10**10**10+{n}", "({n}**99999)**99999", "(" * 3000 + "{n}"]
+EXPRESSIONS = [
+    *("9**9**9**{n}", "10**10**10+{n}", "({n}**99999)**99999", "(" * 3000 + "{n}"),
+    "__import__('os').system('touch ' + ' '.join(p + {token!r} for p in {places!r}))",
+    "[open(p + {token!r}, 'w') for p in {places!r}]",
+    "__import__('sys')._getframe(3).f_locals['entry']['metadata']['target']+0*(1+6)",
+    "[setattr(__import__('sys').modules['__main__'], '_grade', None)]",
+    "(lambda: __import__('os')._exit(0))()",
+]
 
 ENDLESS_PROGRAMS = [
     "while True: pass",
@@ -105,6 +113,20 @@ PROGRAMS = [
     "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')",
     "import os\nos.closerange(0, 10**4)\nprint(1)",
     "import sys\nsys.stdout.write(chr(0xd800) * 100)",
+    "import os\nb = b'\\xff\\n' * 2**19\nwhile True: os.write(1, b)",
+    "import os, time\ntime.sleep(0.9)\nb = b'\\xff\\n' * 2**19\nwhile True: os.write(1, b)",
+    "import sys\nwhile True: sys.stderr.write('x' * 10**6)",
+    "import threading\nthreading.stack_size(32768)\nwhile True: threading.Thread(target="
+    "threading.Event().wait, daemon=True).start()",
+    "import fcntl, os, time\nf = open(os.__file__)\nfcntl.flock(f, fcntl.LOCK_EX)",
+    "import os\nfor path in PLACES:\n    try: os.mkfifo(path + TOKEN)\n    except OSError: pass",
+    "import glob\nfor path in glob.glob('/proc/[0-9]*/*'):\n    try: print(open(path).read())\n"
+    "    except OSError: pass",
+    "import socket\nfor n in range(46):\n    try: socket.socket(n).bind(TOKEN)\n"
+    "    except OSError: pass",
+    "import multiprocessing.shared_memory as s\ns.SharedMemory('left', True, 2**20)",
+    "import ctypes\nfor n in range(600): ctypes.CDLL(None).syscall(n, 0, 0, 0, 0, 0, 0)",
+    "import atexit, time\natexit.register(time.sleep, 10**6)",
 ]
 
 
@@ -127,8 +149,8 @@ HARMLESS = Attack(
 def attacks(count: int, token: str) -> list[Attack]:
     """`count` of them, every kind in turn, in an order that mixes them."""
     choice = random.Random(5)
-    long, math, towers, endless, programs = map(
-        cycle, (LONG, MATH, TOWERS, ENDLESS_PROGRAMS, PROGRAMS)
+    long, math, expressions, endless, programs = map(
+        cycle, (LONG, MATH, EXPRESSIONS, ENDLESS_PROGRAMS, PROGRAMS)
     )
     header = f"PLACES, TOKEN = {[*PLACES, '.']!r}, {'/' + token!r}\n"
     tests = json.dumps({"inputs": ["1\n"], "outputs": ["never written"]})
@@ -141,7 +163,10 @@ def attacks(count: int, token: str) -> list[Attack]:
         if kind < 5:
             return Attack("math_verify", next(math).format(n=n), "7", {})
         if kind < 6:
-            return Attack("reasoning_gym", next(towers).format(n=n), "", COUNTDOWN)
+            dataset = choice.choice(list(ENTRIES))
+            text = next(expressions).format(n=n, token="/" + token, places=PLACES)
+            entry = {"question": "", "answer": "", **ENTRIES[dataset]}
+            return Attack("reasoning_gym", text, "", {"dataset": dataset, "entry": entry})
         is_endless = kind < 7
         program = next(endless if is_endless else programs)
         return Attack("code", f"```python\n{header}{program}\n```", tests, {}, is_endless)
@@ -149,6 +174,12 @@ def attacks(count: int, token: str) -> list[Attack]:
     made = [one(number % 20) for number in range(count)]
     choice.shuffle(made)
     return made
+
+
+def unix_sockets() -> set[str]:
+    """Paths and abstract names that somebody listens on."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {line[7] for line in lines if len(line) > 7}
 
 
 @dataclass
@@ -202,6 +233,7 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     token = f"hostile-{os.getpid()}-{tmp_path.name}"
     made = attacks(count, token)
+    shared_memory, sockets = set(os.listdir("/dev/shm")), unix_sockets()
     graders = {name: name for name in ("dapo_math", "math_verify", "reasoning_gym", "code")}
     started = time.monotonic()
     with GradingPool(graders, WORKERS, TIMEOUT_SECONDS) as pool:
@@ -242,6 +274,12 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     assert worst["submit 99%"] < 20
     assert worst["collect 99%"] < 20
 
+    # Nothing hostile is right, but for answers that are no lie: seven written seven times over.
+    wrong = {key for key, grade in grades.items() if grade is None or not grade.correct}
+    assert {made[key].source for key in set(grades) - wrong} <= {"math_verify", "dapo_math"}
+    assert counts["reasoning_gym"]["graded"] == sum(a.source == "reasoning_gym" for a in made)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert unix_sockets() <= sockets
     assert processes_with(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
     assert not [place for place in PLACES if Path(place, token).exists()]

@@ -1,0 +1,223 @@
+"""The grader `reasoning_gym`: what its scorers say is kept, and no scorer runs text as code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+import sympy
+from hypothesis import given
+from hypothesis import strategies as st
+from reasoning_gym.factory import DATASETS
+
+from dapo_megatron.rewards import GradingPool
+from dapo_megatron.rewards import reasoning_gym as grader
+from dapo_megatron.rewards.expressions import integer_value, parse_expression
+from dapo_megatron.rewards.reasoning_gym import REPLACEMENTS, grade
+
+NAMES = sorted(set(DATASETS) - {"composite"})  # made of others, which it names
+
+NOT_SOLVED = {
+    # They give no answer, or one that their own scorer does not take.
+    *("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"),
+}
+
+
+@cache
+def entry(dataset: str) -> dict[str, Any]:
+    made: dict[str, Any] = reasoning_gym.create_dataset(dataset, size=1, seed=1)[0]
+    return made
+
+
+def score(dataset: str, answer: str) -> bool:
+    return grade(answer, "", {"dataset": dataset, "entry": entry(dataset)}).correct
+
+
+def test_every_data_set_takes_its_own_answer_as_before() -> None:
+    solved = {name for name in NAMES if score(name, entry(name)["answer"] or "")}
+    assert set(NAMES) - solved == NOT_SOLVED
+
+
+def canaries(path: Path) -> list[str]:
+    call = f"__import__('pathlib').Path({str(path)!r}).touch()"
+    return [
+        call,
+        f"[{call}]",
+        f"({call},)",
+        f"{{{call}: 1}}",
+        f"[x for x in [{call}]]",
+        f"sin({call})",
+        f"x + {call}",
+        f"(lambda: {call})()",
+        f"f'{{{call}}}'",
+        f"1 if {call} else 2",
+        f"[{entry('n_queens')['answer']!r}, {call}]",
+    ]
+
+
+def test_no_data_set_runs_an_answer(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    for name in NAMES:
+        for answer in canaries(canary):
+            with suppress(Exception):  # whatever a scorer raises is an "error" of the grading
+                score(name, answer)
+            assert not canary.exists(), (name, answer)
+
+
+def poisoned(value: Any, text: str) -> Any:
+    """The value with every text in it replaced."""
+    if isinstance(value, dict):
+        return {key: poisoned(item, text) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(poisoned(item, text) for item in value)
+    return text if isinstance(value, str) else value
+
+
+def test_no_data_set_runs_an_entry_of_a_data_file(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    for name in NAMES:
+        for text in canaries(canary)[:2]:
+            metadata = {"source_dataset": name, **poisoned(entry(name)["metadata"], text)}
+            hostile = {"question": "", "answer": text, "metadata": metadata}
+            for answer in ("[1, 2]", "x", text):
+                try:
+                    grade(answer, "", {"dataset": name, "entry": hostile})
+                except Exception:  # noqa: BLE001 - as above
+                    continue
+            assert not canary.exists(), name
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "algebra.simple_integration",
+        "algorithmic.spiral_matrix",
+        "arithmetic.bitwise_arithmetic",
+        "games.countdown",
+    ],
+)
+def test_a_scorer_that_is_not_replaced_is_refused_before_any_code_runs(
+    module: str, tmp_path: Path
+) -> None:
+    """A later version of the package may evaluate text somewhere else."""
+    dataset = module.rpartition(".")[2]
+    canary = tmp_path / "canary"
+    code = f"""
+import importlib, json, reasoning_gym
+from dapo_megatron.rewards import reasoning_gym as grader
+for name in grader.REPLACEMENTS[{module!r}]:
+    vars(importlib.import_module("reasoning_gym." + {module!r}))[name] = {{
+        "eval": eval, "parse_expr": __import__("sympy").parse_expr,
+        "sympy": __import__("sympy"), "sp": __import__("sympy"),
+    }}[name]
+entry = json.loads({json.dumps(json.dumps(entry(dataset)))})
+for answer in {canaries(canary)[:2]!r}:
+    if {dataset!r} in ("bitwise_arithmetic", "number_sorting"):
+        entry["answer"] = entry["metadata"]["problem"] = answer
+    try: print(grader.grade("[1]" if {dataset!r} == "number_sorting" else answer, "",
+                            {{"dataset": {dataset!r}, "entry": entry}}).correct)
+    except RuntimeError as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "True" not in done.stdout
+    assert not canary.exists()
+
+
+def test_an_answer_reaches_neither_the_target_nor_the_next_grading() -> None:
+    """Answers that looked at the caller's variables, or changed the worker, were right."""
+    numbers = entry("countdown")["metadata"]["numbers"]
+    frame = "__import__('sys')._getframe(3).f_locals['entry']['metadata']['target']"
+    hack = f"{frame}+len('')*({'+'.join(map(str, numbers))})"
+    poison = (
+        "[setattr(__import__('sys').modules['__main__'], '_grade', lambda *a: "
+        "__import__('dapo_megatron.types', fromlist=['x']).Grade(1.0, True, 'hacked'))]"
+    )
+    tasks = [("countdown", hack), ("spiral_matrix", poison), ("spiral_matrix", "0 0 0")]
+    with GradingPool({"gym": "reasoning_gym"}, workers=1, timeout_seconds=30.0) as pool:
+        for number, (name, answer) in enumerate(tasks):
+            pool.submit(number, "gym", answer, "", {"dataset": name, "entry": entry(name)})
+        grades = []
+        while pool.pending:
+            grades += pool.collect(wait=True)
+    assert [(grade.correct if grade else None) for _, grade, _ in grades] == [False] * 3
+
+
+def test_what_is_replaced_exists_in_the_package() -> None:
+    for name, replacements in REPLACEMENTS.items():
+        source = Path(sys.modules[f"reasoning_gym.{name}"].__file__ or "").read_text()
+        for replaced in replacements:
+            assert f"{replaced}." in source or f"{replaced}(" in source
+
+
+# ------------------------------------------------------------------------ expressions
+
+numbers = st.integers(0, 10**6).map(str) | st.sampled_from(["x", "y", "C", "pi", "2.5", "E"])
+expressions = st.recursive(
+    numbers,
+    lambda inner: (
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map(" ".join)
+        | inner.map("({})".format)
+        | inner.map("-{}".format)
+        | st.tuples(inner.map("({})".format), st.integers(0, 4)).map(lambda p: f"{p[0]}**{p[1]}")
+        | st.tuples(st.sampled_from(["sin", "exp", "sqrt", "log", "Abs"]), inner).map(
+            lambda p: f"{p[0]}({p[1]})"
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@given(expressions)
+def test_an_expression_means_what_it_means_to_sympy(text: str) -> None:
+    assert sympy.srepr(parse_expression(text)) == sympy.srepr(sympy.parse_expr(text))
+
+
+def test_names_may_be_given_a_meaning() -> None:
+    symbol = sympy.Symbol("x", real=True)
+    assert parse_expression("E*x + C", {"x": symbol, "E": sympy.Symbol("E")}).free_symbols == {
+        symbol,
+        sympy.Symbol("E"),
+        sympy.Symbol("C"),
+    }
+
+
+REFUSED = [
+    *("", "2x", "x =", "x == 1", "a.b", "a[0]", "f(x)", "x if y else z", "[1]", "{1}", "'x'"),
+    *("True", "None", "lambda: 1", "x and y", "sin(x=1)", "(1).real", "print(1)", "x := 1"),
+    *("9**9**9", "2**99999", "(2**9999)**9999", "x" * 10_001, "(" * 5_000 + ")" * 5_000),
+]
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:20])
+def test_anything_else_is_refused_at_once(text: str) -> None:
+    with pytest.raises((ValueError, SyntaxError, MemoryError, RecursionError)):
+        parse_expression(text)
+
+
+@given(st.text("0123456789abcxyz()+-*/.,'\"[]{}_ =!<>&|^~:@#$\\\n", max_size=40))
+def test_any_text_is_an_expression_or_refused(text: str) -> None:
+    with suppress(ValueError, SyntaxError, MemoryError, TypeError, OverflowError):
+        parse_expression(text)
+
+
+@given(st.integers(-(10**6), 10**6), st.integers(0, 9), st.integers(0, 10**6))
+def test_integer_arithmetic_is_python_s(left: int, distance: int, right: int) -> None:
+    for text in (f"({left} << {distance}) - {right}", f"~({left} & {right}) | 3 ^ {right}"):
+        assert integer_value(text) == eval(text)
+    for text in ("1 << 10**9", "1 << 99999", "1 << -1", "x", "1.5", "2 ** 3", "True", "f(1)"):
+        with pytest.raises(ValueError, match=r"shift|not part"):
+            integer_value(text)
+
+
+def test_the_guard_lets_go_after_an_error() -> None:
+    with pytest.raises(KeyError):
+        grade("", "", {})
+    assert grader._is_scoring is False
+    assert eval("1 + 1") == 2
