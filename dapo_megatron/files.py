@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all, and reading JSON ones, whoever wrote them."""
+"""Write small files whole or not at all; read JSON that may be damaged or hostile."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 from dapo_megatron.types import CheckpointError, DapoError
 
 MAX_DEPTH = 64
-"""Lists and objects inside each other, at most, in what is read from a file. Python's own limit is
-met at another depth by everything that walks a value, so a value near it fails late."""
+"""Deepest nesting of lists and objects in a file. Python's own limit is not enough: a value just
+below it is parsed here and raises RecursionError in whatever walks it later."""
 
 
 TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
