@@ -1,9 +1,10 @@
-"""Small files that are there whole or not at all, and reading JSON ones, whoever wrote them."""
+"""Write small files whole or not at all; read JSON that may be damaged or hostile."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any, BinaryIO
 from dapo_megatron.types import CheckpointError, DapoError
 
 MAX_DEPTH = 64
-"""Lists and objects inside each other, at most, in what is read from a file. Python's own limit is
-met at another depth by everything that walks a value, so a value near it fails late."""
+"""Deepest nesting of lists and objects in a file. Python's own limit is not enough: a value just
+below it is parsed here and raises RecursionError in whatever walks it later."""
 
 
 TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
@@ -43,8 +44,7 @@ class _RepeatedKeyError(ValueError):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
+        [(repeated, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise _RepeatedKeyError(f"the key {repeated!r:.60} is given twice; remove one of them")
     return value
 

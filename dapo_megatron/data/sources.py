@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
 from dapo_megatron.data.rows import CHUNK_ROWS, Row, checked_row, read_jsonl, read_parquet
-from dapo_megatron.rewards.registry import names, row_check
+from dapo_megatron.rewards.registry import names as grader_names
+from dapo_megatron.rewards.registry import row_check
 from dapo_megatron.types import ConfigError, DataError, Prompt
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ def load_source(
 
 
 def _gradable(rows: Iterator[Row], source: ReasoningGymSource | FileSource) -> Iterator[Row]:
-    """Yield the rows, each checked by its grader: one that can never be graded is refused here and
-    not, completion by completion, while training."""
-    checks = {name: row_check(name) for name in names(source.grader)}
+    """Yield the rows after a check by their graders. A row that can never be graded is refused
+    here; while training it would fail at every completion."""
+    checks = {name: row_check(name) for name in grader_names(source.grader)}
     for row in rows:
         grader = source.grader
         if isinstance(grader, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,3 +109,11 @@ def test_any_bytes_are_json_or_a_value_error(content: bytes) -> None:
         parse_json(content, unique_keys=True)
     except ValueError as error:
         assert str(error)
+
+
+def test_a_repeated_key_is_found_quickly_among_many() -> None:
+    keys = ",".join(f'"{number}":1' for number in range(200_000))
+    started = time.process_time()
+    with pytest.raises(ValueError, match="the key '199999' is given twice"):
+        parse_json(f'{{{keys},"199999":1}}', unique_keys=True)
+    assert time.process_time() - started < 5.0
