@@ -25,6 +25,7 @@ from dapo_megatron.config.algorithm import (
     RolloutConfig,
     Source,
     TrainConfig,
+    source_file_name,
 )
 from dapo_megatron.config.computing import (
     EngineConfig,
@@ -73,6 +74,7 @@ __all__ = [
     "num_processes",
     "read_model_config",
     "refuse",
+    "source_file_name",
 ]
 
 

@@ -40,7 +40,7 @@ ROOMS = {
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
     "codec": room("types"),
     "files": room("types"),
-    "config": room("types", "pydantic yaml"),
+    "config": room("types", "pydantic pydantic_core yaml"),
     # bridge for the names of the families alone.
     "compatibility": room("types config bridge"),
     "flops": room("types bridge"),
