@@ -52,6 +52,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
     files = manifest.get("files")
     if not isinstance(files, dict) or _sum_of(files) != manifest.get("sha256"):
         raise CheckpointError(f"{path}: not as it was written (its own sum differs)")
+    for name in files:  # hf/model.safetensors is one, too
+        if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
+            raise CheckpointError(f"{path}: names {name!r}, which is not in the checkpoint")
     return {name: (entry[0], entry[1]) for name, entry in files.items()}
 
 
