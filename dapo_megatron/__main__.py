@@ -155,11 +155,13 @@ def track(
     wait_seconds: Annotated[float, typer.Option(min=0.0)] = 300.0,
 ) -> None:
     """Deliver to MLflow what a run has spooled and its server has not taken yet."""
-    from dapo_megatron.tracking import deliver
+    from dapo_megatron.tracking import deliver, why_waiting
+    from dapo_megatron.tracking.spool import FOLDER, LOG
 
     left = deliver(run_folder, wait_seconds)
     if left:
-        print(f"{left} events still wait; {run_folder}/logs/mlflow.log says why")
+        why = why_waiting(run_folder / FOLDER)
+        print(f"{left} events still wait: {why}. More in {run_folder / LOG}")
         raise typer.Exit(1)
     print("MLflow has everything")
 

@@ -40,6 +40,7 @@ ROOMS = {
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
     "codec": room("types"),
     "files": room("types"),
+    "uri": room(),
     "config": room("types", "pydantic pydantic_core yaml"),
     # bridge for the names of the families alone.
     "compatibility": room("types config bridge"),
@@ -64,7 +65,7 @@ ROOMS = {
     "rollout": room("types codec config protocols algo data rewards", "torch"),
     "parts": room("types protocols rollout"),
     "loop": room("types config protocols parts algo data rewards rollout", "torch"),
-    "tracking": room("types codec files config protocols", "mlflow rich"),
+    "tracking": room("types codec files config protocols uri", "mlflow rich"),
     "cluster": room("types files config protocols", "torch rich"),
     "doctor": room(
         "types config layout protocols algo data bridge policy cluster tracking session build",
@@ -72,7 +73,7 @@ ROOMS = {
     ),
     # rewards for the names of outcomes, cluster for whether a run is alive.
     "report": room(
-        "types codec files config algo rewards cluster",
+        "types codec files config algo rewards cluster uri",
         "jinja2 plotly tokenizers yaml markupsafe rich",
     ),
     "checkpoints": room("types files config protocols"),
