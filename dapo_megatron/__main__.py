@@ -23,6 +23,7 @@ from dapo_megatron.config.file import dump_config, load_config
 from dapo_megatron.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
 from dapo_megatron.rewards.registry import names as grader_names
+from dapo_megatron.scratch import prepare_scratch
 from dapo_megatron.types import ConfigError, DapoError
 
 app = typer.Typer(
@@ -387,6 +388,7 @@ def main() -> None:
         adopt_step()
         if is_launched():
             leave_when_asked()
+            prepare_scratch()
         app()
     except DapoError as error:
         if os.environ.get("RANK", "0") == "0":

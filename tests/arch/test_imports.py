@@ -33,7 +33,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 EVERYTHING = (
     "types codec files config compatibility layout flops plan protocols algo data rewards "
     "bridge policy engine rollout parts loop tracking cluster checkpoints run_folder recording "
-    "session build doctor report"
+    "session build doctor report scratch"
 )
 ROOMS = {
     "__init__": room(),
@@ -41,6 +41,7 @@ ROOMS = {
     "codec": room("types"),
     "files": room("types"),
     "uri": room(),
+    "scratch": room("types"),
     "config": room("types", "pydantic pydantic_core yaml"),
     # bridge for the names of the families alone.
     "compatibility": room("types config bridge"),
@@ -61,7 +62,7 @@ ROOMS = {
         "types config layout protocols bridge",
         "torch megatron transformer_engine safetensors triton",
     ),
-    "engine": room("types config protocols bridge", "torch vllm numpy"),
+    "engine": room("types config protocols bridge scratch", "torch vllm numpy"),
     "rollout": room("types codec config protocols algo data rewards", "torch"),
     "parts": room("types protocols rollout"),
     "loop": room("types config protocols parts algo data rewards rollout", "torch"),

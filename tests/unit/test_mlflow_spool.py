@@ -509,7 +509,7 @@ def test_the_log_of_the_sender_has_no_password(
     ):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         said: list[str] = []
-        made = config(tmp_path / str(number))
+        made = config(tmp_path / f"run{number}")
         tracker = open_spool(made, said.append)
         wait_until(lambda folder=made.folder: "Error" in read_log(folder))
         tracker.finish("KILLED")
