@@ -8,8 +8,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,44 @@ def test_what_is_not_this_users_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(left)
     with locked(tmp_path / f"dapo-{UID}-1"):  # no lock, and no error
         pass
+
+
+def port_of_rank_in(parent: Path) -> str | None:
+    """MASTER_PORT of the ranks whose TMPDIR is `parent`."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            variables = path.read_bytes().split(b"\0")
+            ports = [text for text in variables if text.startswith(b"MASTER_PORT=")]
+            if ports and f"TMPDIR={parent}".encode() in variables:
+                return ports[0].partition(b"=")[2].decode()
+    return None
+
+
+@pytest.mark.long
+def test_a_run_killed_while_its_engine_is_built_leaves_nothing_after_the_next_start(
+    parent: Path,
+) -> None:
+    command = [sys.executable, "-m", "dapo_megatron", "train", "model_configs/tiny_cpu.yaml"]
+    options = [f"run.directory={parent}/runs", "tracking.mlflow=false"]
+    environ = {**os.environ, "TMPDIR": str(parent)}
+
+    def left() -> list[str]:
+        shared = names(Path("/dev/shm"))
+        return [name for name in shared if f"dapo-{UID}-{port_of_run}" in name]
+
+    with subprocess.Popen([*command, *options], cwd=REPOSITORY, env=environ) as run:
+        deadline = time.monotonic() + 240
+        while (port_of_run := port_of_rank_in(parent)) is None:
+            assert time.monotonic() < deadline
+        while not any("cpushm" in name for name in left()):
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.01)
+        run.kill()
+    while port_of_rank_in(parent) is not None:  # the ranks go with it
+        assert time.monotonic() < deadline
+    assert len(left()) == 3
+    assert len(names(parent)) == 4, "runs, caches, and sockets of two ranks"
+    with rank(parent) as (_, [*_, sockets]):
+        clear_abandoned(Path("/dev/shm"))
+        assert left() == []
+        assert names(parent) == sorted([f"dapo-{UID}", sockets.name, "runs"])
