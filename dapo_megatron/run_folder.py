@@ -194,7 +194,7 @@ class RunFolder:
 
 def _check_links(folder: Path) -> None:
     """Refuse links that another user has put into the folder: what a run writes there would go into
-    a file of the other's choice. Links of one's own (checkpoints/ on another disk) are fine."""
+    a file of the other user's choice. The user's own links (checkpoints/ on another disk) pass."""
     for path in filter(Path.is_symlink, folder.iterdir()):
         owner = path.lstat().st_uid
         if owner not in (os.geteuid(), 0):

@@ -1,12 +1,12 @@
-"""Temporary folders of this node, which other users can neither guess, prepare nor read.
+"""Private temporary folders of this node: other users can neither prepare nor read them.
 
 $TMPDIR/dapo-UID, in a Slurm job dapo-UID-JOB   compile caches, which are code that this user runs;
                                                 shared by the ranks of a node and later starts
 $TMPDIR/dapo-UID-XXXXXXXX                       sockets of one process
 /dev/shm/dapo-UID-PORT                          lock of the shared memory dapo-UID-PORT-...
 
-Who uses such a folder holds a shared lock on it, which ends with the process however it ends. A
-folder without one was left behind, and the next start deletes it.
+A process that uses such a folder holds a shared lock on it, which the kernel releases when the
+process ends. A folder without a lock was left behind, and the next start deletes it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _held: list[int] = []
 
 
 class _Refused(Exception):
-    """A folder that is not this user's alone; the text says why."""
+    """A folder that another user has made or can write to; the text says why."""
 
 
 def prepare_scratch(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Give compile caches and sockets of this process private folders; what the variables name
-    already stays. Called on every rank, before a library reads the variables. Raises ConfigError if
-    nothing can be written there."""
+    """Give compile caches and sockets of this process private folders. Variables that are set
+    already stay as they are. Called on every rank, before a library reads the variables. Raises
+    ConfigError if nothing can be written there."""
     try:
         _prepare(Path(tempfile.gettempdir()), environ)
     except OSError as error:
@@ -68,8 +68,8 @@ def _prepare(parent: Path, environ: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a private folder of this name, so that no start takes it for abandoned; the last of its
-    holders deletes it. Without effect if there can be none, or another user has made it."""
+    """Hold a private folder of this name, so that no start takes it for abandoned. The last process
+    that holds it deletes it. No effect if it cannot be made, or another user has made it."""
     try:
         handle = _open(folder)
     except (_Refused, OSError):
@@ -83,8 +83,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear_abandoned(parent: Path) -> None:
-    """Delete this user's folders in `parent` that no process holds any more, and files of such a
-    folder's name with `-...` behind it."""
+    """Delete this user's folders in `parent` that no process holds any more, and the files
+    FOLDER-... next to them."""
     for folder in parent.glob(f"dapo-{os.geteuid()}-*"):
         _clear(folder)
 
@@ -100,7 +100,7 @@ def _hold_or_make(folder: Path, prefix: str) -> Path:
 
 
 def _make(parent: Path, prefix: str) -> Path:
-    """A new folder of this process alone, deleted when it ends."""
+    """Make a new folder for this process only, deleted when it ends."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
         try:
@@ -117,8 +117,8 @@ def _remove_own(folder: Path, pid: int) -> None:
 
 
 def _open(folder: Path) -> int:
-    """Make the folder if it is missing, check that it is this user's alone, and lock it, shared.
-    Raises _Refused."""
+    """Make the folder if it is missing, check that only this user can write to it, and lock it,
+    shared. Raises _Refused."""
     while True:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -143,7 +143,7 @@ def _open(folder: Path) -> int:
 
 
 def _clear(folder: Path) -> None:
-    """Delete a folder of this user that no process holds, and the files named for it."""
+    """Delete a folder of this user unless a process holds it, and the files FOLDER-..."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -166,7 +166,7 @@ def _clear(folder: Path) -> None:
 
 
 def _is_at(handle: int, folder: Path) -> bool:
-    """Whether the open folder still has this name."""
+    """Return True if the open folder still has this name."""
     try:
         return os.path.samestat(os.fstat(handle), folder.lstat())
     except OSError:

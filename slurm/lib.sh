@@ -9,13 +9,14 @@ readonly DONE=0 USER_ERROR=2 BAD_NODES=69 STOPPED=75 FENCED=97 HUNG=98
 say() { printf '%(%F %T)T [%s] %s\n' -1 "${DAPO_MEGATRON_ATTEMPT:-}" "$*"; }
 refuse() { say "error: $*"; exit $USER_ERROR; }
 
-# Numbers from outside come before arithmetic, where Bash runs what a text like a[$(command)] names.
+# Text from a file or a variable is checked before arithmetic: there, Bash runs the command in a text
+# such as a[$(command)].
 is_number() { [[ $1 =~ ^(0|[1-9][0-9]{0,8})$ ]]; }
 is_node() { [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]]; }
 
 # ------------------------------------------------------------------ the job and its folders
 
-# What the job writes, logs and run folder, is for its user alone unless DAPO_UMASK says otherwise.
+# Logs and run folder are for the job's user only, unless DAPO_UMASK says otherwise.
 set_umask() {
     local mask=${DAPO_UMASK:-077}
     [[ $mask =~ ^0?[0-7]{3}$ ]] || refuse "DAPO_UMASK: $mask; write three octal digits, as 027"

@@ -200,8 +200,9 @@ def construction() -> Iterator[None]:
 
 @contextmanager
 def _shared_memory() -> Iterator[None]:
-    """On CPU, the ranks of an engine share memory by name. The last of them to have it deletes the
-    names, so that a later kill leaves nothing; what an earlier kill left is deleted first."""
+    """Lock the names of the memory that ranks of an engine share on CPU. The last rank that has the
+    memory deletes the names, so that a later kill leaves nothing. What an earlier kill left is
+    deleted first."""
     if has_cuda():
         yield
         return

@@ -194,8 +194,8 @@ def deliver(run_folder: Path, wait_seconds: float) -> int:
 
 
 def why_waiting(folder: Path, sender: subprocess.Popen[bytes] | None = None) -> str:
-    """Return why MLflow does not have the whole spool in `folder`: another sender than `sender` has
-    locked it, or what the sender reported last."""
+    """Return why MLflow does not have the whole spool in `folder`: another process than `sender`
+    has locked it, or the last error of the sender."""
     holder = spool.lock_holder(folder)
     if holder is not None and (sender is None or holder.pid != sender.pid):
         return f"{holder} has locked the events and delivers none"
@@ -275,8 +275,8 @@ def _drained(
     warn: Callable[[str], None],
     give_up: bool = True,
 ) -> bool:
-    """Whether it delivers everything and ends within `seconds`; to kill it then costs nothing but
-    time. One that is stopped is killed in any case: it would never end, and keep the spool locked.
+    """Return True if the sender delivers everything and ends within `seconds`. Killing it costs only
+    time. A stopped one is killed in any case: it would never end, and keep the spool locked.
     """
     if sender.stdin is not None:
         sender.stdin.close()

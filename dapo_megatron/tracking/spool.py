@@ -161,7 +161,7 @@ def known(path: Path) -> dict[str, Any]:
 
 
 def lock_holder(folder: Path) -> Holder | None:
-    """Who has locked a spool; None if nobody has, or if its file system has no locks."""
+    """Return who has locked a spool; None if nobody has, or if its file system has no locks."""
     path = folder / LOCK
     try:
         with open_lock(path) as lock:
@@ -180,7 +180,7 @@ def write_holder(lock: BinaryIO) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine is stopped, by SIGSTOP or a debugger."""
+    """Return True for a process of this machine that is stopped, by SIGSTOP or a debugger."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
