@@ -275,8 +275,8 @@ def _drained(
     warn: Callable[[str], None],
     give_up: bool = True,
 ) -> bool:
-    """Return True if the sender delivers everything and ends within `seconds`. Killing it costs only
-    time. A stopped one is killed in any case: it would never end, and keep the spool locked.
+    """Return True if the sender delivers everything and ends within `seconds`. Killing it costs
+    only time. A stopped one is killed in any case: it would never end, and keep the spool locked.
     """
     if sender.stdin is not None:
         sender.stdin.close()
