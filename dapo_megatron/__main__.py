@@ -23,6 +23,7 @@ from dapo_megatron.config.file import dump_config, load_config
 from dapo_megatron.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
 from dapo_megatron.rewards.registry import names as grader_names
+from dapo_megatron.scratch import prepare_scratch
 from dapo_megatron.types import ConfigError, DapoError
 
 app = typer.Typer(
@@ -155,11 +156,13 @@ def track(
     wait_seconds: Annotated[float, typer.Option(min=0.0)] = 300.0,
 ) -> None:
     """Deliver to MLflow what a run has spooled and its server has not taken yet."""
-    from dapo_megatron.tracking import deliver
+    from dapo_megatron.tracking import deliver, why_waiting
+    from dapo_megatron.tracking.spool import FOLDER, LOG
 
     left = deliver(run_folder, wait_seconds)
     if left:
-        print(f"{left} events still wait; {run_folder}/logs/mlflow.log says why")
+        why = why_waiting(run_folder / FOLDER)
+        print(f"{left} events still wait: {why}. More in {run_folder / LOG}")
         raise typer.Exit(1)
     print("MLflow has everything")
 
@@ -385,6 +388,7 @@ def main() -> None:
         adopt_step()
         if is_launched():
             leave_when_asked()
+            prepare_scratch()
         app()
     except DapoError as error:
         if os.environ.get("RANK", "0") == "0":

@@ -1,7 +1,9 @@
-"""Write small files whole or not at all; read JSON that may be damaged or hostile."""
+"""Write small files whole or not at all; read JSON that may be damaged or hostile; lock files."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from collections import Counter
@@ -10,11 +12,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dapo_megatron.types import CheckpointError, DapoError
+from dapo_megatron.types import CheckpointError, ConfigError, DapoError
 
 MAX_DEPTH = 64
 """Deepest nesting of lists and objects in a file. Python's own limit is not enough: a value just
 below it is parsed here and raises RecursionError in whatever walks it later."""
+
+_NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
@@ -100,9 +104,11 @@ def whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     new one; if `durable`, after a power cut too. A part that was written goes, for it holds room
     that others need."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    _remove(partial)  # of a process that had this number and was killed
     with ExitStack() as undo:
         undo.callback(_remove, partial)
-        with partial.open("wb") as file:
+        # "x": in a folder that others may write to, the name could be a link by now.
+        with partial.open("xb") as file:
             yield file
             if durable:
                 file.flush()
@@ -123,3 +129,37 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def open_lock(path: Path) -> BinaryIO:
+    """Open a lock file, and create it if it is missing. Its content stays. Raises ConfigError for a
+    link: in a folder that others may write to, it could lead to any file of this user. Else raises
+    OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(
+            f"{path}: a link to {os.readlink(path)}; this program makes no such link. Find out who "
+            "did, and remove it"
+        ) from None
+
+
+def try_lock(file: BinaryIO, path: Path) -> bool:
+    """Lock an open file; False if another process has locked it. Raises ConfigError where the file
+    system has no locks: a retry would not help, and two runs would write over each other."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        raise ConfigError(
+            f"{path}: the file system of {path.parent.absolute()} has no flock "
+            f"({error.strerror}). Mount it with flock (Lustre: -o flock), or use another folder "
+            "(of a run: run.directory)"
+        ) from None
+    return True

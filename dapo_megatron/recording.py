@@ -11,7 +11,7 @@ import torch
 
 from dapo_megatron.bridge.families import read_architecture
 from dapo_megatron.checkpoints import newest, read_state
-from dapo_megatron.config import Config, FileSource
+from dapo_megatron.config import Config, FileSource, source_file_name
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.data.preparing.report import report_of
 from dapo_megatron.files import write_json, write_text
@@ -45,7 +45,7 @@ def open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
     config, folder = session.config, session.folder
 
     def make() -> RunRecorder:
-        folder.config.write_text(dump_config(config), encoding="utf-8")
+        write_text(folder.config, dump_config(config))
         console = RunConsole(num_steps=config.train.rollout_steps, file=session.terminal)
         chosen = _chosen(config)
         facts = _facts(session, chosen)
@@ -65,7 +65,7 @@ def keep_reports(session: Session, recorder: RunRecorder | SilentRecorder) -> No
     for source in (*session.config.data.train, *session.config.evaluation.sets):
         if isinstance(source, FileSource) and (report := report_of(source.path)):
             session.folder.data.mkdir(exist_ok=True)
-            kept = session.folder.data / f"{source.name}.report.json"
+            kept = session.folder.data / f"{source_file_name(source.name)}.report.json"
             shutil.copyfile(report, kept)
             recorder.keep(kept)
 

@@ -5,11 +5,10 @@ runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  data/  checkpoin
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from dapo_megatron.checkpoints import fault_of
 from dapo_megatron.checkpoints.folder import (
@@ -22,7 +21,7 @@ from dapo_megatron.checkpoints.folder import (
 )
 from dapo_megatron.checkpoints.manifest import has_manifest
 from dapo_megatron.cluster.attempt import attempt
-from dapo_megatron.files import read_json, write_json
+from dapo_megatron.files import open_lock, read_json, try_lock, write_json
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 
@@ -58,20 +57,22 @@ class RunFolder:
         """Where `enter` put an older run of this name; on rank 0."""
         self.notes: list[str] = []
         """What `find` has to say to the user; the same on all ranks."""
-        self._lock: TextIO | None = None
+        self._lock: BinaryIO | None = None
 
     # ------------------------------------------------------------------ opening: in this order
 
     def take(self, lock_seconds: float = LOCK_SECONDS) -> None:
         """Lock the folder, and become its owner. On rank 0.
 
-        Raises ConfigError if another process still has it after `lock_seconds`; CheckpointError if
-        that belongs to another job, which may be a start whose node Slurm has given up. An earlier
-        start of this very job has no right to it any more, whatever its lock says.
+        Raises ConfigError if another process still has it after `lock_seconds`, for links that
+        another user has put there, and for a file system without locks; CheckpointError if the
+        other process belongs to another job, which may be a start whose node Slurm has given up. An
+        earlier start of this very job has no right to it any more, whatever its lock says.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
+            _check_links(self.path)
+            self._lock = open_lock(self.path / ".lock")
             if not self._wait_for_lock(lock_seconds):
                 self._take_over()
             write_json(self.owner, {"attempt": self.attempt})
@@ -148,8 +149,8 @@ class RunFolder:
 
     def _wait_for_lock(self, seconds: float) -> bool:
         assert self._lock is not None
-        deadline = time.monotonic() + seconds
-        while not (is_ours := _locked(self._lock)) and time.monotonic() < deadline:
+        deadline, path = time.monotonic() + seconds, self.path / ".lock"
+        while not (is_ours := try_lock(self._lock, path)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return is_ours
 
@@ -191,9 +192,13 @@ class RunFolder:
                 path.rename(free_name(path))
 
 
-def _locked(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _check_links(folder: Path) -> None:
+    """Refuse links that another user has put into the folder: what a run writes there would go into
+    a file of the other user's choice. The user's own links (checkpoints/ on another disk) pass."""
+    for path in filter(Path.is_symlink, folder.iterdir()):
+        owner = path.lstat().st_uid
+        if owner not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"run.name: {path} is a link to {os.readlink(path)} that user {owner} has put "
+                "there. Remove it, or choose another name"
+            )

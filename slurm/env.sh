@@ -43,7 +43,5 @@ keep PYTHONFAULTHANDLER 1          # a crash in C leaves the Python stack
 keep PYTHONUNBUFFERED 1            # the last lines of a killed rank are in its log
 keep PYTHONNOUSERSITE 1            # packages in ~/.local shadow those of the environment
 
-# --- vLLM. (What it must have on a GPU or without one, the program sets: engine/device.py.)
-keep VLLM_CACHE_ROOT "${TMPDIR:-/tmp}/vllm-$(id -u)"      # on the node: in a shared home, ranks wait for its locks
-keep TRITON_CACHE_DIR "${TMPDIR:-/tmp}/triton-$(id -u)"   # the same
-keep TORCHINDUCTOR_CACHE_DIR "${TMPDIR:-/tmp}/inductor-$(id -u)"
+# What vLLM must have on a GPU or without one, the program sets (engine/device.py); and the folders of
+# compile caches, on each node (scratch.py). TRITON_CACHE_DIR and the like from outside win there, too.

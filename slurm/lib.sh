@@ -9,10 +9,46 @@ readonly DONE=0 USER_ERROR=2 BAD_NODES=69 STOPPED=75 FENCED=97 HUNG=98
 say() { printf '%(%F %T)T [%s] %s\n' -1 "${DAPO_MEGATRON_ATTEMPT:-}" "$*"; }
 refuse() { say "error: $*"; exit $USER_ERROR; }
 
+# Text from a file or a variable is checked before arithmetic: there, Bash runs the command in a text
+# such as a[$(command)].
+is_number() { [[ $1 =~ ^(0|[1-9][0-9]{0,8})$ ]]; }
+is_node() { [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]]; }
+
 # ------------------------------------------------------------------ the job and its folders
+
+# Logs and run folder are for the job's user only, unless DAPO_UMASK says otherwise.
+set_umask() {
+    local mask=${DAPO_UMASK:-077}
+    [[ $mask =~ ^0?[0-7]{3}$ ]] || refuse "DAPO_UMASK: $mask; write three octal digits, as 027"
+    umask "$mask"
+    export SLURM_UMASK=$mask # for the tasks: srun passes on that of the shell which ran sbatch
+}
+
+check_numbers() {
+    local name
+    for name in "$@"; do
+        [[ -z ${!name:-} ]] || is_number "${!name}" || refuse "$name: ${!name} is not a whole number"
+    done
+}
+
+# The variables of the job's log. Secrets stay out: it may be sent to others.
+public_environment() {
+    local name
+    for name in $(compgen -e | grep -E '^(SLURM|NCCL|TORCH|CUDA|UCX|GLOO|OMP|VLLM|DAPO)_' | sort); do
+        is_secret "$name" || printf '%s=%s\n' "$name" "${!name}"
+    done | sed -E 's#://[^/[:space:]]*@#://#g' # user:password@ of an address
+}
+
+is_secret() { # NAME
+    local name=${1^^}
+    name=${name//TOKENIZER/}
+    [[ $name =~ TOKEN|JWT|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL ]]
+}
 
 # Names this start, makes its log folder, reads env.sh.
 open_job() {
+    set_umask
+    check_numbers DAPO_PORT_BASE DAPO_QUICK_SECONDS DAPO_MAX_QUICK_CRASHES SLURM_RESTART_COUNT
     export DAPO_MEGATRON_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
     cd "$DAPO_HOME" || exit $USER_ERROR # where paths in a config are from
     LOGS=${DAPO_LOGS:-slurm_logs}
@@ -26,10 +62,11 @@ open_job() {
     TASKS=${SLURM_NTASKS_PER_NODE:-1}
     GPUS=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}} # --exclusive allots all; this was asked for
     GPUS=${GPUS##*:}                                      # of h100:8
+    is_number "$GPUS" || refuse "--gpus-per-node: $GPUS; name one kind of GPU, as h100:8"
     export DAPO_CPUS_PER_TASK=$((SLURM_CPUS_ON_NODE / TASKS > 0 ? SLURM_CPUS_ON_NODE / TASKS : 1))
     # shellcheck source=slurm/env.sh
     source "$DAPO_HOME/slurm/env.sh"
-    env | grep -E '^(SLURM|NCCL|TORCH|CUDA|UCX|GLOO|OMP|VLLM|DAPO)_' | sort >"$ATTEMPT_LOGS/env.txt"
+    public_environment >"$ATTEMPT_LOGS/env.txt"
     mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     say "$1 on ${#NODES[@]} nodes (${NODES[*]}), $TASKS tasks each; logs in $ATTEMPT_LOGS"
 }
@@ -132,11 +169,22 @@ exclude() {
     scontrol update JobId="$1" ExcNodeList="${theirs:+$theirs,}$2"
 }
 
+known_bad_nodes() {
+    local node
+    sort -u "$LOGS/bad_nodes" | while read -r node; do
+        if is_node "$node"; then
+            echo "$node"
+        elif [[ -n $node ]]; then
+            say "$LOGS/bad_nodes: $node is no node's name; delete the line" >&2
+        fi
+    done
+}
+
 # leave_out NODES: remember bad nodes; with DAPO_EXCLUDE_BAD=1 the run goes on without them.
 leave_out() {
     local list rest id
     printf '%s\n' "$@" >>"$LOGS/bad_nodes"
-    list=$(sort -u "$LOGS/bad_nodes" | paste -sd, -)
+    list=$(known_bad_nodes | paste -sd, -)
     say "kept in $LOGS/bad_nodes; tell the cluster's administrators, then delete the lines"
     if [[ ${DAPO_EXCLUDE_BAD:-0} != 1 ]]; then
         say "start again without them: sbatch --exclude=$list ... (DAPO_EXCLUDE_BAD=1 does so itself)"

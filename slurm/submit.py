@@ -43,6 +43,7 @@ LOGS = Path(os.environ.get("DAPO_LOGS", "slurm_logs"))
 """As the job script has it: from the checkout."""
 HEADER_LEAD_SECONDS = 300
 """What train.sbatch asks for itself."""
+NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 TIME = re.compile(
     r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII
 )
@@ -273,7 +274,6 @@ def submit(
         "qos": qos,
         "constraint": constraint,
         "reservation": reservation,
-        "exclude": _bad_nodes() if exclude_bad else None,
     }
     variables = {
         "DAPO_VENV": venv,
@@ -284,6 +284,7 @@ def submit(
     }
     try:
         _check_options(gpus_per_node, tasks_per_node, container, apptainer, venv)
+        given["exclude"] = _bad_nodes() if exclude_bad else None
         # As the job script has it, where nothing else is said.
         loaded = load_config(at, ("resume=auto", *texts), layers)
     except ConfigError as error:
@@ -373,9 +374,13 @@ def _submit(command: list[str], request: Request) -> None:
 
 
 def _bad_nodes() -> str:
-    """What train.sbatch keeps of its node checks."""
+    """The nodes that train.sbatch found bad. Raises ConfigError for a line that names no node."""
     path = LOGS / "bad_nodes"
-    return ",".join(sorted(set(path.read_text(encoding="utf-8").split()))) if path.exists() else ""
+    nodes = set(path.read_text(encoding="utf-8").split()) if path.exists() else set()
+    for node in nodes:
+        if not NODE.fullmatch(node):
+            raise ConfigError(f"{path}: {node!r} is no node's name; delete the line")
+    return ",".join(sorted(nodes))
 
 
 def _from_checkout(path: Path) -> str:

@@ -55,6 +55,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
     for name, entry in files.items():
         if not isinstance(entry, list) or [type(field) for field in entry] != [int, str]:
             raise CheckpointError(f"{path}: the entry of {name} is not [bytes, SHA-256]")
+        # hf/model.safetensors is a name too.
+        if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
+            raise CheckpointError(f"{path}: names {name!r}, which is not in the checkpoint")
     return {name: (entry[0], entry[1]) for name, entry in files.items()}
 
 

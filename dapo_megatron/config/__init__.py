@@ -24,6 +24,7 @@ from dapo_megatron.config.algorithm import (
     RolloutConfig,
     Source,
     TrainConfig,
+    source_file_name,
 )
 from dapo_megatron.config.computing import (
     EngineConfig,
@@ -71,6 +72,7 @@ __all__ = [
     "num_processes",
     "read_model_config",
     "refuse",
+    "source_file_name",
 ]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from dapo_megatron.config.section import (
     Count,
@@ -97,9 +99,36 @@ class TrainConfig(Section):
     """Sequences end to end in one row; false: one row each, padded to the longest."""
 
 
+_WORD = r"[^\W_][\w ._+=@(),-]*"
+_SOURCE_NAME = re.compile(f"{_WORD}(/{_WORD})?")
+_MAX_SOURCE_NAME = 128
+"""In bytes: a file name has at most 255."""
+
+
+def _check_source_name(name: str) -> str:
+    """Refuse a name that is no file name: metrics carry it, and files of the run's folder."""
+    if _SOURCE_NAME.fullmatch(name) and len(name.encode()) <= _MAX_SOURCE_NAME:
+        return name
+    safe = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:_MAX_SOURCE_NAME].strip("_-") or "my_data"
+    raise PydanticCustomError(
+        "source_name",
+        "must be NAME or OWNER/NAME, at most {limit} bytes, each name of letters, digits and "
+        "' ._+=@(),-', with a letter or digit first; for example {example}",
+        {"limit": _MAX_SOURCE_NAME, "example": safe},
+    )
+
+
+SourceName = Annotated[str, AfterValidator(_check_source_name)]
+
+
+def source_file_name(name: str) -> str:
+    """Return a source's name as part of a file name: OWNER/NAME becomes OWNER--NAME."""
+    return name.replace("/", "--")
+
+
 class ReasoningGymSource(Section):
     kind: Literal["reasoning_gym"]
-    name: str
+    name: SourceName
     """The name under which figures of this source appear."""
     dataset: str
     """Name of the data set inside the reasoning-gym package."""
@@ -112,7 +141,7 @@ class ReasoningGymSource(Section):
 
 class FileSource(Section):
     kind: Literal["jsonl", "parquet"]
-    name: str
+    name: SourceName
     path: str
     """A file in the DAPO-Math schema (docs/data.md)."""
     grader: str | dict[str, str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dapo_megatron.config import Config, refuse
+from dapo_megatron.config import Config, refuse, source_file_name
 
 
 def check_values(config: Config) -> None:
@@ -52,6 +52,7 @@ def _contradictions(config: Config) -> Iterable[str]:
             f"rollout.top_p: {rollout.top_p}; training samples must come from the whole "
             "distribution (1.0), or policy and engine log-probs do not describe the same one"
         )
-    names = [source.name for source in (*config.data.train, *config.evaluation.sets)]
+    sources = (*config.data.train, *config.evaluation.sets)
+    names = [source_file_name(source.name) for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.train / evaluation.sets: the name {name!r} is used twice"

@@ -18,6 +18,7 @@ import torch
 
 from dapo_megatron.bridge.families.fields import head_dim
 from dapo_megatron.engine import memory
+from dapo_megatron.scratch import clear_abandoned, locked
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+
+_SHARED_MEMORY = Path("/dev/shm")
 
 FP8 = "fp8_per_block"
 """How vLLM is to quantise: a scale per 128 x 128 weights and per 128 activations of a token. Unlike
@@ -181,12 +184,11 @@ def construction() -> Iterator[None]:
     try:
         with random_state(cuda=has_cuda()), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            if not has_cuda():
-                _adapt_cpu_platform()
-            _keep_process_groups()
-            yield
-            if not has_cuda():
-                _unlink_shared_memory()
+            with _shared_memory():
+                if not has_cuda():
+                    _adapt_cpu_platform()
+                _keep_process_groups()
+                yield
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
@@ -194,6 +196,19 @@ def construction() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def _shared_memory() -> Iterator[None]:
+    """Lock the names of the memory that ranks of an engine share on CPU. The last rank that has the
+    memory deletes the names, so that a later kill leaves nothing. What an earlier kill left is
+    deleted first."""
+    if has_cuda():
+        yield
+        return
+    clear_abandoned(_SHARED_MEMORY)
+    with locked(_SHARED_MEMORY / _shared_memory_name()):
+        yield
 
 
 @contextmanager
@@ -233,7 +248,7 @@ def _adapt_cpu_platform() -> None:
     It compiles one-line functions with inductor, which takes 14 s and needs a C++ compiler: they
     are run as they are. And under `external_launcher` it names the memory that the ranks of an
     engine share after the ranks alone, so that two jobs on one machine would open each other's:
-    the job's port goes into the name.
+    user and port go into the name.
     """
     from vllm.platforms import current_platform
 
@@ -242,9 +257,9 @@ def _adapt_cpu_platform() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     plain = _CPUSHMDistributed.make_group_name
-    job = os.environ["MASTER_PORT"]
+    name = _shared_memory_name()
     _CPUSHMDistributed.make_group_name = staticmethod(
-        lambda communicator: f"/dapo-{job}-{plain(communicator).replace('/', '')}"
+        lambda communicator: f"/{name}-{plain(communicator).replace('/', '')}"
     )
     _mend_expert_parallel()
     _mend_paired_rope()
@@ -297,10 +312,10 @@ def _mend_expert_parallel() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
-def _unlink_shared_memory() -> None:
-    """Take away the names of that memory once all ranks have it, or a kill would leave them."""
-    for path in Path("/dev/shm").glob(f"dapo-{os.environ['MASTER_PORT']}-*"):
-        path.unlink(missing_ok=True)
+def _shared_memory_name() -> str:
+    """Name of this start's shared memory, and of the folder that is its lock (scratch.py). All
+    ranks have the same MASTER_PORT."""
+    return f"dapo-{os.geteuid()}-{os.environ['MASTER_PORT']}"
 
 
 def forget_expert_kernels(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 from dapo_megatron.files import read_json
 from dapo_megatron.report.folder import RunData, clock
 from dapo_megatron.types import CheckpointError
+from dapo_megatron.uri import without_password
 
 Rows = list[tuple[str, str]]
 
@@ -125,8 +126,8 @@ def _mlflow_links(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _server(run: Mapping[str, Any]) -> str:
-    """Without a password, since a report is passed on."""
-    return re.sub(r"//[^/@]*@", "//", str(run.get("server", "")))
+    """Without a password: a report is passed on, and older versions stored some."""
+    return without_password(str(run.get("server", "")))
 
 
 def _data_reports(folder: Path) -> dict[str, Rows]:

@@ -296,6 +296,13 @@ def _package_folders() -> tuple[str, ...]:
     return tuple(folder for folder in folders if os.path.isdir(folder))
 
 
+@functools.cache
+def _hidden_folder() -> str | None:
+    """Packages of the interpreter under a virtual environment, which are not those of the run."""
+    folder = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
+    return folder if folder not in _package_folders() and os.path.isdir(folder) else None
+
+
 def _library_path() -> dict[str, str]:
     """LD_LIBRARY_PATH, which the interpreter of a module system may need."""
     return {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
@@ -328,6 +335,8 @@ def _mounts() -> list[str]:
             options += ["--symlink", os.readlink(path), path]
         else:
             options += ["--ro-bind", path, path]
+    if _hidden_folder() is not None:
+        options += ["--size", "4096", "--tmpfs", str(_hidden_folder())]
     for name in _DEVICES:
         options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):

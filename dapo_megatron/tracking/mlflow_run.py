@@ -7,23 +7,23 @@ is one metric to MLflow.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from dapo_megatron.files import write_json
+from dapo_megatron.files import open_lock, try_lock, write_json
 from dapo_megatron.tracking import spool
-from dapo_megatron.tracking.mlflow_spool import without_password
 from dapo_megatron.tracking.spool import Cursor, Event
 from dapo_megatron.types import DapoError
+from dapo_megatron.uri import without_password
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -333,6 +333,8 @@ def _first_use_alone(uri: str, directory: Path) -> Iterator[None]:
         yield
         return
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "mlflow.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    path = directory / "mlflow.lock"
+    with open_lock(path) as lock:
+        while not try_lock(lock, path):
+            time.sleep(0.1)
         yield

@@ -7,7 +7,6 @@ of milliseconds at a time and cannot be interrupted in a retry, so a thread woul
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
@@ -22,13 +21,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from dapo_megatron.config import Config, FileSource
+from dapo_megatron.files import open_lock, try_lock
 from dapo_megatron.tracking import spool
 from dapo_megatron.tracking.lines import Lines
 from dapo_megatron.tracking.provenance import flatten, run_tags
 from dapo_megatron.types import ConfigError
+from dapo_megatron.uri import without_password
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 SHORT_WAIT_SECONDS = 3.0
@@ -88,7 +88,8 @@ class MlflowSpool:
 
     @property
     def ui(self) -> str:
-        """Where to look at the run: a command if it is on this machine, else an address."""
+        """Where to look at the run: the server's address, or a command where there is no server.
+        Either is printed, and shows no password."""
         if self.uri.startswith("http"):
             server = without_password(self.uri).rstrip("/")
             known = spool.known(self._run_folder / spool.RUN_FILE)
@@ -97,7 +98,10 @@ class MlflowSpool:
             return f"{server}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}"
         beside = Path(sys.executable).parent / "mlflow"
         program = "mlflow" if shutil.which("mlflow") else str(beside)
-        return shlex.join([program, "ui", "--backend-store-uri", self.uri])
+        command = shlex.join([program, "ui", "--backend-store-uri"])
+        if without_password(self.uri) != self.uri:
+            return f'{command} "$MLFLOW_TRACKING_URI"'
+        return f"{command} {shlex.quote(self.uri)}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a rollout step."""
@@ -129,7 +133,8 @@ class MlflowSpool:
             seconds, give_up = self._wait_seconds, True
         else:  # it may go on for a moment after this process has ended
             seconds, give_up = min(self._wait_seconds, SHORT_WAIT_SECONDS), False
-        self._last_word(self._sender is not None and _drained(self._sender, seconds, give_up))
+        sender = self._sender
+        self._last_word(sender is not None and _drained(sender, seconds, self._warn, give_up))
 
     def _put(self, kind: str, **values: Any) -> None:
         event = {"kind": kind, "time": time.time_ns() // 1_000_000, **values}
@@ -160,7 +165,7 @@ class MlflowSpool:
             self._warn(f"MLflow does not have {left_out} metric values or files: see {log}")
         if is_done:
             return
-        why = next((cursor.error for cursor in cursors if cursor.error), "it is slow")
+        why = why_waiting(self._folder, self._sender)
         self._warn(
             f"MLflow at {without_password(self.uri)}: {why}. {spool.num_waiting(self._folder)} "
             f"events wait in {self._folder}; the next start delivers them, or "
@@ -172,7 +177,7 @@ def deliver(run_folder: Path, wait_seconds: float) -> int:
     """Hand MLflow what waits in a run's folder; the number of events that still wait then.
 
     A run that is not running any more and did not say how it ended was KILLED. Raises nothing
-    because of MLflow; why it did not go is in logs/mlflow.log. ConfigError for a folder that has
+    because of MLflow; see `why_waiting`, and logs/mlflow.log. ConfigError for a folder that has
     nothing for MLflow.
     """
     folder = run_folder / spool.FOLDER
@@ -183,9 +188,19 @@ def deliver(run_folder: Path, wait_seconds: float) -> int:
         if number == 0:
             return 0
         sender = start_sender(run_folder, number if is_over else 0, print)
-        if sender is not None and _drained(sender, wait_seconds):
+        if sender is not None and _drained(sender, wait_seconds, print):
             return 0
     return max(1, spool.num_waiting(folder))
+
+
+def why_waiting(folder: Path, sender: subprocess.Popen[bytes] | None = None) -> str:
+    """Return why MLflow does not have the whole spool in `folder`: another process than `sender`
+    has locked it, or the last error of the sender."""
+    holder = spool.lock_holder(folder)
+    if holder is not None and (sender is None or holder.pid != sender.pid):
+        return f"{holder} has locked the events and delivers none"
+    errors = (spool.read_cursor(folder, lane).error for lane in spool.LANES)
+    return next(filter(None, errors), "it is slow")
 
 
 def settle(run_folder: Path) -> None:
@@ -254,21 +269,23 @@ def given_uri() -> str:
     return str(Path(given).absolute())
 
 
-def without_password(uri: str) -> str:
-    """An address that may be written down."""
-    netloc = urlsplit(uri).netloc
-    return uri.replace(netloc, netloc.rpartition("@")[2], 1) if "@" in netloc else uri
-
-
-def _drained(sender: subprocess.Popen[bytes], seconds: float, give_up: bool = True) -> bool:
-    """Whether it delivers everything and ends within `seconds`; to kill it then costs nothing but
-    time."""
+def _drained(
+    sender: subprocess.Popen[bytes],
+    seconds: float,
+    warn: Callable[[str], None],
+    give_up: bool = True,
+) -> bool:
+    """Return True if the sender delivers everything and ends within `seconds`. Killing it costs
+    only time. A stopped one is killed in any case: it would never end, and keep the spool locked.
+    """
     if sender.stdin is not None:
         sender.stdin.close()
     try:
         return sender.wait(seconds) == 0
     except subprocess.TimeoutExpired:
-        if give_up:
+        if is_stopped := spool.is_stopped(sender.pid):
+            warn(f"MLflow: its sender, process {sender.pid}, was stopped (SIGSTOP) and is killed")
+        if give_up or is_stopped:
             sender.kill()
             sender.wait()
         return False
@@ -277,13 +294,9 @@ def _drained(sender: subprocess.Popen[bytes], seconds: float, give_up: bool = Tr
 @contextmanager
 def _run_lock(run_folder: Path) -> Iterator[bool]:
     """Keep the run's folder as a run does (run_folder.py); False if a run has it."""
-    with (run_folder / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
+    path = run_folder / ".lock"
+    with open_lock(path) as lock:
+        yield try_lock(lock, path)
 
 
 def _directory(config: Config) -> Path:

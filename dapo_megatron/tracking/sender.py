@@ -22,9 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dapo_megatron.files import open_lock, try_lock
 from dapo_megatron.tracking import spool
 from dapo_megatron.tracking.mlflow_spool import FORWARDED
 from dapo_megatron.tracking.spool import LANES, Cursor, Event, Place
+from dapo_megatron.types import ConfigError
+from dapo_megatron.uri import hide_password
 
 if TYPE_CHECKING:
     from dapo_megatron.tracking.mlflow_run import MlflowRun
@@ -136,15 +139,21 @@ def why(error: BaseException) -> str:
         inner = cause
         if isinstance(inner, OSError) and inner.strerror:
             said = f"{type(inner).__name__}: {inner.strerror}"
-    return re.sub(r"0x[0-9a-f]+", "0x", said.splitlines()[0])[:300]
+    line = hide_password(said.splitlines()[0], _uri())
+    return re.sub(r"0x[0-9a-f]+", "0x", line)[:300]
 
 
 def say(text: str, error: Exception | None = None) -> None:
     """A line in the log, and the traceback."""
+    if error is not None:
+        text += "\n" + "".join(traceback.format_exception(error)).rstrip()
     with suppress(OSError):
-        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)
-        if error is not None:
-            traceback.print_exception(error)
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), hide_password(text, _uri()), flush=True)
+
+
+def _uri() -> str:
+    """The server's address as MLflow is given it; libraries quote it in their errors."""
+    return os.environ.get("MLFLOW_TRACKING_URI", "")
 
 
 def serve(number: int, parent: int) -> None:
@@ -155,10 +164,14 @@ def serve(number: int, parent: int) -> None:
     closing = threading.Event()
     threading.Thread(target=_watch, args=(closing, parent), daemon=True).start()
     here = Path()
-    with Path("lock").open("w") as lock:
-        # Another sender of this spool, of the attempt before, ends soon.
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    path = Path(spool.LOCK)
+    with open_lock(path) as lock:
+        with suppress(OSError, ConfigError):  # a full disk, a file system without locks
+            if not try_lock(lock, path):
+                # That of the attempt before, which ends soon unless something stopped it.
+                say(f"waits for {spool.lock_holder(here)}, which delivers these events")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            spool.write_holder(lock)
         run = MlflowRun(here, say)
         facts = Lane(here, "facts", run, closing)
         files = Lane(here, "files", run, closing)

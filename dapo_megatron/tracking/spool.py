@@ -21,19 +21,22 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from dapo_megatron.files import parse_json, read_json, write_json
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.files import open_lock, parse_json, read_json, try_lock, write_json
+from dapo_megatron.types import CheckpointError, ConfigError
 
 FOLDER = "mlflow"
 """In a run's folder."""
 RUN_FILE = "mlflow_run.json"
 """In a run's folder: which MLflow run it is, {"server": .., "run_id": .., "experiment_id": ..}."""
 LOG = "logs/mlflow.log"
+LOCK = "lock"
+"""In the spool's folder: held by its sender, whose process and host are written in it."""
 LANES = {
     "facts": frozenset({"begin", "metrics", "describe", "end"}),
     "files": frozenset({"artifact", "checkpoint", "data"}),
@@ -48,6 +51,21 @@ class Place(NamedTuple):
 
     number: int = 0
     offset: int = 0
+
+
+class Holder(NamedTuple):
+    """The process that has locked a spool."""
+
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "another process"
+        if self.host != socket.gethostname():
+            return f"process {self.pid} on {self.host}"
+        cure = f" (stopped; end it: kill -9 {self.pid})" if is_stopped(self.pid) else ""
+        return f"process {self.pid}{cure}"
 
 
 @dataclass
@@ -139,6 +157,34 @@ def known(path: Path) -> dict[str, Any]:
         return read_json(path)
     except CheckpointError:
         return {}
+
+
+def lock_holder(folder: Path) -> Holder | None:
+    """Return who has locked a spool; None if nobody has, or if its file system has no locks."""
+    path = folder / LOCK
+    try:
+        with open_lock(path) as lock:
+            if try_lock(lock, path):
+                return None
+            pid, _, host = lock.read(300).decode(errors="replace").strip().partition(" ")
+    except (OSError, ConfigError):
+        return None
+    return Holder(int(pid) if pid.isdecimal() else 0, host)
+
+
+def write_holder(lock: BinaryIO) -> None:
+    """Note in the lock file, which this process has locked, who holds it. Raises OSError."""
+    lock.truncate(0)
+    os.pwrite(lock.fileno(), f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return True for a process of this machine that is stopped, by SIGSTOP or a debugger."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _parse(line: bytes) -> Event | None:

@@ -33,14 +33,16 @@ def room(rooms: str = "", packages: str = "") -> Room:
 EVERYTHING = (
     "types codec files config compatibility layout flops plan protocols algo data rewards "
     "bridge policy engine rollout parts loop tracking cluster checkpoints run_folder recording "
-    "session build doctor report"
+    "session build doctor report scratch"
 )
 ROOMS = {
     "__init__": room(),
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
     "codec": room("types"),
     "files": room("types"),
-    "config": room("types files", "pydantic yaml"),
+    "uri": room(),
+    "scratch": room("types"),
+    "config": room("types files", "pydantic pydantic_core yaml"),
     # bridge for the names of the families alone.
     "compatibility": room("types config bridge"),
     "flops": room("types bridge"),
@@ -62,11 +64,11 @@ ROOMS = {
         "types config layout protocols bridge",
         "torch megatron transformer_engine safetensors triton",
     ),
-    "engine": room("types config protocols bridge", "torch vllm numpy"),
+    "engine": room("types config protocols bridge scratch", "torch vllm numpy"),
     "rollout": room("types files codec config protocols algo data rewards", "torch"),
     "parts": room("types protocols rollout"),
     "loop": room("types config protocols parts algo data rewards rollout", "torch"),
-    "tracking": room("types codec files config protocols", "mlflow rich"),
+    "tracking": room("types codec files config protocols uri", "mlflow rich"),
     "cluster": room("types files config protocols", "torch rich"),
     "doctor": room(
         "types config layout protocols algo data bridge policy cluster tracking session build",
@@ -74,7 +76,7 @@ ROOMS = {
     ),
     # rewards for the names of outcomes, cluster for whether a run is alive.
     "report": room(
-        "types codec files config algo rewards cluster",
+        "types codec files config algo rewards cluster uri",
         "jinja2 plotly tokenizers yaml markupsafe rich",
     ),
     "checkpoints": room("types files config protocols"),

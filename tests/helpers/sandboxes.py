@@ -1,4 +1,4 @@
-"""Tests that run programs: left out, with the reason, where the sandbox has no namespaces."""
+"""Tests that run programs: skipped where there is no sandbox, with what would bring it in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _reason() -> str:
     try:
         sandbox.lacking()
     except ConfigError as error:
-        return str(error)
+        return f"tests/sandbox/install.sh: {error}"
     return ""
 
 

@@ -97,9 +97,9 @@ def _two_ranks(rank: int, folder: Path, engine_ranks: int) -> Seen:
     seen["batch"] = run(engine, requests(range(6)))
     seen["gaps"], seen["versions"] = _gaps_over_syncs(engine, folder, 3)
     # Another test's engine may be starting meanwhile.
-    ours = f"dapo-{os.environ['MASTER_PORT']}-"
-    left = [path.name for path in Path("/dev/shm").glob("*cpushm*") if ours in path.name]
-    seen["left in /dev/shm"] = left
+    ours = f"dapo-{os.geteuid()}-{os.environ['MASTER_PORT']}"
+    torch.distributed.barrier()  # the last rank deletes the lock
+    seen["left in /dev/shm"] = [path.name for path in Path("/dev/shm").glob(f"*{ours}*")]
     del engine
     torch.distributed.barrier()  # a dropped engine has not taken the process group along
     return seen

@@ -8,15 +8,4 @@ if dpkg-query -W -f='${Status}\n' "${packages[@]}" 2>/dev/null | grep -c '^insta
     grep -qx "${#packages[@]}"; then
     exit 0
 fi
-root=()
-if [[ $EUID != 0 ]]; then
-    command -v sudo >/dev/null || {
-        echo "install.sh: needs root, or sudo; or have someone install: ${packages[*]}" >&2
-        exit 1
-    }
-    root=(sudo)
-fi
-echo "install.sh: ${packages[*]}"
-"${root[@]}" apt-get update -qq
-"${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-    "${packages[@]}"
+exec "$(dirname "$0")/../apt_install.sh" "${packages[@]}"

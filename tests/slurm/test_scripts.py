@@ -53,6 +53,19 @@ def test_each_task_is_told_who_it_is(project: Project) -> None:
     assert (project.folder / "slurm_logs/dapo/latest").resolve() == logs
 
 
+@pytest.mark.parametrize(("mask", "others"), [("", 0o077), ("027", 0o027)])
+def test_what_tasks_write_is_their_users_alone(project: Project, mask: str, others: int) -> None:
+    job = project.sbatch(*TWO, "c.yaml", **({"DAPO_UMASK": mask} if mask else {}))
+    assert job.wait_for()["JobState"] == "COMPLETED", job.story()
+    attempt = project.folder / "slurm_logs/dapo" / f"{job.number}.0"
+    record = project.folder / "record" / f"{job.number}.0"
+    for path in (attempt, *attempt.rglob("*"), record, *record.rglob("*")):
+        mode = path.stat().st_mode & 0o777
+        assert mode & others == 0, f"{path}: {mode:o}"
+        if mask:
+            assert mode & 0o040, f"{path}: {mode:o}"
+
+
 def test_a_mistake_is_not_requeued(project: Project) -> None:
     chain = [
         project.sbatch(*TWO, "--dependency=singleton", "c.yaml", FAKE="mistake") for _ in range(2)

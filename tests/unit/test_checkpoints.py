@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.checkpoints import folder, newest, read_state, restoring
-from dapo_megatron.checkpoints.manifest import MANIFEST, read_manifest
+from dapo_megatron.checkpoints.manifest import MANIFEST, _sum_of, read_manifest
 from dapo_megatron.files import write_json
 from dapo_megatron.loop import Progress
 from dapo_megatron.types import CheckpointError
@@ -86,6 +86,14 @@ def test_the_copy_is_of_the_moment_and_the_file_is_what_was_copied(tmp_path: Pat
     assert all(torch.equal(found[name], kept[name]) for name in kept)
     assert snapshot.num_bytes == path.stat().st_size
     assert snapshot.sums == {"x.safetensors": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+@pytest.mark.parametrize("name", ["../key", "/etc/passwd", "hf/../../key", "a\0b", ""])
+def test_a_manifest_names_files_of_its_checkpoint_alone(tmp_path: Path, name: str) -> None:
+    files = {name: (3, "00")}
+    write_json(tmp_path / MANIFEST, {"files": files, "sha256": _sum_of(files)})
+    with pytest.raises(CheckpointError, match=r"manifest\.json: names .* not in the checkpoint"):
+        read_manifest(tmp_path)
 
 
 def test_the_manifest_has_the_sum_of_every_file(tmp_path: Path) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dapo_megatron.config import Config, num_processes, read_model_config
+from dapo_megatron.config import (
+    Config,
+    FileSource,
+    num_processes,
+    read_model_config,
+    source_file_name,
+)
 from dapo_megatron.config.file import dump_config, load_config, parse_config
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import tiny_config
@@ -383,6 +392,10 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
             ["evaluation.sets.0.name=chain_sum"],
             "data.train / evaluation.sets: the name 'chain_sum' is used twice",
         ),
+        (
+            ["data.train.0.name=a/b", "evaluation.sets.0.name=a--b"],
+            "data.train / evaluation.sets: the name 'a--b' is used twice",
+        ),
     ],
 )
 def test_contradictions(overrides: list[str], said: str | None) -> None:
@@ -392,6 +405,33 @@ def test_contradictions(overrides: list[str], said: str | None) -> None:
     message = refusal(*overrides)
     assert message.startswith(said)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "name", ["dapo_math", "AIME 2024 (I+II)", "BytedTsinghua-SIA/DAPO-Math-17k", "x" * 128]
+)
+def test_a_source_is_called_name_or_owner_and_name(name: str) -> None:
+    config = load_config(TINY, [f"data.train.0.name={name}"])
+    assert config.data.train[0].name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../../escaped", "/absolute", "a/../b", "a/b/c", "a/", ".hidden", "", "x" * 129, "a\\nb"],
+)
+def test_a_source_name_that_is_no_file_name_is_refused(name: str) -> None:
+    message = refusal(f'data.train.0.name="{name}"')
+    assert message.startswith("data.train.0.name: must be NAME or OWNER/NAME"), message
+    assert "for example " in message
+
+
+@given(st.text(max_size=140))
+def test_a_file_named_for_a_source_stays_in_its_folder(name: str) -> None:
+    with suppress(ValidationError):
+        source = FileSource(kind="jsonl", name=name, path="x", grader="dapo_math")
+        path = Path("/data") / f"{source_file_name(source.name)}.report.json"
+        assert path.parent == Path("/data") and ".." not in path.parts
+        assert len(path.name.encode()) <= 255 and path.name.isprintable()
 
 
 # ---------------------------------------------------------------------------- the model

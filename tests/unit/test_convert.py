@@ -117,6 +117,62 @@ def test_dtype(hf: Path, tmp_path: Path) -> None:
     assert configs[1] == {**configs[0], "torch_dtype": "float32"}
 
 
+def link_out(folder: Path, name: str, target: Path) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("vocab.txt", "id_rsa"),
+        ("additional_chat_templates", "secrets"),
+        ("additional_chat_templates/all", "secrets"),
+        ("additional_chat_templates/key.jinja", "id_rsa"),
+        ("config.json", "id_rsa"),
+        ("vocab.txt", "no_such_file"),
+        ("additional_chat_templates/loop", "hf/additional_chat_templates"),
+    ],
+)
+@pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
+def test_a_link_that_leaves_the_model_is_not_copied(
+    hf: Path, tmp_path: Path, command: str, name: str, target: str
+) -> None:
+    (tmp_path / "id_rsa").write_text("private key")
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "key").write_text("private key")
+    (hf / name).unlink(missing_ok=True)
+    link_out(hf, name, tmp_path / target)
+    code, output = call(command, hf, tmp_path / "out")
+    assert code == 2
+    assert f"{hf / name}: a link to {tmp_path / target}, which is " in output.replace("\n", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_snapshot_of_the_hugging_face_cache_is_copied(hf: Path, tmp_path: Path) -> None:
+    """Its files are links to the blobs of the same repository, and no other's."""
+    cache = tmp_path / "models--owner--name"
+    snapshot, blobs = cache / "snapshots" / "0123abcd", cache / "blobs"
+    templates = snapshot / "additional_chat_templates"
+    templates.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(hf.iterdir())):
+        shutil.copyfile(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    (blobs / "t").write_text("template")
+    (templates / "tool.jinja").symlink_to("../../../blobs/t")
+    (tmp_path / "model").symlink_to(snapshot)  # a folder may be called by a link
+    code, output = call("hf-to-megatron", tmp_path / "model", tmp_path / "out")
+    assert code == 0, output
+    copied = tmp_path / "out" / "additional_chat_templates" / "tool.jinja"
+    assert copied.read_text() == "template" and not copied.is_symlink()
+    other = tmp_path / "models--owner--other" / "blobs" / "t"
+    other.parent.mkdir(parents=True)
+    other.write_text("of another repository")
+    (snapshot / "vocab.txt").symlink_to(other)
+    assert call("hf-to-megatron", tmp_path / "model", tmp_path / "out2")[0] == 2
+
+
 def test_training_checkpoint_to_hf(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("qwen2"), torch.float32))
     places = {rank: [Place(rank % 3, 3, rank // 3, 1, rank < 3, rank >= 3)] for rank in range(6)}

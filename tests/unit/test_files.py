@@ -1,8 +1,12 @@
-"""Small files are there whole or not at all; JSON that others wrote is read, or refused by name."""
+"""Small files are there whole or not at all; JSON of others is read or refused; lock files are no
+links, and need a file system that has locks."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import resource
 import signal
 import time
@@ -15,7 +19,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.files import MAX_DEPTH, check_depth, parse_json, read_json, write_text
+from dapo_megatron.files import (
+    MAX_DEPTH,
+    check_depth,
+    open_lock,
+    parse_json,
+    read_json,
+    try_lock,
+    write_text,
+)
 from dapo_megatron.types import CheckpointError, ConfigError
 
 
@@ -117,3 +129,45 @@ def test_a_repeated_key_is_found_quickly_among_many() -> None:
     with pytest.raises(ValueError, match="the key '199999' is given twice"):
         parse_json(f'{{{keys},"199999":1}}', unique_keys=True)
     assert time.process_time() - started < 5.0
+
+
+def test_a_link_in_the_place_of_the_partial_file_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "bashrc"
+    target.write_text("mine")
+    (tmp_path / f".state.json.{os.getpid()}.partial").symlink_to(target)
+    write_text(tmp_path / "state.json", "state")
+    assert (tmp_path / "state.json").read_text() == "state"
+    assert target.read_text() == "mine"
+
+
+def test_a_lock_file_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    target, path = tmp_path / "bashrc", tmp_path / ".lock"
+    target.write_text("mine")
+    path.symlink_to(target)
+    with pytest.raises(ConfigError, match=rf"^{path}: a link to {target}"):
+        open_lock(path)
+    assert target.read_text() == "mine"
+
+
+def test_a_lock_file_keeps_its_content_and_locks_once(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    path.write_text("who holds it")
+    with open_lock(path) as first, open_lock(path) as second:
+        assert try_lock(first, path)
+        assert not try_lock(second, path)
+    assert path.read_text() == "who holds it"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        open_lock(tmp_path / ".lock") as file,
+        pytest.raises(ConfigError, match=rf"{tmp_path} has no flock .*-o flock.*run\.directory"),
+    ):
+        try_lock(file, tmp_path / ".lock")

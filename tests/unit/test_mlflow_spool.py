@@ -35,10 +35,11 @@ from dapo_megatron.tracking import (
     settle,
     spool,
     versions,
+    why_waiting,
 )
 from dapo_megatron.tracking.lines import Lines
 from dapo_megatron.tracking.mlflow_run import MAX_NAMES, Target, metric_name
-from dapo_megatron.tracking.mlflow_spool import given_uri, without_password
+from dapo_megatron.tracking.mlflow_spool import given_uri
 from dapo_megatron.tracking.provenance import flatten
 from dapo_megatron.tracking.sender import Lane
 from dapo_megatron.tracking.spool import Cursor, Place
@@ -460,6 +461,89 @@ def test_a_run_that_fails_or_is_stopped_leaves_soon(
     assert taken < 5
 
 
+def test_a_sender_that_is_stopped_is_killed_and_named_when_the_run_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody is there
+    said: list[str] = []
+    tracker = open_spool(config(tmp_path), said.append)
+    sender = stopped_sender(tracker)
+    tracker.finish("FAILED")
+    assert sender.poll() == -signal.SIGKILL
+    assert f"MLflow: its sender, process {sender.pid}, was stopped (SIGSTOP)" in said[0]
+
+
+def test_who_keeps_the_events_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a later sender of the same folder, `track`'s, when the first one never ends."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody is there
+    made = config(tmp_path)
+    sender = stopped_sender(open_spool(made))
+    try:
+        assert deliver(made.folder, wait_seconds=8.0) > 0
+        holder = f"process {sender.pid} (stopped; end it: kill -9 {sender.pid})"
+        assert why_waiting(made.folder / "mlflow") == (
+            f"{holder} has locked the events and delivers none"
+        )
+        assert f"waits for {holder}" in (made.folder / spool.LOG).read_text()
+    finally:
+        sender.kill()
+        sender.wait()
+    assert "has locked" not in why_waiting(made.folder / "mlflow")
+
+
+def stopped_sender(tracker: MlflowSpool) -> subprocess.Popen[bytes]:
+    """Stop the sender of a run, which then holds the lock of the spool for ever."""
+    wait_until(lambda: spool.lock_holder(tracker._folder) is not None)
+    sender = tracker._sender
+    assert sender is not None
+    sender.send_signal(signal.SIGSTOP)
+    wait_until(lambda: spool.is_stopped(sender.pid))
+    return sender
+
+
+def test_the_log_of_the_sender_has_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, uri in enumerate(
+        ("http://127.0.0.1:9/?token=hunter2", "http://user:hun/ter2@127.0.0.1:9")
+    ):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        said: list[str] = []
+        made = config(tmp_path / f"run{number}")
+        tracker = open_spool(made, said.append)
+        wait_until(lambda folder=made.folder: "Error" in read_log(folder))
+        tracker.finish("KILLED")
+        files = [path for path in made.folder.rglob("*") if path.is_file()]
+        text = "".join([*said, *(path.read_text(errors="replace") for path in files)])
+        for secret in ("hunter2", "ter2", "user:"):
+            assert secret not in text, [line for line in text.splitlines() if secret in line]
+        assert tracker._sender is not None
+        tracker._sender.kill()
+        tracker._sender.wait()
+
+
+def read_log(folder: Path) -> str:
+    log = folder / spool.LOG
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("postgresql://u:hunter2@db/mlflow", '"$MLFLOW_TRACKING_URI"'),
+        ("postgresql://db/mlflow", "postgresql://db/mlflow"),
+        ("https://u:hunter2@host/", "https://host"),
+    ],
+)
+def test_where_to_look_shows_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, shown: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(MlflowSpool, "_put", lambda *_, **__: None)
+    ui = open_spool(config(tmp_path)).ui
+    assert ui.endswith(shown) and "hunter2" not in ui
+
+
 class Nonsense(BaseHTTPRequestHandler):
     """Answers, but is no MLflow."""
 
@@ -778,19 +862,6 @@ def test_parameters_are_flat() -> None:
     tree = {"a": {"b": None, "c": [1, {"d": "x"}]}, "e": [], "f": True}
     flat = [("a.b", "null"), ("a.c.0", "1"), ("a.c.1.d", "x"), ("e", "[]"), ("f", "True")]
     assert list(flatten(tree)) == flat
-
-
-@pytest.mark.parametrize(
-    ("uri", "shown"),
-    [
-        ("https://me:word@host:1/x", "https://host:1/x"),
-        ("http://host", "http://host"),
-        ("sqlite:////a@b/mlflow.db", "sqlite:////a@b/mlflow.db"),
-        ("postgresql://me:word@host/db", "postgresql://host/db"),
-    ],
-)
-def test_passwords_are_not_written_down(uri: str, shown: str) -> None:
-    assert without_password(uri) == shown
 
 
 @pytest.mark.parametrize(

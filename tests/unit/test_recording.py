@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from dapo_megatron import recording
+from dapo_megatron.data.preparing.report import report_path
 from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.tracking import (
     CompositeTracker,
@@ -94,6 +95,21 @@ def test_provenance_is_written_whole_and_a_full_disk_costs_no_start(
     recording._keep_provenance(here, console, {}, {})
     assert json.loads(here.folder.provenance.read_text())["facts"] == {"model": "m"}
     assert "WARNING: no provenance.json: [Errno 28]" in out.getvalue()
+
+
+def test_the_report_of_a_data_set_of_owner_and_name_is_kept(tmp_path: Path) -> None:
+    data = tmp_path / "dapo.jsonl"
+    data.touch()
+    report = {"output": {"name": data.name, "bytes": 0}}
+    report_path(data).write_text(json.dumps(report))
+    source = {"kind": "jsonl", "path": str(data), "grader": "dapo_math"}
+    here = session(
+        tmp_path, data__train=json.dumps([{**source, "name": "BytedTsinghua-SIA/DAPO-Math-17k"}])
+    )
+    recording.keep_reports(here, recorder(io.StringIO()))
+    [kept] = here.folder.data.iterdir()
+    assert kept.name == "BytedTsinghua-SIA--DAPO-Math-17k.report.json"
+    assert json.loads(kept.read_text()) == report
 
 
 # ---------------------------------------------------------------------------- at the end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import signal
@@ -231,6 +232,41 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     folder = RunFolder(path)
     enter(folder, "auto")
     assert folder.is_continued
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    target, path = tmp_path / "bashrc", tmp_path / "x"
+    target.write_text("mine", encoding="utf-8")
+    path.mkdir()
+    (path / ".lock").symlink_to(target)
+    with pytest.raises(ConfigError, match=rf"^{path}/\.lock: a link to {target}"):
+        RunFolder(path).take(lock_seconds=0.0)
+    assert target.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a link of another user")
+def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    target, path = tmp_path / "bashrc", tmp_path / "x"
+    target.write_text("mine", encoding="utf-8")
+    path.mkdir()
+    (path / "metrics.jsonl").symlink_to(target)
+    (path / "checkpoints").symlink_to(tmp_path)  # on another disk, by the user
+    os.lchown(path / "metrics.jsonl", 65534, 65534)
+    with pytest.raises(ConfigError, match=r"^run\.name: .*metrics\.jsonl is a link .*user 65534"):
+        RunFolder(path).take(lock_seconds=0.0)
+    (path / "metrics.jsonl").unlink()
+    RunFolder(path).take(lock_seconds=0.0)
+
+
+def test_a_file_system_without_locks_is_a_mistake_that_no_restart_mends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match=rf"{tmp_path / 'x'} has no flock"):
+        RunFolder(tmp_path / "x").take(lock_seconds=0.0)
 
 
 def test_ranks_just_killed_are_given_a_moment_to_go(tmp_path: Path) -> None:

@@ -33,6 +33,13 @@ from tests.helpers.checkpoints import (
 SHARD = "model-00002-of-00004.safetensors"
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"
+
+
+def move_and_link(path: Path, to: Path) -> None:
+    path.rename(to)
+    path.symlink_to(to)
+
+
 HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (
         lambda folder: os.truncate(folder / SHARD, 9_000),
@@ -69,6 +76,16 @@ HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
             folder / INDEX, lambda index: index["weight_map"].update({NORM: 4})
         ),
         f"{INDEX}: has no weight_map",
+    ),
+    "index of a file elsewhere": (
+        lambda folder: edit_json(
+            folder / INDEX, lambda index: index["weight_map"].update({NORM: f"../hf/{SHARD}"})
+        ),
+        rf"{INDEX}: names the file '\.\./hf/{SHARD}'; weights are next to it",
+    ),
+    "shard is a link": (
+        lambda folder: move_and_link(folder / SHARD, folder.parent / "w"),
+        rf"{SHARD}: a link to .*/w, which is outside of .*cp -rL",
     ),
     "index empty": (
         lambda folder: (folder / INDEX).write_text("{}"),
@@ -239,6 +256,12 @@ MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no list of files": (
         lambda folder: edit_json(folder / "megatron.json", lambda about: about.update(files=3)),
         "megatron.json: has no list of files",
+    ),
+    "file elsewhere": (
+        lambda folder: edit_json(
+            folder / "megatron.json", lambda about: about.update(files=["/etc/passwd"])
+        ),
+        "megatron.json: names the file '/etc/passwd'",
     ),
     "newer version": (
         lambda folder: edit_json(folder / "megatron.json", lambda about: about.update(version=2)),

@@ -21,6 +21,7 @@ from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.policy.device import backend, claim
+from dapo_megatron.scratch import prepare_scratch
 from dapo_megatron.types import Completion, LossOutput, MicroTokens, SampleRequest, TokenBatch
 from gpu_checks.shapes import model_folder
 
@@ -86,6 +87,7 @@ def one_rank() -> Ranks:
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     os.environ.update({name: str(value) for name, value in alone.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    prepare_scratch()
     claim(0)
     return join(backend())
 

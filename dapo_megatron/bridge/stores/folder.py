@@ -3,17 +3,18 @@ all."""
 
 from __future__ import annotations
 
-import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from dapo_megatron.bridge.stores.file import dtype_name
-from dapo_megatron.files import read_json, sync_to_disk
+from dapo_megatron.files import open_lock, read_json, sync_to_disk, try_lock
 from dapo_megatron.types import CheckpointError
 
 MEGATRON_JSON = "megatron.json"
@@ -24,11 +25,44 @@ _FOLDERS = ("additional_chat_templates",)  # transformers keeps templates beside
 _DTYPE_FIELDS = ("dtype", "torch_dtype")  # transformers 5, and before
 
 
+def check_links(folder: Path) -> None:
+    """Refuse a model folder with a link that leaves it.
+
+    A model from elsewhere could name any file of the user this way, and a copy of the model would
+    publish it. Files of the Hugging Face cache, which are links to ../../blobs, pass. Raises
+    CheckpointError naming the link.
+    """
+    inside = folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else None
+    copied = (path for name in _FOLDERS for path in (folder / name).rglob("*"))
+    for path in filter(Path.is_symlink, chain(folder.iterdir(), copied)):
+        target = Path(os.path.realpath(path))  # unlike resolve(), it bears a loop
+        is_inside = target.is_relative_to(inside) or target.parent == blobs
+        if not is_inside or target.is_dir():
+            raise CheckpointError(
+                f"{path}: a link to {target}, which is "
+                f"{'a folder' if is_inside else f'outside of {inside}'}. If it belongs to the "
+                f"model, make a copy without links: cp -rL {folder} OTHER_FOLDER"
+            )
+
+
+def check_file_name(name: str, owner: Path) -> None:
+    """Refuse a name that leaves the folder of the file `owner`, which lists it. Raises
+    CheckpointError."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise CheckpointError(
+            f"{owner}: names the file {name!r}; weights are next to it, by their name only. "
+            "Download the folder again"
+        )
+
+
 def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Copy all that is neither weights nor a run's state: tokenizer, chat template, configs, ...
 
-    config.json is copied byte for byte, or with its dtype alone replaced by `dtype`.
+    config.json is copied byte for byte, or with its dtype alone replaced by `dtype`. Raises
+    CheckpointError for a link that leaves `source`.
     """
+    check_links(source)
     for path in sorted(source.iterdir()):
         if path.is_file() and not _stays(path):
             shutil.copyfile(path, target / path.name)
@@ -127,11 +161,9 @@ def _settle(target: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"{path}: another process is writing there") from None
+    with open_lock(path) as file:
+        if not try_lock(file, path):
+            raise CheckpointError(f"{path}: another process is writing there")
         try:
             yield
         finally:

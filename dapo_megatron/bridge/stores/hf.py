@@ -12,7 +12,7 @@ import torch
 from dapo_megatron.bridge.families import architecture
 from dapo_megatron.bridge.shards import whole
 from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo
-from dapo_megatron.bridge.stores.folder import HF_INDEX
+from dapo_megatron.bridge.stores.folder import HF_INDEX, check_file_name
 from dapo_megatron.bridge.stores.store import Extent, Store, checked_tensors
 from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter, blocks
 from dapo_megatron.files import read_json
@@ -116,6 +116,7 @@ def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
         raise CheckpointError(f"{index}: has no weight_map of tensors to file names")
     files = {}
     for name in sorted(set(places.values())):
+        check_file_name(name, index)
         if not (folder / name).exists():
             raise CheckpointError(
                 f"{folder / name}: missing, though {HF_INDEX} names it; download it again"

@@ -20,7 +20,7 @@ import torch
 
 from dapo_megatron.bridge.families import Architecture, Part, Place, Slot, architecture, layout_of
 from dapo_megatron.bridge.stores.file import TensorFile, TensorInfo, dtype_name
-from dapo_megatron.bridge.stores.folder import MEGATRON_JSON
+from dapo_megatron.bridge.stores.folder import MEGATRON_JSON, check_file_name
 from dapo_megatron.bridge.stores.store import Extent, Store, TensorSource, checked_tensors, disjoint
 from dapo_megatron.bridge.stores.writer import FilePlan, StoreWriter
 from dapo_megatron.files import parse_json, read_json
@@ -73,6 +73,7 @@ def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{folder / MEGATRON_JSON}: has no list of files")
     for name in names:
+        check_file_name(name, folder / MEGATRON_JSON)
         if not (folder / name).exists():
             raise CheckpointError(f"{folder / name}: missing, though {MEGATRON_JSON} names it")
     return _open(folder, names, "megatron", about, ignore)

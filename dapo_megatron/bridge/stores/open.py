@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from dapo_megatron.bridge.stores.folder import MEGATRON_JSON, replaced_by
+from dapo_megatron.bridge.stores.folder import MEGATRON_JSON, check_links, replaced_by
 from dapo_megatron.bridge.stores.hf import open_hf
 from dapo_megatron.bridge.stores.megatron import open_megatron, open_training
 from dapo_megatron.bridge.stores.store import Store
@@ -22,6 +22,7 @@ def open_store(folder: Path, ignore: Collection[str] = ()) -> Store:
         replaced = replaced_by(folder)
         hint = f"; a command was killed while replacing it: rename {replaced}"
         raise CheckpointError(f"{folder}: no such folder{hint if replaced.exists() else ''}")
+    check_links(folder)
     if (folder / MEGATRON_JSON).exists():
         return open_megatron(folder, ignore)
     if any(folder.glob("rank_*.safetensors")):

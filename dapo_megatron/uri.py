@@ -1,0 +1,47 @@
+"""Addresses of servers, without what must not be shown: user, password, token."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+HIDDEN = "..."
+_LOCAL = ("sqlite", "file")
+_END_OF_HOST = re.compile(r"[/?#]")
+_SEPARATORS = re.compile(r"[@:&=;?#]")
+
+
+def without_password(uri: str) -> str:
+    """Return an address that may be printed and stored: no user, password, query or fragment.
+
+    A password that should have been percent-encoded (`p/w`, `p#w`, `p?w`) makes it ambiguous where
+    the host begins. All but the scheme is left out then.
+
+    Example: without_password("https://me:pw@host:1/x?token=t") == "https://host:1/x"
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator:  # a folder, or a word such as databricks
+        return HIDDEN if ":" in uri and "@" in uri else uri
+    if scheme.startswith(_LOCAL) and rest.startswith("/"):
+        return f"{scheme}://{rest.partition('?')[0]}"
+    host_end = match.start() if (match := _END_OF_HOST.search(rest)) else len(rest)
+    host = rest[:host_end].rpartition("@")[2]
+    if "@" in rest[host_end:]:
+        return f"{scheme}://{HIDDEN}"
+    path = re.split(r"[?#]", rest[host_end:], maxsplit=1)[0]
+    return f"{scheme}://{host}{path}"
+
+
+def hide_password(text: str, uri: str) -> str:
+    """Return `text`, an error of a library that was given `uri`, without what `without_password`
+    leaves out."""
+    shown = without_password(uri)
+    if shown == uri:
+        return text
+    rest = uri.partition("://")[2]
+    public = set(_SEPARATORS.split(shown.partition("://")[2]))
+    parts = {part for part in _SEPARATORS.split(rest) if len(part) > 1} - public
+    text = text.replace(uri, shown)
+    for part in sorted(parts | {unquote(part) for part in parts}, key=len, reverse=True):
+        text = text.replace(part, HIDDEN)
+    return text
