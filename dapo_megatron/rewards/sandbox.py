@@ -15,10 +15,7 @@ import resource
 import select
 import shutil
 import signal
-import site
 import subprocess
-import sys
-import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from dapo_megatron.rewards.sandbox_root import (
+    interpreter,
+    library_path,
+    mounts,
+    package_folders,
+    tool,
+)
 from dapo_megatron.rewards.seccomp import filter_program
 from dapo_megatron.types import ConfigError, DapoError
 
@@ -60,7 +64,6 @@ _PROGRAM = f"{_FOLDER}/program.py"
 _TOO_LATE = "no end within the limit"
 _SIGNALLED = 128
 """bwrap adds it to the number of the signal that killed its program."""
-_DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 class SandboxError(DapoError):
@@ -147,9 +150,9 @@ class _Bwrap:
         unread = _memory_file(stack, b"")
         is_root = os.geteuid() == 0
         command = [
-            *(_tool("bwrap"), "--die-with-parent", "--new-session", "--hostname", "sandbox"),
+            *(tool("bwrap"), "--die-with-parent", "--new-session", "--hostname", "sandbox"),
             *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc"),
-            *("--unshare-uts", "--unshare-cgroup-try", *_mounts()),
+            *("--unshare-uts", "--unshare-cgroup-try", *mounts()),
             *(("--proc", "/proc") if has_proc else ("--dir", "/proc")),
             *("--perms", "1777", "--size", str(FOLDER_MIB * MIB), "--tmpfs", _FOLDER),
             *("--perms", "0444", "--file", str(source), _PROGRAM, "--chdir", _FOLDER),
@@ -157,9 +160,10 @@ class _Bwrap:
             *("--seccomp", str(system_calls)),
             *(_become_nobody(mapped_end.fileno(), unread) if is_root else ("--",)),
             # Inside: a limit of tasks that bwrap had would count the user's other processes.
-            *(_tool("prlimit"), *_limits(seconds), "--", _interpreter(), _PROGRAM),
+            *(tool("prlimit"), *_limits(seconds), "--", interpreter(), _PROGRAM),
         ]
-        passed = [source, system_calls, unread, status_end.fileno(), mapped_end.fileno()]
+        passed = [source, system_calls, status_end.fileno()]
+        passed += [mapped_end.fileno(), unread] if is_root else []
         self._process = _popen(command, _memory_file(stack, stdin.encode()), passed)
         stack.enter_context(self._process)
         self._first_process = 0  # of the process namespace; 0 if bwrap has not made one
@@ -252,11 +256,11 @@ def _popen(command: Sequence[str], stdin: int, passed: Sequence[int]) -> subproc
                 "HOME": _FOLDER,
                 "TMPDIR": _FOLDER,
                 "LANG": "C.UTF-8",
-                "PYTHONPATH": os.pathsep.join(_package_folders()),
+                "PYTHONPATH": os.pathsep.join(package_folders()),
                 # Libraries start a thread per core by themselves, and tasks are limited.
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
-                **_library_path(),
+                **library_path(),
             },
         )
     except OSError as error:
@@ -276,74 +280,6 @@ def _memory_file(stack: ExitStack, content: bytes) -> int:
     return file.fileno()
 
 
-# ---------------------------------------------------------------------------- what is in it
-
-
-def _interpreter() -> str:
-    """The interpreter itself: the links of a virtual environment lead to it."""
-    return os.path.realpath(sys.executable)
-
-
-def _tool(name: str) -> str:
-    """Return the path of a program, found on this process's PATH and not on the sandbox's."""
-    return shutil.which(name) or f"/usr/bin/{name}"
-
-
-@functools.cache
-def _package_folders() -> tuple[str, ...]:
-    """Folders of installed packages, without the modules of this project or of a user's path."""
-    folders = dict.fromkeys([*site.getsitepackages(), sysconfig.get_path("purelib")])
-    return tuple(folder for folder in folders if os.path.isdir(folder))
-
-
-@functools.cache
-def _hidden_folder() -> str | None:
-    """Packages of the interpreter under a virtual environment, which are not those of the run."""
-    folder = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
-    return folder if folder not in _package_folders() and os.path.isdir(folder) else None
-
-
-def _library_path() -> dict[str, str]:
-    """LD_LIBRARY_PATH, which the interpreter of a module system may need."""
-    return {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
-
-
-@functools.cache
-def _visible_paths() -> tuple[str, ...]:
-    """Files and folders that a program can read, each under its own name. Outer ones come first."""
-    prefixes = {sys.base_prefix, sys.base_exec_prefix, "/usr"}
-    paths = {
-        *(f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64")),
-        *_package_folders(),
-        *filter(None, _library_path().get("LD_LIBRARY_PATH", "").split(os.pathsep)),
-        *("/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"),
-        *(_interpreter(), _tool("prlimit"), _tool("setpriv")),
-    }
-    return tuple(sorted(path for path in paths if os.path.exists(path)))
-
-
-def _mounts() -> list[str]:
-    """Return bwrap's options that put the visible paths and some devices into the new root."""
-    options: list[str] = []
-    paths = _visible_paths()
-    # bwrap makes the folders above a mount by itself, but for its own user only.
-    parents = {str(parent) for path in paths for parent in Path(path).parents[:-1]}
-    for folder in sorted({*parents, "/dev"}):
-        options += ["--dir", folder]
-    for path in paths:
-        if os.path.islink(path):  # /lib and /lib64, where /usr holds everything
-            options += ["--symlink", os.readlink(path), path]
-        else:
-            options += ["--ro-bind", path, path]
-    if _hidden_folder() is not None:
-        options += ["--size", "4096", "--tmpfs", str(_hidden_folder())]
-    for name in _DEVICES:
-        options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        options += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
-    return options
-
-
 # ---------------------------------------------------------------------------- runs of root
 
 
@@ -357,7 +293,7 @@ def _become_nobody(mapped_end: int, unread: int) -> list[str]:
     return [
         *("--userns-block-fd", str(mapped_end), "--uid", "0", "--gid", "0"),
         *("--info-fd", str(unread)),  # required with it; the status says the same
-        *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--", _tool("setpriv")),
+        *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--", tool("setpriv")),
         *(f"--reuid={UNPRIVILEGED_ID}", f"--regid={UNPRIVILEGED_ID}", "--clear-groups"),
         "--inh-caps=-all",
     ]

@@ -18,6 +18,7 @@ import pytest
 
 from dapo_megatron.rewards import pool, sandbox
 from dapo_megatron.rewards.sandbox import Run
+from dapo_megatron.rewards.sandbox_root import library_path
 from dapo_megatron.types import ConfigError
 from tests.helpers.graders import processes_with
 from tests.helpers.sandboxes import needs_sandbox
@@ -115,7 +116,7 @@ def test_nothing_of_this_process_is_inherited(monkeypatch: pytest.MonkeyPatch) -
         print([name for name in sys.modules if name.startswith("dapo")])
     """
     names = ["HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PWD"]
-    names += ["PYTHONPATH", "TMPDIR", *sandbox._library_path()]
+    names += ["PYTHONPATH", "TMPDIR", *library_path()]
     assert printed(program).splitlines() == [
         f"{sorted(names)} ['program.py'] ['/tmp/program.py']",
         # For root bwrap leaves the end that it waited at: nothing can be read from it any more.
@@ -383,6 +384,63 @@ def test_a_program_cannot_lock_files_of_the_machine(tmp_path: Path) -> None:
     assert run(program).failure == "exit status 1"
     with library.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+ORDINARY = """
+import os, threading
+print(os.listdir("/"), len(os.listdir("/proc/self/fd")))
+try:
+    for count in range(1000):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+except RuntimeError: print("stopped", count < 128, flush=True)
+try: os.fork()
+except OSError: print("no fork", flush=True)
+os._exit(0)
+"""
+
+
+@needs_sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
+def test_an_ordinary_user_has_the_same_sandbox() -> None:
+    # The interpreter of this run may lie in root's home.
+    python = next((path for path in (sys.executable, "/usr/bin/python3") if startable(path)), None)
+    if python is None:
+        pytest.skip("no Python that another user than root can start")
+    package = Path(sandbox.__file__).parents[1]
+    code = f"""
+        import sys, types
+        sys.path.insert(0, {str(package.parent)!r})
+        # The package's own __init__ imports what only the run's environment has.
+        room = types.ModuleType("dapo_megatron.rewards")
+        room.__path__ = [{str(package / "rewards")!r}]
+        sys.modules[room.__name__] = room
+        from dapo_megatron.rewards import sandbox
+        result = sandbox.run({ORDINARY!r}, "", 20.0)
+        print(result.output.decode() + result.failure)
+    """
+    done = subprocess.run(
+        [*AS_NOBODY, python, "-c", textwrap.dedent(code)],
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert lines == ["stopped True", "no fork"]
+    assert first.endswith(" 4")  # three standard ones, and that of the listing
+    assert "'home'" not in first
+
+
+AS_NOBODY = (
+    *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+    "env",  # setpriv still has root's privileges while it starts a program
+)
+
+
+def startable(python: str) -> bool:
+    """Whether nobody can start it."""
+    command = [*AS_NOBODY, python, "-c", ""]
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
 
 
 # ------------------------------------------------------------------------ where there is none
