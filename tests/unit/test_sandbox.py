@@ -426,7 +426,7 @@ def test_an_ordinary_user_has_the_same_sandbox() -> None:
     )
     assert done.returncode == 0, done.stderr
     first, *lines = done.stdout.splitlines()
-    assert lines == ["stopped True", "no fork"]
+    assert lines == ["stopped True", "no fork", ""]
     assert first.endswith(" 4")  # three standard ones, and that of the listing
     assert "'home'" not in first
 
