@@ -175,6 +175,9 @@ class _Bwrap:
             self._first_process = json.loads(first_line)["child-pid"]
             if is_root:
                 _map_nobody(self._first_process)
+                for pipe in (self._process.stdout, self._process.stderr):
+                    assert pipe is not None
+                    os.fchown(pipe.fileno(), UNPRIVILEGED_ID, -1)  # it may open /dev/stdout
                 mapped.write(b"x")
                 mapped.flush()
 

@@ -168,6 +168,7 @@ PROGRAMS = {
         True,
     ),
     "closes stdout": ("import sys\nprint(2 * int(input()))\nsys.stdout.close()", True),
+    "opens stdout": ("open('/dev/stdout', 'w').write(str(2 * int(input())))", True),
     "prints when it is deleted": (
         "class A:\n    def __del__(self): print(2 * int(input()))\na = A()",
         True,
