@@ -240,9 +240,14 @@ class _Bwrap:
                     end = select.poll()
                     end.register(first, select.POLLIN)
                     end.poll(1000 * END_SECONDS)
-            with suppress(ChildProcessError):  # unless this process adopts orphans
-                os.waitpid(self._first_process, os.WNOHANG)
+            with suppress(subprocess.TimeoutExpired):  # bwrap reaps it and leaves
+                self._process.wait(END_SECONDS)
         self._process.kill()
+        self._process.wait()
+        # Unless bwrap left first and this process adopts orphans.
+        with suppress(ChildProcessError):
+            if self._first_process:
+                os.waitpid(self._first_process, os.WNOHANG)
 
 
 def _popen(command: Sequence[str], stdin: int, passed: Sequence[int]) -> subprocess.Popen[bytes]:
