@@ -26,6 +26,7 @@ from dapo_megatron.cluster.node import Look, look_at_node, node_name, odd_ones, 
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.report import Check, Status, worst
 from dapo_megatron.config import Config, PreflightConfig
+from dapo_megatron.types import RankError
 
 PINGS = 5
 POLL_SECONDS = 0.1
@@ -123,7 +124,7 @@ def check_nodes(
         findings = _together(
             config, ranks, file, Look(look.checks, {**look.facts, **facts}), backend, claim, clock
         )
-    except RuntimeError as error:  # all that torch.distributed raises
+    except (RuntimeError, RankError) as error:  # the first is all that torch.distributed raises
         lost = f"lost the other nodes while at: {file.phase} ({str(error).splitlines()[0][:200]})"
         remedy = "see the nodes without a verdict"
         file.finish([*file.checks, Check("network", Status.WARN, lost, remedy)])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_megatron import messages
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
+from dapo_megatron.types import RankError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -77,8 +78,16 @@ class Ranks:
     def check_members(self) -> None:
         """Raise RankError if a member of the group does not know the run's secret. Collective."""
         secret = run_secret(self.world_size)
-        if self.world_size > 1 and secret is not None:
+        if self.world_size == 1 or secret is None:
+            return
+        try:
             prove(self._gather_bytes, self.rank, self.world_size, secret)
+        except RuntimeError as error:  # gloo's, also for messages of another size
+            other = f"rank {1 - self.rank}" if self.world_size == 2 else "another rank"
+            raise RankError(
+                f"rank {self.rank}: {other} broke off while ranks proved that they know this run's "
+                f"secret: {str(error).splitlines()[0]}"
+            ) from error
 
     def _gather_bytes(self, value: bytes) -> list[bytes]:
         """All-gather NUM_BYTES bytes: tensors, which nobody has to interpret."""

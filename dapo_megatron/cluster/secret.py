@@ -103,15 +103,23 @@ def _read_private(path: str) -> str:
     except OSError as error:
         hint = " (a link is refused)" if os.path.islink(path) else ""
         raise ConfigError(f"{SECRET_FILE}: {path}: {error.strerror}{hint}. {_HOW}") from None
-    with open(handle, encoding="ascii", errors="replace") as file:
+    try:
+        # Of what was opened: a path can be replaced after a look at it.
         status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{SECRET_FILE}: {path} is not a file. {_HOW}")
-        if status.st_uid != os.geteuid():
-            raise ConfigError(f"{SECRET_FILE}: {path} belongs to another user. {_HOW}")
-        if status.st_mode & 0o077:
-            raise ConfigError(
-                f"{SECRET_FILE}: {path} can be read or written by others (mode "
-                f"{stat.S_IMODE(status.st_mode):o}); `chmod 600` it, and write a new secret into it"
-            )
-        return file.read(1000)
+        if fault := _fault(status):
+            raise ConfigError(f"{SECRET_FILE}: {path} {fault}. {_HOW}")
+        return os.read(handle, 1000).decode("ascii", "replace")
+    finally:
+        os.close(handle)
+
+
+def _fault(status: os.stat_result) -> str:
+    """Return why a file must not hold a secret, or nothing."""
+    if not stat.S_ISREG(status.st_mode):
+        return "is not a file"
+    if status.st_uid != os.geteuid():
+        return "belongs to another user"
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        return f"can be read or written by others (mode {mode:o}; `chmod 600` it first)"
+    return ""
