@@ -16,6 +16,7 @@ import typer
 
 from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
+from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
 from dapo_megatron.compatibility import check as check_compatibility
 from dapo_megatron.config import Config, num_processes, read_model_config, refuse
@@ -242,6 +243,7 @@ def layouts(
     compared_in = command.check_options(precision, json_file)
     if not is_launched():
         raise typer.Exit(launch(_this_command(), ranks or command.default_ranks()))
+    run_secret(int(os.environ["WORLD_SIZE"]))
     with _told():
         if not command.layouts(checked, precision=compared_in, only=only, json_file=json_file):
             raise typer.Exit(1)
@@ -345,9 +347,11 @@ def _check_recorded(run_folder: Path, config: Config) -> None:
 
 
 def _on_ranks(config: Config) -> None:
-    """Outside a launcher: run this very command on run.processes ranks, then exit."""
+    """Outside a launcher: run this very command on run.processes ranks, then exit. Under one,
+    refuse to start without the secret that ranks need to join each other."""
     if not is_launched():
         raise typer.Exit(launch(_this_command(), config.run.processes))
+    run_secret(int(os.environ["WORLD_SIZE"]))
 
 
 def _this_command() -> list[str]:

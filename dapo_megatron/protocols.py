@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from dapo_megatron.types import (
     Completion,
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from dapo_megatron.bridge.shards import Piece, Region, Shard
 
+T = TypeVar("T")
+
 LossFn = Callable[["Tensor", MicroTokens], LossOutput]
 """(log-probs of one micro-batch, its other inputs) -> sums. Called with grad enabled."""
 
@@ -39,7 +41,11 @@ The same number of micro-batches on every rank; some may be empty."""
 
 
 class Exchange(Protocol):
-    """What ranks tell each other, in plain Python values. One rank: returns its argument."""
+    """Exchange of plain values between ranks. One rank: returns its argument.
+
+    `of` is the type of the values, all of which messages.py can send: a message that does not have
+    it is refused. Raises RankError naming the rank.
+    """
 
     @property
     def rank(self) -> int:
@@ -51,11 +57,11 @@ class Exchange(Protocol):
         """Number of ranks."""
         ...
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T, of: object) -> list[T]:
         """The value of each rank, in rank order, on every rank."""
         ...
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: T, of: object) -> T:
         """Rank 0's value on every rank."""
         ...
 

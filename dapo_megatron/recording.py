@@ -55,7 +55,7 @@ def open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
         _keep_provenance(session, console, facts, tags)
         return _recorder(session, console, step, tags)
 
-    return together(session.ranks, make, tell=False) or SilentRecorder()
+    return together(session.ranks, make) or SilentRecorder()
 
 
 def keep_reports(session: Session, recorder: RunRecorder | SilentRecorder) -> None:

@@ -94,23 +94,24 @@ class RunFolder:
             return None
         if resume != "auto":
             source = Path(resume)
-            if exchange.broadcast(not (source / STATE).exists()):
+            if exchange.broadcast(not (source / STATE).exists(), bool):
                 raise CheckpointError(f"resume: {source} is not a checkpoint (no {STATE})")
             if fault := fault_of(source, exchange):
                 raise CheckpointError(f"resume: {source} is damaged: {fault}")
             self._note_age(source, exchange)
             return source
-        found: list[Path] = exchange.broadcast([path for _, path in published(self.checkpoints)])
+        found = exchange.broadcast([path for _, path in published(self.checkpoints)], list[Path])
         for source in found:
             fault = fault_of(source, exchange)
             if fault is None:
                 self._note_age(source, exchange)
                 return source
-            aside = exchange.broadcast(free_name(source.with_name(source.name + DAMAGED)))
+            aside = exchange.broadcast(free_name(source.with_name(source.name + DAMAGED)), Path)
             if exchange.rank == 0:
                 source.rename(aside)
             self.notes.append(f"CHECKPOINT DAMAGED: {fault}. It is kept as {aside}")
-        if damaged := exchange.broadcast(sorted(self.checkpoints.glob(f"*{DAMAGED}*"))):
+        damaged = sorted(self.checkpoints.glob(f"*{DAMAGED}*"))
+        if damaged := exchange.broadcast(damaged, list[Path]):
             raise CheckpointError(
                 f"resume: no checkpoint in {self.checkpoints} can be trusted. Mend one of "
                 f"{', '.join(path.name for path in damaged)}, or start again (resume=never)"
@@ -171,7 +172,7 @@ class RunFolder:
         self.notes.append(f"taken over from attempt {owner}, which still holds the lock")
 
     def _note_age(self, source: Path, exchange: Exchange) -> None:
-        if not exchange.broadcast(exchange.rank == 0 and has_manifest(source)):
+        if not exchange.broadcast(exchange.rank == 0 and has_manifest(source), bool):
             self.notes.append(f"{source}: of a version that wrote no sums: it was not verified")
 
     def _is_own(self, checkpoint: Path | None) -> bool:

@@ -33,6 +33,7 @@ from dapo_megatron.types import (
     ConfigError,
     DapoError,
     DataError,
+    ErrorRecord,
     Fenced,
     Stopped,
 )
@@ -114,7 +115,7 @@ def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
         from dapo_megatron.tracking import settle
 
         settle(folder.aside)
-    folder.is_continued = ranks.broadcast(folder.is_continued)
+    folder.is_continued = ranks.broadcast(folder.is_continued, bool)
     return source
 
 
@@ -277,19 +278,18 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
         return figures if ranks.rank == 0 else None
 
 
-def together(ranks: Ranks, work: Callable[[], Result], *, tell: bool = True) -> Result | None:
-    """Do `work` on rank 0 alone; a DapoError of it is raised on every rank, so that nobody waits
-    for a rank that has given up. Its result on every rank, or with tell=False on rank 0 alone."""
+def together(ranks: Ranks, work: Callable[[], Result]) -> Result | None:
+    """Do `work` on rank 0 only and return its result there. Its DapoError is raised on every rank,
+    so that no rank waits for one that has given up."""
     result, error = None, None
     if ranks.rank == 0:
         try:
             result = work()
         except DapoError as raised:
             error = raised
-    told, error = ranks.broadcast((result if tell else None, error))
-    if error is not None:
-        raise error
-    return told if tell else result
+    if record := ranks.broadcast(ErrorRecord.of(error), ErrorRecord | None):
+        raise error or record.error()
+    return result
 
 
 def _conclude(session: Session, progress: Any, highest_gib: float) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def _summary(session: Session, progress: Any, highest_gib: float) -> dict[str, A
     forked counts all it shares with its parent. A grading process takes 0.1 GiB.)"""
     from dapo_megatron.tracking import commit, versions
 
-    peaks = session.ranks.all_gather(highest_gib)
+    peaks = session.ranks.all_gather(highest_gib, float)
     return {
         "accuracy_before": _accuracy(progress.first_evaluation),
         "accuracy_after": _accuracy(progress.last_evaluation),

@@ -279,3 +279,32 @@ class Fenced(DapoError):
 
 class Diverged(DapoError):
     """A non-finite loss or gradient, caught before the optimizer step."""
+
+
+class RankError(DapoError):
+    """Another rank does not know the run's secret, or sends what cannot be read; names the rank."""
+
+
+_KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__())
+_ERRORS = {kind.__name__: kind for kind in _KINDS}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """A DapoError as plain values: what ranks send each other to raise it everywhere."""
+
+    kind: str
+    """Name of a class in this file."""
+    text: str
+
+    @staticmethod
+    def of(error: DapoError | None) -> ErrorRecord | None:
+        """Return the record of an error. A class of another file counts as its base class here."""
+        if error is None:
+            return None
+        kinds = (kind.__name__ for kind in type(error).__mro__)
+        return ErrorRecord(next(kind for kind in kinds if kind in _ERRORS), str(error))
+
+    def error(self) -> DapoError:
+        """Return the error; a DapoError for a kind that is not known here."""
+        return _ERRORS.get(self.kind, DapoError)(self.text)

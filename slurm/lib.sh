@@ -63,6 +63,7 @@ open_job() {
     GPUS=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}} # --exclusive allots all; this was asked for
     GPUS=${GPUS##*:}                                      # of h100:8
     is_number "$GPUS" || refuse "--gpus-per-node: $GPUS; name one kind of GPU, as h100:8"
+    unset DAPO_MEGATRON_SECRET DAPO_MEGATRON_SECRET_FILE # each start makes its own; never in env.txt
     export DAPO_CPUS_PER_TASK=$((SLURM_CPUS_ON_NODE / TASKS > 0 ? SLURM_CPUS_ON_NODE / TASKS : 1))
     # shellcheck source=slurm/env.sh
     source "$DAPO_HOME/slurm/env.sh"
@@ -138,7 +139,10 @@ choose_rendezvous() {
     # what is left of the last may still hold its own. The check before training takes the next.
     local start=$((SLURM_JOB_ID + 1009 * ${SLURM_RESTART_COUNT:-0}))
     MASTER_PORT=$((${DAPO_PORT_BASE:-20000} + 2 * (start % 5000)))
-    export MASTER_ADDR MASTER_PORT
+    # Ranks prove to each other that they know it, so that no other process joins. It reaches tasks
+    # through the environment, never on a command line, which every user of a node can read.
+    DAPO_MEGATRON_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
+    export MASTER_ADDR MASTER_PORT DAPO_MEGATRON_SECRET
     say "ranks meet at $MASTER_ADDR:$MASTER_PORT"
 }
 

@@ -89,7 +89,7 @@ def measure_once(checkpoints: Checkpoints, ranks: Ranks, step: int) -> dict[str,
     if fault:
         raise AssertionError(fault)
     found = (blocking, background, pulse.pause, time.perf_counter() - started)
-    return dict(zip(FIGURES, map(max, zip(*ranks.all_gather(found)))))
+    return dict(zip(FIGURES, map(max, zip(*ranks.all_gather(found, tuple[float, ...])))))
 
 
 def measure(num_bytes: int, ranks: Ranks, folder: Path, repeats: int) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def main(
         raise SystemExit(launch([sys.executable, *sys.argv], num_processes))
     torch.set_num_threads(1)
     ranks = join("gloo")
-    place = Path(ranks.broadcast(tempfile.mkdtemp(prefix="bench_checkpoints_", dir=folder)))
+    place = Path(ranks.broadcast(tempfile.mkdtemp(prefix="bench_checkpoints_", dir=folder), str))
     try:
         sizes = [int(float(size) * MB) for size in sizes_mb.split(",")]
         found = [measure(size, ranks, place / str(size), repeats) for size in sizes]

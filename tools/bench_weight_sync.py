@@ -224,7 +224,8 @@ def run_once(carry: Carry, ranks: Ranks) -> dict[str, float]:
     ranks.barrier()
     seconds = time.perf_counter() - started
     peak = resident_bytes("VmHWM") - before
-    worst = zip(*ranks.all_gather((seconds, processor, received, peak, num_tensors)))
+    mine = (seconds, processor, received, peak, num_tensors)
+    worst = zip(*ranks.all_gather(mine, tuple[float, float, int, int, int]))
     names = ("seconds", "processor_seconds", "received_bytes", "peak_bytes", "num_tensors")
     return dict(zip(names, map(max, worst)))
 
@@ -237,8 +238,8 @@ def measure(case: Case, ranks: Ranks, repeats: int, bucket: int) -> dict[str, An
     wanted = engine_pieces(arch, ranks.rank % case.engine_tp, case.engine_tp, DTYPE)
     engine = {(p.name, p.region): torch.empty(p.region.shape, dtype=DTYPE) for p in wanted}
     started = time.perf_counter()
-    held = ranks.all_gather([shard.piece for shard in shards])
-    plan = make_plan(held, ranks.all_gather(wanted), bucket_bytes=bucket)
+    held = ranks.all_gather([shard.piece for shard in shards], list[Piece])
+    plan = make_plan(held, ranks.all_gather(wanted, list[Piece]), bucket_bytes=bucket)
     planning = time.perf_counter() - started
     transfer = Transfer(plan, shards, wanted, ranks.rank, CPU)
     gather = FullGather(shards, ranks, case.policy.replicas(ranks.world_size), bucket)

@@ -25,7 +25,7 @@ class FullGather:
     ) -> None:
         self._rank = ranks.rank
         self._shards = {(shard.piece.name, shard.piece.region): shard for shard in shards}
-        held = ranks.all_gather([shard.piece for shard in shards])
+        held = ranks.all_gather([shard.piece for shard in shards], list[Piece])
         for members in replicas:
             group = dist.new_group(list(members))
             if ranks.rank in members:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
 
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import DapoError
+from dapo_megatron.types import DapoError, ErrorRecord
 
 NAMED = 5
 """Reasons that an error lists."""
@@ -27,9 +27,10 @@ def agreed(exchange: Exchange, action: Callable[[], T], *, drain: Iterable[objec
         error = raised
     for _ in drain:
         pass
-    errors = exchange.all_gather((type(error), str(error)) if error else None)
-    found = [(rank, *one) for rank, one in enumerate(errors) if one is not None]
-    if found:
-        kind = found[0][1]
-        raise kind("\n".join(f"rank {rank}: {text}" for rank, _, text in found[:NAMED]))
+    records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)
+    errors = {rank: record for rank, record in enumerate(records) if record is not None}
+    if errors:
+        lines = [f"rank {rank}: {record.text}" for rank, record in errors.items()]
+        first = next(iter(errors.values()))
+        raise ErrorRecord(first.kind, "\n".join(lines[:NAMED])).error()
     return cast(T, result)

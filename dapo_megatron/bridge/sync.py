@@ -56,16 +56,16 @@ class WeightSync:
         self._max_gap = config.max_gap
         self._ranks_per_engine = exchange.world_size // engine.num_replicas
         self._shards: Sequence[Shard] = policy.shards()
-        self._held = exchange.all_gather([shard.piece for shard in self._shards])
+        self._held = exchange.all_gather([shard.piece for shard in self._shards], list[Piece])
         shapes = {p.name: (p.global_shape, p.dtype) for pieces in self._held for p in pieces}
         wanted = agreed(exchange, lambda: engine.wanted(shapes))
-        self.wanted: list[list[Piece]] = exchange.all_gather(wanted)
+        self.wanted = exchange.all_gather(wanted, list[Piece])
         """The slices of each rank's engine."""
         self.plan: Plan = make_plan(self._held, self.wanted, ranks_per_node=ranks_per_node)
         self._transfer = Transfer(
             self.plan, self._shards, wanted, exchange.rank, self._shards[0].view.device
         )
-        self.bytes_received: list[int] = exchange.all_gather(self._transfer.nbytes_received)
+        self.bytes_received = exchange.all_gather(self._transfer.nbytes_received, int)
         """By each rank in one sync."""
         size = sum(prod(shape) for shape, _ in shapes.values())
         self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
@@ -110,7 +110,7 @@ class WeightSync:
         """The weights, and agreement on which they are."""
         stream = iter(self._transfer)
         agreed(self._exchange, lambda: self._engine.receive(stream, version), drain=stream)
-        versions = self._exchange.all_gather((version, self._engine.version))
+        versions = self._exchange.all_gather((version, self._engine.version), tuple[int, int])
         newest = max(asked for asked, _ in versions)
         for rank, (asked, running) in enumerate(versions):
             if (asked, running) != (newest, newest):
@@ -129,7 +129,9 @@ class WeightSync:
             else:
                 pieces.append(piece)
                 theirs.append(fingerprint(value, piece.region))
-        everyone = self._exchange.all_gather((ours, pieces, theirs))
+        everyone = self._exchange.all_gather(
+            (ours, pieces, theirs), tuple[list[int], list[Piece], list[int]]
+        )
         policy = [
             list(zip(held, prints, strict=True))
             for held, (prints, _, _) in zip(self._held, everyone, strict=True)
@@ -147,7 +149,7 @@ class WeightSync:
     def _check_canary(self, version: int, ours: Tensor, *, fingerprinted: bool) -> float:
         """The largest gap on the fixed sequences, of any engine; `ours`: the policy's log-probs."""
         mine = canary.worst(ours, self._engine.score(self._canary))
-        gaps: list[tuple[float, int, int]] = self._exchange.all_gather(mine)
+        gaps = self._exchange.all_gather(mine, tuple[float, int, int])
         gap, sequence, token = max(gaps)
         if gap <= self._max_gap:
             return gap

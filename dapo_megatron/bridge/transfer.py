@@ -121,7 +121,7 @@ def gather_whole(
     tensor is whole on one rank of `on` alone, so that they share the bytes evenly: an export in
     parallel. Raises SyncError naming a tensor of which a part is missing.
     """
-    held: list[list[Piece]] = exchange.all_gather([shard.piece for shard in shards])
+    held = exchange.all_gather([shard.piece for shard in shards], list[Piece])
     targets = range(len(held)) if on is None else on
     wanted: list[list[Piece]] = [[] for _ in held]
     nbytes = dict.fromkeys(targets, 0)

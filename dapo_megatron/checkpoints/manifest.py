@@ -64,7 +64,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
 def fault_of(checkpoint: Path, exchange: Exchange) -> str | None:
     """What is wrong with a published checkpoint, as `file: what`, or None. Every file is read, by
     all ranks together, each its share. Collective, with the same answer everywhere."""
-    files, fault = {}, None
+    files: dict[str, Entry] = {}
+    fault: str | None = None
     if exchange.rank == 0:
         try:
             read_state(checkpoint)
@@ -73,11 +74,11 @@ def fault_of(checkpoint: Path, exchange: Exchange) -> str | None:
                 fault = _missing_or_cut(checkpoint, files)
         except CheckpointError as error:
             fault = str(error)
-    files, fault = exchange.broadcast((files, fault))
+    files, fault = exchange.broadcast((files, fault), tuple[dict[str, Entry], str | None])
     if fault is None:
         mine = sorted(files)[exchange.rank :: exchange.world_size]
         found = (_differs(checkpoint / name, files[name]) for name in mine)
-        faults = exchange.all_gather(next(filter(None, found), None))
+        faults = exchange.all_gather(next(filter(None, found), None), str | None)
         fault = next(filter(None, faults), None)
     return fault
 

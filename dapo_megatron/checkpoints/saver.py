@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.manifest import Entry, entry_of, write_manifest
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_text
 from dapo_megatron.protocols import Exchange, Snapshot
-from dapo_megatron.types import CheckpointError, DapoError
+from dapo_megatron.types import CheckpointError, DapoError, ErrorRecord
 
 Result = TypeVar("Result")
 HF = "hf"
@@ -111,7 +111,7 @@ class Checkpoints:
         if numbers.max_minutes is None:
             return False
         elapsed = time.monotonic() - self._begun
-        return bool(self.exchange.broadcast(elapsed >= 60 * numbers.max_minutes))
+        return self.exchange.broadcast(elapsed >= 60 * numbers.max_minutes, bool)
 
     def copy(self) -> None:
         """Copy what a rank holds now, for the `save` that follows; the policy may have made room
@@ -168,9 +168,10 @@ class Checkpoints:
 
     def _write(self, job: _Job) -> str | None:
         """Write and publish; what went wrong, the same on all ranks, or None."""
-        needed = sum(self.background.all_gather(job.part.num_bytes))
+        needed = sum(self.background.all_gather(job.part.num_bytes, int))
         needed += self.export.num_bytes if self.export else 0
-        partial = self.background.broadcast(self.folder / folders.PARTIAL / self.attempt / job.name)
+        partial = self.folder / folders.PARTIAL / self.attempt / job.name
+        partial = self.background.broadcast(partial, Path)
         try:
             self._on_first(lambda: self._make_room(partial, needed))
             known = self._write_parts(job, partial)
@@ -199,7 +200,7 @@ class Checkpoints:
             sums = job.part.sums
             return {name: ((partial / name).stat().st_size, sums[name]) for name in sums}
 
-        known = self._all(write)
+        known = self._all(write, dict[str, Entry])
         if self.export is not None:
             self._on_first(lambda: self.describe(partial))
             known += self._export(self.export, partial)
@@ -213,11 +214,13 @@ class Checkpoints:
             export.create(target)
 
         self._on_first(create)
-        self._all(lambda: export.write(partial, target, rank, num_ranks))
+        self._or_give_up(lambda: export.write(partial, target, rank, num_ranks))
         self._on_first(lambda: export.finish(target))
-        names = self._all(lambda: sorted(path.name for path in target.iterdir()))[0]
+        names = self._all(lambda: sorted(path.name for path in target.iterdir()), list[str])[0]
         mine = names[rank::num_ranks]
-        return self._all(lambda: {f"{HF}/{name}": entry_of(target / name) for name in mine})
+        return self._all(
+            lambda: {f"{HF}/{name}": entry_of(target / name) for name in mine}, dict[str, Entry]
+        )
 
     def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
         if self.export is None:
@@ -233,17 +236,16 @@ class Checkpoints:
                 self.check_owner()
             except DapoError as raised:
                 error = raised
-        if error := self.background.broadcast(error):
-            raise error
+        if record := self.background.broadcast(ErrorRecord.of(error), ErrorRecord | None):
+            raise error or record.error()
 
     def _give_up(self, partial: Path, needed: int, why: str) -> str:
         situation = self._situation()
         if self.background.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         self.num_failed += 1
-        text: str = self.background.broadcast(
-            f"{partial.name} was NOT saved: {why}; it needs {needed:,} bytes, {situation}"
-        )
+        text = f"{partial.name} was NOT saved: {why}; it needs {needed:,} bytes, {situation}"
+        text = self.background.broadcast(text, str)
         self._say(f"CHECKPOINT FAILED: {text}")
         return text
 
@@ -272,16 +274,20 @@ class Checkpoints:
 
     def _on_first(self, action: Callable[[], None]) -> None:
         """Do it on rank 0 alone."""
-        self._all(action if self.background.rank == 0 else lambda: None)
+        self._or_give_up(action if self.background.rank == 0 else lambda: None)
 
-    def _all(self, action: Callable[[], Result]) -> list[Result]:
-        """Do it on every rank; results by rank. What fails on one rank is given up on all."""
+    def _all(self, action: Callable[[], Result], of: object) -> list[Result]:
+        """Do it on every rank; results, of the type `of`, by rank."""
+        return self.background.all_gather(self._or_give_up(action), of)
+
+    def _or_give_up(self, action: Callable[[], Result]) -> Result:
+        """Do it on every rank. What fails on one rank is given up on all."""
         result, error = None, None
         try:
             result = action()
         except (OSError, DapoError) as raised:
             error = f"rank {self.background.rank}: {raised}"
-        told: list[Any] = self.background.all_gather((result, error))
-        if errors := [one for _, one in told if one is not None]:
-            raise _GivenUp(errors[0])
-        return [one for one, _ in told]
+        errors = self.background.all_gather(error, str | None)
+        if error := next(filter(None, errors), None):
+            raise _GivenUp(error)
+        return cast(Result, result)

@@ -162,7 +162,7 @@ def _measure_pairs(
                 peer = couple[couple[0] == me]
                 name = f"pair {first} {second}"
                 run, mine = _swap_with(peer, wire, name), members[first, second]
-    rates = wire.exchange.all_gather(_rate(wire, run, mine))
+    rates = wire.exchange.all_gather(_rate(wire, run, mine), float)
     return [Pair(nodes, min(rates[rank] for rank in ranks)) for nodes, ranks in members.items()]
 
 
@@ -214,5 +214,5 @@ def _finish(device: torch.device) -> None:
 
 def _slowest(wire: Wire, seconds: float, members: Sequence[int]) -> float:
     """Of the ranks that measure together; a rank among none has its own."""
-    everyones = wire.exchange.all_gather(seconds)
+    everyones = wire.exchange.all_gather(seconds, float)
     return max([everyones[rank] for rank in members] or [seconds], default=seconds) or 1e-9

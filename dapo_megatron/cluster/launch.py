@@ -9,10 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from dapo_megatron.cluster.attempt import attempt_variable
+from dapo_megatron.cluster.ranks import STORE
+from dapo_megatron.cluster.secret import secret_variable
 
 _STARTED = "DAPO_MEGATRON_STARTED"
 _IMPORTED = time.time()  # of this module, which the command line imports first of all
@@ -42,19 +46,26 @@ def launch(
     SIGTERM and SIGUSR1 are passed on; SIGINT reaches the ranks from the terminal. Ranks die with
     this process.
     """
-    port = _free_port()
-    shared = {**os.environ, **attempt_variable()}
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**shared, **_environment(rank, num_processes, port)},
-            preexec_fn=_die_with_parent,
-        )
-        for rank in range(num_processes)
-    ]
-    with _signals_passed_on(ranks):
-        code = _wait(ranks, grace_seconds)
+    with tempfile.TemporaryDirectory(prefix="dapo-ranks-") as folder:
+        shared = {**os.environ, **attempt_variable(), **meeting_variables(Path(folder))}
+        port = _free_port()
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**shared, **_environment(rank, num_processes, port)},
+                preexec_fn=_die_with_parent,
+            )
+            for rank in range(num_processes)
+        ]
+        with _signals_passed_on(ranks):
+            code = _wait(ranks, grace_seconds)
     return code if code >= 0 else 128 - code
+
+
+def meeting_variables(folder: Path) -> dict[str, str]:
+    """Return what ranks on one machine need to meet in a folder that only this user can open: the
+    path of their store, and a new secret."""
+    return {STORE: str(folder / "store"), **secret_variable()}
 
 
 def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:

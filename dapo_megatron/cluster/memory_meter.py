@@ -58,7 +58,7 @@ class MemoryMeter:
     def metrics(self) -> dict[str, float]:
         """memory/<phase>_gib, on a GPU also memory/<phase>_torch_gib, of the phases since the last
         call. Collective."""
-        everyone = self._exchange.all_gather(self._peaks)
+        everyone = self._exchange.all_gather(self._peaks, dict[str, float])
         self._peaks = {}
         return {name: max(one.get(name, 0.0) for one in everyone) for name in everyone[0]}
 

@@ -27,7 +27,7 @@ from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.report import Check, Status, worst
 from dapo_megatron.config import Config, PreflightConfig
 from dapo_megatron.files import read_json
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.types import CheckpointError, RankError
 
 PINGS = 5
 POLL_SECONDS = 0.1
@@ -125,7 +125,7 @@ def check_nodes(
         findings = _together(
             config, ranks, file, Look(look.checks, {**look.facts, **facts}), backend, claim, clock
         )
-    except RuntimeError as error:  # all that torch.distributed raises
+    except (RuntimeError, RankError) as error:  # the first is all that torch.distributed raises
         lost = f"lost the other nodes while at: {file.phase} ({str(error).splitlines()[0][:200]})"
         remedy = "see the nodes without a verdict"
         file.finish([*file.checks, Check("network", Status.WARN, lost, remedy)])
@@ -170,11 +170,11 @@ def _together(
 
     from dapo_megatron.cluster.bandwidth import BUDGETS, Wire, measure
 
-    everyone = ranks.all_gather((file.node, file.is_leader, look))
+    everyone = ranks.all_gather((file.node, file.is_leader, look), tuple[str, bool, Look])
     ranks_of: dict[str, list[int]] = {}
     for rank, (node, _, _) in enumerate(everyone):
         ranks_of.setdefault(node, []).append(rank)
-    checks = {node: [] for node in ranks_of} | {
+    checks: dict[str, list[Check]] = {node: [] for node in ranks_of} | {
         node: list(its.checks) for node, is_leader, its in everyone if is_leader
     }
     looks = [(node, its.facts) for node, _, its in everyone]
@@ -186,7 +186,9 @@ def _together(
     whole += _judge_views(views, checks)
 
     file.tell("comparing clocks")
-    offsets = ranks.broadcast(_compare_clocks(ranks, ranks_of, clock))
+    offsets = ranks.broadcast(
+        _compare_clocks(ranks, ranks_of, clock), dict[str, tuple[float, float]]
+    )
     _add(checks, _judge_clocks(offsets, config.preflight.max_clock_skew_seconds))
 
     file.tell("claiming GPUs")
@@ -219,8 +221,9 @@ def _facts_of_nodes(looks: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str,
 
 def _share_files(config: Config, ranks: Ranks, file: NodeFile) -> dict[str, tuple[str, ...]]:
     """Every node writes a file into run.directory; of which nodes each then saw it in time."""
-    folder = Path(config.run.directory) / f".preflight-{ranks.broadcast(uuid.uuid4().hex)}"
-    nodes = {node for node, is_leader in ranks.all_gather((file.node, file.is_leader)) if is_leader}
+    folder = Path(config.run.directory) / f".preflight-{ranks.broadcast(uuid.uuid4().hex, str)}"
+    members = ranks.all_gather((file.node, file.is_leader), tuple[str, bool])
+    nodes = {node for node, is_leader in members if is_leader}
     seconds = config.preflight.check_seconds
     seen: set[str] = set()
 
@@ -239,7 +242,8 @@ def _share_files(config: Config, ranks: Ranks, file: NodeFile) -> dict[str, tupl
 
     if file.is_leader:
         within(seconds, "shared files", look)
-    views = ranks.all_gather((file.node, file.is_leader, tuple(sorted(seen))))
+    view = (file.node, file.is_leader, tuple(sorted(seen)))
+    views = ranks.all_gather(view, tuple[str, bool, tuple[str, ...]])
     if file.is_leader:
         with suppress(OSError):
             (folder / file.node).unlink()

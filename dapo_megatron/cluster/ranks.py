@@ -1,17 +1,29 @@
-"""The ranks of a run: joining torch.distributed, and telling each other plain Python values."""
+"""The ranks of a run: joining torch.distributed, and the exchange of plain values."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dapo_megatron import messages
+from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
+from dapo_megatron.types import RankError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 TIMEOUT_MINUTES = 120.0
 """Longer than anything a rank may have to wait for; the watchdog is sooner."""
+STORE = "DAPO_MEGATRON_STORE"
+"""Variable with the path of the file through which ranks on one machine meet, see `launch`. Only
+their user can reach it; torch's TCPStore gives all its keys to everyone who connects."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,36 +41,31 @@ class Ranks:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def second(self) -> Ranks:
-        """The same ranks over a group of their own, for another thread. Collective."""
+        """Return the same ranks over a group of their own, for another thread. Collective. Raises
+        RankError as `join`."""
         import torch.distributed as dist
 
         timeout = timedelta(minutes=TIMEOUT_MINUTES)
         group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
-        return replace(self, group=group, beat=lambda _: None, _numbers=itertools.count(1))
+        ranks = replace(self, group=group, beat=lambda _: None, _numbers=itertools.count(1))
+        ranks.check_members()
+        return ranks
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """The value of each rank, in rank order."""
+    def all_gather(self, value: T, of: object) -> list[T]:
+        """Return the value of each rank, in rank order. `of`: the type of the values."""
         if self.world_size == 1:
             self.beat("all_gather, alone")
             return [value]
-        import torch.distributed as dist
-
-        gathered: list[Any] = [None] * self.world_size
         with self._told("all_gather"):
-            dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+            return messages.all_gather(value, of, self.group)
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value."""
+    def broadcast(self, value: T, of: object) -> T:
+        """Return rank 0's value. `of`: its type."""
         if self.world_size == 1:
             self.beat("broadcast, alone")
             return value
-        import torch.distributed as dist
-
-        box = [value]
         with self._told("broadcast"):
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+            return messages.broadcast(value, of, self.group)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -67,6 +74,31 @@ class Ranks:
 
             with self._told("barrier"):
                 dist.barrier(group=self.group)
+
+    def check_members(self) -> None:
+        """Raise RankError if a member of the group does not know the run's secret. Collective."""
+        secret = run_secret(self.world_size)
+        if self.world_size == 1 or secret is None:
+            return
+        try:
+            prove(self._gather_bytes, self.rank, self.world_size, secret)
+        except RuntimeError as error:  # gloo's, also for messages of another size
+            other = f"rank {1 - self.rank}" if self.world_size == 2 else "another rank"
+            raise RankError(
+                f"rank {self.rank}: {other} broke off while ranks proved that they know this run's "
+                f"secret: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _gather_bytes(self, value: bytes) -> list[bytes]:
+        """All-gather NUM_BYTES bytes: tensors, which nobody has to interpret."""
+        import torch
+        import torch.distributed as dist
+
+        received = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
+        mine = torch.tensor(list(value), dtype=torch.uint8)
+        with self._told("all_gather"):
+            dist.all_gather(received, mine, group=self.group)
+        return [bytes(tensor.tolist()) for tensor in received]
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -77,16 +109,74 @@ class Ranks:
 
 
 def join(backend: str, beat: Callable[[str], None] = lambda _: None) -> Ranks:
-    """Join the process group that the launcher's environment describes."""
-    import torch.distributed as dist
+    """Join the process group that the launcher's environment describes. Collective.
 
+    Raises ConfigError before any other rank is contacted if this rank has no secret (secret.py),
+    and RankError if another rank does not know it.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(minutes=TIMEOUT_MINUTES)
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
-    return Ranks(
+    store = open_store(rank, world_size, timeout)
+    return form_world(backend, store, rank, world_size, timeout=timeout, beat=beat)
+
+
+def form_world(
+    backend: str,
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    timeout: timedelta,
+    beat: Callable[[str], None] = lambda _: None,
+) -> Ranks:
+    """Make the default process group of ranks that meet in a store. Collective. Raises RankError
+    if one of them does not know the run's secret."""
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    ranks = Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         group=None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
         beat=beat,
     )
+    ranks.check_members()
+    return ranks
+
+
+def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return the store in which the ranks of this job meet. On one machine neither it nor gloo can
+    be reached from others. Raises ConfigError if this rank has no secret."""
+    from torch._C._distributed_c10d import FileStore, HashStore
+    from torch.distributed.rendezvous import rendezvous
+
+    run_secret(world_size)
+    store: Store
+    is_one_machine = world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if is_one_machine:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if world_size == 1:
+        store = HashStore()
+    elif is_one_machine and STORE in os.environ:
+        store = FileStore(os.environ[STORE], world_size)
+    elif is_one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = _loopback_store(int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
+    else:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return store
+
+
+def _loopback_store(port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a TCPStore that rank 0 offers on loopback; by itself it listens on all interfaces."""
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistNetworkError
+
+    listener = None
+    if rank == 0:
+        try:
+            listener = socket.create_server(("127.0.0.1", port)).detach()
+        except OSError as error:
+            raise DistNetworkError(f"MASTER_PORT {port}: {error.strerror}") from error
+    return TCPStore("127.0.0.1", port, world_size, rank == 0, timeout, master_listen_fd=listener)

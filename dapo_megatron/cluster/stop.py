@@ -18,7 +18,7 @@ from dapo_megatron.cluster.attempt import HUNG, STOPPED
 from dapo_megatron.cluster.last_words import say, stacks, within
 from dapo_megatron.cluster.verdict import record
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import Fenced, Stopped
+from dapo_megatron.types import ErrorRecord, Fenced, Stopped
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 SAME_SECONDS = 1.0
@@ -75,9 +75,10 @@ class Stop:
     def check(self, exchange: Exchange) -> None:
         """Raises Stopped on all ranks if any of them was asked to, Fenced if the run is another
         attempt's. Collective."""
-        told = exchange.all_gather((self.signal, self._fenced() if exchange.rank == 0 else None))
-        if error := told[0][1]:
-            raise error
+        fenced = ErrorRecord.of(self._fenced()) if exchange.rank == 0 else None
+        told = exchange.all_gather((self.signal, fenced), tuple[str | None, ErrorRecord | None])
+        if record := told[0][1]:
+            raise record.error()
         if name := next((name for name, _ in told if name), None):
             raise Stopped(f"stopped by {name}")
 

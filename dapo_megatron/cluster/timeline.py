@@ -24,6 +24,8 @@ DIGITS = 4
 """Of a second."""
 Point = tuple[float, int]
 """(seconds, requests from then on)."""
+RankTimeline = tuple[str, list[tuple[str, float, float]], int | None, list[Point]]
+"""Host, spans as (phase, start, end), replica if the rank leads one, and its requests."""
 
 
 @dataclass
@@ -136,7 +138,7 @@ class Timeline:
         step is handed on if it is one that is kept. Collective."""
         is_kept = bool(self._every) and (self._is_first or self._step % self._every == 0)
         self._is_first = False
-        told = self._exchange.all_gather(self._load())
+        told = self._exchange.all_gather(self._load(), tuple[float, float] | None)
         if is_kept:
             self._hand_on()
         loads = [load for load in told if load is not None]
@@ -168,7 +170,7 @@ class Timeline:
             self._replica,
             [(seconds - now, count) for seconds, count in thinned(self._running.points)],
         )
-        everyone = self._exchange.all_gather(mine)
+        everyone = self._exchange.all_gather(mine, RankTimeline)
         if self._exchange.rank:
             return
         begun = self._begun - now

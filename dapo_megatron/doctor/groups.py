@@ -15,9 +15,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.cluster.ranks import Ranks, form_world, open_store
 from dapo_megatron.policy.device import backend
 
 PATIENCE = timedelta(hours=4)
@@ -30,13 +29,14 @@ class Worlds:
     """Where the ranks of a launched job meet, case by case."""
 
     def __init__(self) -> None:
-        self.store, self.rank, self.num_ranks = next(rendezvous("env://", timeout=PATIENCE))
+        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.store = open_store(self.rank, self.num_ranks, PATIENCE)
         self._number = 0
 
     def tell(self, key: str, value: bytes) -> bytes:
         """Rank 0's value, on every rank."""
         if self.rank == 0:
-            self.store.set(key, value)
+            self.store.set(key, value)  # type: ignore[arg-type]  # torch's stub has no bytes
         found: bytes = self.store.get(key)
         return found
 
@@ -49,15 +49,10 @@ class Worlds:
             return
         self.tell(f"start/{self._number}", b"go")
         kept = sys.excepthook
-        dist.init_process_group(
-            backend(),
-            store=PrefixStore(f"case/{self._number}", self.store),
-            rank=self.rank,
-            world_size=num_ranks,
-            timeout=CASE_TIMEOUT,
-        )
+        store = PrefixStore(f"case/{self._number}", self.store)
+        ranks = form_world(backend(), store, self.rank, num_ranks, timeout=CASE_TIMEOUT)
         sys.excepthook = kept  # each call would put one more "[rank0]" before each line
-        yield Ranks(self.rank, num_ranks, int(os.environ.get("LOCAL_RANK", self.rank)))
+        yield ranks
         # Not after an error: the others may never come.
         dist.destroy_process_group()
         # What refers to itself refers to groups, and each of those holds threads and sockets.

@@ -23,12 +23,13 @@ the model itself. Measured on model_configs/tiny_cpu.yaml, largest of all cases:
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO, TypeVar
+
+import torch
 
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.config import Config, read_model_config
@@ -39,6 +40,7 @@ from dapo_megatron.doctor.measure import Measured, compare, measure
 from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
 from dapo_megatron.doctor.shrink import shrink
 from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
+from dapo_megatron.messages import decode, encode
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.policy import MegatronPolicy
 from dapo_megatron.types import ConfigError, TokenBatch
@@ -128,10 +130,9 @@ class Proof:
         logprobs = self._run_case(
             self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
         )
-        if logprobs is not None:
-            mini = with_old_logprobs(mini, logprobs)
-        whole: TokenBatch = pickle.loads(self.worlds.tell("mini-batch", pickle.dumps(mini)))
-        return whole
+        values = encode([] if logprobs is None else logprobs.double().tolist())
+        values = self.worlds.tell("log-probs of the mini-batch", values)
+        return with_old_logprobs(mini, torch.tensor(decode(values, list[float], rank=0)))
 
 
 def _reference_precision(precision: str) -> str:

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from dapo_megatron import messages
 from dapo_megatron.bridge.shards import Piece, Region
 from dapo_megatron.engine import device, quantised
 from dapo_megatron.engine.coverage import Offer, check_used
@@ -90,9 +91,8 @@ class WeightReceiver:
         self._llm = llm
         self.loads, error = _traced(llm, offered)
         self.pieces = list(dict.fromkeys(load.piece for load in self.loads))
-        gathered: list[tuple[list[Piece], str]] = [([], "")] * get_tp_group().world_size
-        torch.distributed.all_gather_object(
-            gathered, (self.pieces, error), group=get_tp_group().cpu_group
+        gathered = messages.all_gather(
+            (self.pieces, error), tuple[list[Piece], str], get_tp_group().cpu_group
         )
         for _, error in gathered:
             if error:

@@ -63,7 +63,7 @@ def load(
     targets = {f"model/{name}": value for name, value in params.items()}
     targets.update(_optimizer_tensors(optimizer, params))
     is_own = agreed(exchange, lambda: _is_own(folder, exchange, targets, places))
-    if all(exchange.all_gather(is_own)):
+    if all(exchange.all_gather(is_own, bool)):
         agreed(exchange, lambda: _load_own(_path(folder, exchange), targets))
     else:
         agreed(exchange, lambda: reshard(folder, targets, places, arch, ignore))

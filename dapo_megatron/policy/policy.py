@@ -261,7 +261,7 @@ class MegatronPolicy:
     def _means(self, sums: list[dict[str, Tensor]], num_tokens: int) -> dict[str, float]:
         """Token means of the statistics over all micro-batches and ranks."""
         # Stages before the last have no sums and do not know their names.
-        everyones = self._exchange.all_gather(sorted(sums[0]) if sums else [])
+        everyones = self._exchange.all_gather(sorted(sums[0]) if sums else [], list[str])
         names: list[str] = next(filter(None, everyones))
         total = torch.zeros(len(names), dtype=torch.float64, device=self._device)
         if self._speaks():

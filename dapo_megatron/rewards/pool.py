@@ -18,10 +18,10 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from dapo_megatron.rewards.messages import Failure, encode_task
 from dapo_megatron.rewards.process import PoolClosed, WorkerLost, WorkerProcess, Workers
 from dapo_megatron.rewards.registry import check, names
 from dapo_megatron.rewards.sandbox import lacking
+from dapo_megatron.rewards.worker_messages import Failure, encode_task
 from dapo_megatron.types import Grade
 
 logger = logging.getLogger(__name__)

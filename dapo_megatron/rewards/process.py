@@ -15,7 +15,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
-from dapo_megatron.rewards.messages import (
+from dapo_megatron.rewards.process_tree import kill_descendants, remove_folder
+from dapo_megatron.rewards.worker_messages import (
     MAX_MESSAGE_BYTES,
     Failure,
     decode_answer,
@@ -23,7 +24,6 @@ from dapo_megatron.rewards.messages import (
     encode,
     encode_batch,
 )
-from dapo_megatron.rewards.process_tree import kill_descendants, remove_folder
 from dapo_megatron.types import ConfigError, DapoError, Grade
 
 START_SECONDS = 120.0

@@ -16,9 +16,9 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from dapo_megatron.rewards.messages import Failure, decode_batch, encode, encode_answer
 from dapo_megatron.rewards.process_tree import adopt_orphans, die_with_parent
 from dapo_megatron.rewards.registry import GraderFn, resolve
+from dapo_megatron.rewards.worker_messages import Failure, decode_batch, encode, encode_answer
 from dapo_megatron.types import Grade
 
 _TRACEBACK_CHARACTERS = 2000

@@ -184,7 +184,8 @@ class EngineDriver:
         self._prompts.clear()
         self.on_running(0)
         self._set_pace(1)  # the next work may be of another kind: full engines, long prompts
-        parts = self._exchange.all_gather(unfinished if self._engine.is_leader else [])
+        mine = unfinished if self._engine.is_leader else []
+        parts = self._exchange.all_gather(mine, list[tuple[int, Completion]])
         return sorted(
             (item for part in parts for item in part), key=lambda item: (item[0], item[1].sample)
         )
@@ -254,7 +255,7 @@ class EngineDriver:
             self._stop(),
         )
         begun = time.perf_counter()
-        told: list[_Told] = self._exchange.all_gather(mine)
+        told = self._exchange.all_gather(mine, _Told)
         self._exchange_seconds = time.perf_counter() - begun
         for part in told:
             self.last_errors |= part.errors

@@ -31,7 +31,7 @@ def room(rooms: str = "", packages: str = "") -> Room:
 
 
 EVERYTHING = (
-    "types codec files config compatibility layout flops plan protocols algo data rewards "
+    "types codec messages files config compatibility layout flops plan protocols algo data rewards "
     "bridge policy engine rollout parts loop tracking cluster checkpoints run_folder recording "
     "session build doctor report scratch"
 )
@@ -39,6 +39,7 @@ ROOMS = {
     "__init__": room(),
     "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
     "codec": room("types"),
+    "messages": room("types", "torch msgspec"),
     "files": room("types"),
     "uri": room(),
     "scratch": room("types"),
@@ -64,14 +65,15 @@ ROOMS = {
         "types config layout protocols bridge",
         "torch megatron transformer_engine safetensors triton",
     ),
-    "engine": room("types config protocols bridge scratch", "torch vllm numpy"),
+    "engine": room("types messages config protocols bridge scratch", "torch vllm numpy"),
     "rollout": room("types files codec config protocols algo data rewards", "torch"),
     "parts": room("types protocols rollout"),
     "loop": room("types config protocols parts algo data rewards rollout", "torch"),
     "tracking": room("types codec files config protocols uri", "mlflow rich"),
-    "cluster": room("types files config protocols", "torch rich"),
+    "cluster": room("types messages files config protocols", "torch rich"),
     "doctor": room(
-        "types config layout protocols algo data bridge policy cluster tracking session build",
+        "types messages config layout protocols algo data bridge policy cluster tracking session "
+        "build",
         "torch transformers rich",
     ),
     # rewards for the names of outcomes, cluster for whether a run is alive.
@@ -201,8 +203,8 @@ def test_the_giants_have_one_room_each() -> None:
 
 HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
 LIGHT = (
-    "types codec config config.file layout protocols run_folder cluster.launch cluster.ranks "
-    "rewards session __main__"
+    "types codec messages config config.file layout protocols run_folder cluster.launch "
+    "cluster.ranks rewards session __main__"
 )
 
 

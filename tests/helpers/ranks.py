@@ -5,11 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from dapo_megatron.cluster.launch import meeting_variables
+from dapo_megatron.cluster.ranks import join
 
 
 class RankFailed(AssertionError):
@@ -22,21 +28,21 @@ def run_ranks(
     """`[fn(rank, *args) for each rank]`, each in a spawned process under torchrun's variables.
 
     `fn` must be importable (a module-level function); arguments and results are pickled.
-    torch.distributed is initialized with gloo before `fn` is called. Raises RankFailed with the
-    traceback of the first rank to fail, and ends the others.
+    Before `fn` is called they have joined each other with gloo, as the ranks of `launch` do. Raises
+    RankFailed with the traceback of the first rank to fail, and ends the others.
     """
-    from torch.distributed import TCPStore
-
     context = multiprocessing.get_context("spawn")
-    # Held here: a port that is only found free may be taken before rank 0 listens on it.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], {}
+    folder = TemporaryDirectory(prefix="dapo-ranks-")
+    # For the names of shared memory: held here, or another world may be given the same.
+    port = socket.create_server(("127.0.0.1", 0))
+    shared = {**meeting_variables(Path(folder.name)), "MASTER_PORT": str(port.getsockname()[1])}
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(theirs, store.port, rank, world_size, fn, args),
+                args=(theirs, shared, rank, world_size, fn, args),
                 daemon=False,
             )
             process.start()
@@ -51,6 +57,8 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+        port.close()
+        folder.cleanup()
 
 
 def _collect(pipes: dict[Connection, int], world_size: int, timeout: float) -> list[Any]:
@@ -78,7 +86,7 @@ def _collect(pipes: dict[Connection, int], world_size: int, timeout: float) -> l
 
 def _rank_main(
     pipe: Connection,
-    port: int,
+    shared: dict[str, str],
     rank: int,
     world_size: int,
     fn: Callable[..., Any],
@@ -90,15 +98,14 @@ def _rank_main(
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there: no rank starts one
         OMP_NUM_THREADS="1",
+        **shared,
     )
     import torch
 
     torch.set_num_threads(1)
     try:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+        join("gloo")
         pipe.send_bytes(pickle.dumps((True, fn(rank, *args))))
         torch.distributed.destroy_process_group()
     except BaseException:

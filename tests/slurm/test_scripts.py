@@ -3,8 +3,10 @@ fake program, as an ordinary user where the tests run as root."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,11 @@ from tests.slurm.jobs import ON_CPU, SCRIPTS, Project
 
 pytestmark = pytest.mark.slurm
 TWO = ("-N2", *ON_CPU)
+
+
+def files_with(text: str, folder: Path) -> list[Path]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return [path for path in files if text.encode() in path.read_bytes()]
 
 
 def test_done_ends_the_chain(project: Project) -> None:
@@ -46,6 +53,10 @@ def test_each_task_is_told_who_it_is(project: Project) -> None:
     ports = {int(task["MASTER_PORT"][0]) for task in tasks}
     checked = {int(project.record(attempt, "check-0")["MASTER_PORT"][0])}
     assert len(ports) == 1 and ports != checked and 20000 <= min(ports) < 30000
+    check = project.record(attempt, "check-0")
+    [secret] = {task["DAPO_MEGATRON_SECRET"][0] for task in [*tasks, check]}
+    assert re.fullmatch("[0-9a-f]{64}", secret)
+    assert not files_with(secret, logs) and secret not in job.log
     assert {task["OMP_NUM_THREADS"][0] for task in tasks} == {"16"}
     written = {path.name for path in logs.glob("node*.log")}
     assert written == {f"node{1 + rank // 8}-{rank}.log" for rank in range(16)}
@@ -64,6 +75,18 @@ def test_what_tasks_write_is_their_users_alone(project: Project, mask: str, othe
         assert mode & others == 0, f"{path}: {mode:o}"
         if mask:
             assert mode & 0o040, f"{path}: {mode:o}"
+
+
+def test_a_secret_from_outside_is_not_used(project: Project) -> None:
+    """Slurm keeps the environment of a submission, and env.txt is for everyone to read."""
+    outside = "ab" * 32
+    job = project.sbatch(
+        *TWO, "c.yaml", DAPO_MEGATRON_SECRET=outside, DAPO_MEGATRON_SECRET_FILE="/nowhere"
+    )
+    assert job.wait_for()["JobState"] == "COMPLETED", job.story()
+    task = project.record(f"{job.number}.0", "train-1")
+    assert task["DAPO_MEGATRON_SECRET"] != [outside] and "DAPO_MEGATRON_SECRET_FILE" not in task
+    assert not files_with(outside, project.folder / "slurm_logs")
 
 
 def test_a_mistake_is_not_requeued(project: Project) -> None:
@@ -85,6 +108,9 @@ def test_usr1_reaches_the_tasks_once_and_the_job_goes_on(project: Project) -> No
         assert project.record(f"{job.number}.0", f"train-{rank}")["signal"] == ["USR1"]
     ports = {project.record(f"{job.number}.{n}", "train-0")["MASTER_PORT"][0] for n in range(2)}
     assert len(ports) == 2, "a restart must not wait for the port of the start before"
+    starts = [project.record(f"{job.number}.{n}", "train-0") for n in range(2)]
+    secrets = {start["DAPO_MEGATRON_SECRET"][0] for start in starts}
+    assert len(secrets) == 2, "what is left of a start must not join the next"
 
 
 def test_usr1_leaves_the_rest_to_the_next_of_the_chain(project: Project) -> None:
@@ -305,7 +331,8 @@ def test_container_options_reach_srun(project: Project) -> None:
         assert task["STUB_CONTAINER_WORKDIR"] == [str(project.folder)]
         assert task["STUB_NO_CONTAINER_MOUNT_HOME"] == ["yes"]
         passed = task["STUB_CONTAINER_ENV"][0].split(",")
-        assert {"NCCL_DEBUG", "MASTER_ADDR", "DAPO_MEGATRON_VERDICT"} <= set(passed)
+        names = {"NCCL_DEBUG", "MASTER_ADDR", "DAPO_MEGATRON_VERDICT", "DAPO_MEGATRON_SECRET"}
+        assert names <= set(passed)
     shutil.rmtree(logs)
 
 
@@ -333,7 +360,9 @@ def test_evaluate_and_convert(project: Project) -> None:
     for job in (evaluation, conversion):
         assert job.wait_for()["JobState"] == "COMPLETED", job.story()
         assert "output of rank 0" in job.log
-    [said] = project.record(f"{evaluation.number}.0", "evaluate-1")["arguments"]
+    tasks = [project.record(f"{evaluation.number}.0", f"evaluate-{rank}") for rank in range(2)]
+    assert len({task["DAPO_MEGATRON_SECRET"][0] for task in tasks}) == 1
+    [said] = tasks[1]["arguments"]
     assert said == "-m dapo_megatron evaluate c.yaml checkpoint=x"
     task = project.record(f"{conversion.number}.0", "convert_checkpoint-0")
     assert task["arguments"] == ["tools/convert_checkpoint.py megatron-to-hf a b"]

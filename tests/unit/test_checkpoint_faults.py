@@ -318,7 +318,7 @@ def save_together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         if step == 2 and rank == 1:
             one.append(OnTheWay(fail, part(name=name)))
         checkpoints.save(step, {"step": step})()
-        ranks.all_gather(step)  # the run has exchanges of its own meanwhile
+        ranks.all_gather(step, int)  # the run has exchanges of its own meanwhile
         try:
             checkpoints.wait()
             said[f"published {step}"] = (root / f"step_{step:06d}").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -59,7 +60,7 @@ def test_the_most_of_a_run_outlives_the_phases() -> None:
 class Two(Ranks):
     """The other rank took twice as much of one phase, and less of the other."""
 
-    def all_gather(self, value: dict[str, float]) -> list[dict[str, float]]:
+    def all_gather(self, value: Any, of: object) -> list[Any]:
         factors = {"memory/update_gib": 2.0, "memory/sync_gib": 0.5}
         return [value, {name: factors[name] * gib for name, gib in value.items()}]
 

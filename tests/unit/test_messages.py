@@ -1,84 +1,194 @@
-"""Messages between the pool and its workers: whatever arrives is what was sent, or is refused."""
+"""Values between ranks: what arrives equals what was sent, and nothing else can arrive."""
 
 from __future__ import annotations
 
-import json
+import math
+import pickle
+import struct
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.rewards.messages import (
-    Failure,
-    decode_answer,
-    decode_batch,
-    decode_refusal,
-    encode,
-    encode_answer,
-    encode_batch,
-    encode_task,
+from dapo_megatron.bridge.shards import Piece, Region
+from dapo_megatron.cluster.node import Look
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.cluster.report import Check, Status
+from dapo_megatron.messages import decode, encode
+from dapo_megatron.rollout.driver import _Told
+from dapo_megatron.types import (
+    Completion,
+    ConfigError,
+    DapoError,
+    ErrorRecord,
+    Fenced,
+    Finish,
+    Grade,
+    RankError,
+    Segment,
 )
-from dapo_megatron.types import Grade
+from tests.helpers.ranks import run_ranks
 
-texts = st.text(st.characters(codec=None))  # half characters too
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
-keys = texts | st.integers() | st.tuples(st.integers(), st.integers())
-values = st.recursive(
-    plain,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(keys, inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
+numbers = st.integers(0, 2**40)
+floats = st.floats()
+texts = st.text()
+tokens = st.lists(numbers).map(tuple)
+segments = st.lists(st.builds(Segment, numbers, numbers)).map(tuple)
+grades = st.none() | st.builds(Grade, floats, st.booleans(), texts, st.booleans())
+completions = st.builds(
+    Completion,
+    sample=numbers,
+    tokens=tokens,
+    logprobs=st.lists(floats).map(tuple),
+    text=texts,
+    finish=st.sampled_from(Finish),
+    segments=segments,
+    grade=grades,
+)
+reports = st.builds(
+    _Told,
+    replica=numbers,
+    sampled=st.lists(st.tuples(numbers, completions), max_size=3),
+    graded=st.lists(st.tuples(numbers, numbers, grades, texts), max_size=3),
+    errors=st.dictionaries(texts, texts, max_size=3),
+    step_seconds=floats,
+    exchange_seconds=floats,
+    stop=texts,
+)
+regions = st.builds(Region, tokens, tokens)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+pieces = st.builds(Piece, texts, tokens, dtypes, regions)
+checks = st.builds(Check, texts, st.sampled_from(Status), texts, texts)
+looks = st.builds(Look, st.lists(checks, max_size=3), st.dictionaries(texts, texts, max_size=3))
+errors = st.none() | st.builds(ErrorRecord, texts, texts)
+paths = st.text("abc./", min_size=1).map(Path)
+
+
+def typed(strategy: Any, of: Any) -> Any:
+    return st.tuples(strategy, st.just(of))
+
+
+MESSAGES = st.one_of(
+    typed(reports, _Told),
+    typed(st.lists(pieces), list[Piece]),
+    typed(st.tuples(texts, st.booleans(), looks), tuple[str, bool, Look]),
+    typed(st.tuples(st.none() | texts, errors), tuple[str | None, ErrorRecord | None]),
+    typed(st.lists(paths), list[Path]),
+    typed(st.binary(), bytes),
+    typed(floats, float),
+    typed(st.integers(-(2**63), 2**64 - 1), int),
+    typed(
+        st.dictionaries(texts, st.tuples(numbers, texts)), dict[str, tuple[int, str]]
     ),
-    max_leaves=10,
+)  # fmt: skip
+
+
+def exactly(value: Any) -> Any:
+    """A form in which floats are equal only if their bits are, and types count."""
+    if isinstance(value, float):
+        return ("nan",) if math.isnan(value) else struct.pack("<d", value)
+    if isinstance(value, list | tuple):
+        return type(value), [exactly(item) for item in value]
+    if isinstance(value, dict):
+        return [(exactly(key), exactly(item)) for key, item in value.items()]
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value), [exactly(getattr(value, one.name)) for one in fields(value)]
+    return type(value), value
+
+
+@given(MESSAGES)
+def test_a_value_arrives_as_it_was_sent(message: tuple[Any, Any]) -> None:
+    value, of = message
+    assert exactly(decode(encode(value), of, 0)) == exactly(value)
+
+
+@given(st.binary(max_size=200), st.sampled_from([_Told, list[Piece], str | None, bool, Path]))
+def test_bytes_of_any_kind_become_the_type_or_an_error_with_the_rank(junk: bytes, of: Any) -> None:
+    try:
+        value = decode(junk, of, 3)
+    except RankError as error:
+        assert "rank 3" in str(error)
+    else:
+        assert exactly(decode(encode(value), of, 3)) == exactly(value)
+
+
+@pytest.mark.parametrize(
+    ("sent", "of"),
+    [
+        (1, str),
+        ("1", int),
+        (None, bool),
+        ([1, "2"], list[int]),
+        ({"kind": "ConfigError"}, ErrorRecord),
+        ("float33", torch.dtype),
+        ("load", torch.dtype),  # a function of torch
+        (7, Path),
+    ],
 )
+def test_another_type_is_refused(sent: Any, of: Any) -> None:
+    with pytest.raises(RankError, match="rank 5: sent a message that cannot be read"):
+        decode(encode(sent), of, 5)
 
 
-@given(st.lists(st.tuples(texts, texts, texts, st.dictionaries(texts, values, max_size=3))))
-def test_a_batch_arrives_as_it_was_sent(tasks: list[tuple[str, str, str, dict[str, Any]]]) -> None:
-    message = encode_batch(encode_task(*task) for task in tasks)
-    assert message.count(b"\n") == 1
-    assert message.endswith(b"\n")
-    assert decode_batch(message) == tasks
+class Payload:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
 
 
-scores = st.floats(allow_nan=False, allow_infinity=False)
+def test_a_pickle_is_not_read(tmp_path: Path) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(RankError, match="rank 1"):
+            decode(pickle.dumps(Payload(tmp_path / "ran"), protocol), _Told, 1)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match="Payload: ranks cannot send"):
+        encode(Payload(tmp_path / "ran"))
 
 
-@given(st.builds(Grade, scores, st.booleans(), texts, st.booleans()))
-def test_a_grade_arrives_as_it_was_sent(grade: Grade) -> None:
-    assert decode_answer(encode_answer(grade)) == grade
-
-
-@given(st.builds(Failure, st.sampled_from(["error", "memory"]), texts))
-def test_a_failure_arrives_as_it_was_sent(failure: Failure) -> None:
-    assert decode_answer(encode_answer(failure)) == failure
-
-
-@given(st.none() | texts)
-def test_a_refusal_arrives_as_it_was_sent(refusal: str | None) -> None:
-    assert decode_refusal(encode({"refusal": refusal})) == refusal
-
-
-VALID = {"score": 1.0, "correct": True, "pred": "", "parsed": True}
-damaged = st.sampled_from(list(VALID)).flatmap(
-    lambda name: values.filter(lambda value: type(value) is not type(VALID[name])).map(
-        lambda value: VALID | {name: value}
+def test_half_a_character_does_not_end_a_run() -> None:
+    """A grader's text may hold one, as an error of the system about a file name does."""
+    grade = Grade(1.0, True, "a\ud800b")
+    assert decode(encode((grade, b"\xff")), tuple[Grade, bytes], 0) == (
+        Grade(1.0, True, "a\ufffdb"),
+        b"\xff",
     )
-)
 
 
-@given(damaged.map(lambda value: json.dumps(value, default=str, skipkeys=True).encode()))
-def test_a_grade_with_a_wrong_field_is_refused(message: bytes) -> None:
-    with pytest.raises(ValueError, match="not an answer"):
-        decode_answer(message)
+def test_errors_keep_their_kind() -> None:
+    class Unknown(ConfigError):
+        """Of a file that other ranks may not have imported."""
+
+    for error, kind in ((Fenced("x"), Fenced), (Unknown("x"), ConfigError)):
+        record = ErrorRecord.of(error)
+        assert record is not None
+        assert type(record.error()) is kind
+        assert str(record.error()) == str(error)
+    assert ErrorRecord.of(None) is None
+    assert type(ErrorRecord("SystemExit", "x").error()) is DapoError
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_refused(message: bytes) -> None:
-    for decode in (decode_answer, decode_refusal):
-        try:
-            decode(message)
-        except ValueError:
-            continue
+def exchange(rank: int) -> dict[str, Any]:
+    ranks = Ranks(rank, 3, rank)
+    refused = ""
+    gathered = ranks.all_gather([0.1] * (1000 * rank), list[float])
+    sent = ranks.broadcast((rank, Path("/a")), tuple[int, Path])
+    try:
+        ranks.all_gather("text" if rank == 1 else rank, int)  # type: ignore[type-var]
+    except RankError as error:
+        refused = str(error)
+    return {"gathered": gathered, "sent": sent, "refused": refused}
+
+
+def test_ranks_exchange_values_of_different_lengths() -> None:
+    for result in run_ranks(exchange, 3):
+        assert result["gathered"] == [[0.1] * (1000 * rank) for rank in range(3)]
+        assert result["sent"] == (0, Path("/a"))
+        assert result["refused"].startswith("rank 1: sent a message that cannot be read")

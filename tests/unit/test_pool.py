@@ -18,9 +18,9 @@ import pytest
 
 from dapo_megatron.rewards import GradingPool
 from dapo_megatron.rewards.dapo_math import INVALID
-from dapo_megatron.rewards.messages import MAX_MESSAGE_BYTES
 from dapo_megatron.rewards.pool import MAX_BATCH, OUTCOMES
 from dapo_megatron.rewards.process import INHERITED
+from dapo_megatron.rewards.worker_messages import MAX_MESSAGE_BYTES
 from dapo_megatron.types import ConfigError, DapoError, Grade
 from tests.helpers.sandboxes import needs_sandbox
 

@@ -137,7 +137,7 @@ def test_a_run_that_is_done_when_the_signal_comes_is_not_one_that_hung() -> None
 def test_with_its_summary_a_run_has_no_deadline_on_any_rank(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = SimpleNamespace(rank=rank, world_size=2, all_gather=lambda value: [value, value])
+    ranks = SimpleNamespace(rank=rank, world_size=2, all_gather=lambda value, of: [value, value])
     folder, stop = SimpleNamespace(summary=tmp_path / "summary.json"), Stop(0.0)
     here: Any = SimpleNamespace(config=tiny_config(), ranks=ranks, folder=folder, stop=stop)
     _conclude(here, Progress(), 1.5)

@@ -1,0 +1,67 @@
+"""A real run, watched from outside: who can reach it, and who gets to know its secret."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.cluster.secret import SECRET
+from tests.helpers.configs import REPOSITORY, TINY
+from tests.helpers.sockets import children, listening
+
+OVERRIDES = (
+    "train.rollout_steps=1",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=8",
+    "evaluation.every=0",
+    "tracking.report=true",
+)
+
+
+def variables(pid: int) -> dict[str, str]:
+    """With which a process was started."""
+    words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    return dict(word.partition("=")[::2] for word in words)
+
+
+@pytest.mark.long
+def test_a_run_listens_on_loopback_and_keeps_its_secret(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "dapo_megatron", "train", str(TINY), *OVERRIDES)
+    where = (f"run.directory={tmp_path}", "run.name=run")
+    environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
+    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path}/mlflow.db"
+    output = tmp_path / "output"
+    secrets, addresses, commands, told = set(), set(), set(), set()
+    with output.open("wb") as file:
+        run = subprocess.Popen(
+            [*command, *where], cwd=REPOSITORY, env=environment, stdout=file, stderr=file
+        )
+        while run.poll() is None:
+            for pid in children(run.pid):
+                with suppress(OSError):  # it may have ended
+                    commands.add(Path(f"/proc/{pid}/cmdline").read_text(errors="replace"))
+                    addresses |= listening([pid])
+                    secret = variables(pid).get(SECRET)
+                    secrets |= {secret} - {None}
+                    if secret and b"dapo_megatron\0train" not in _command_of(pid):
+                        told.add(_command_of(pid))
+            time.sleep(0.1)
+    assert run.returncode == 0, output.read_text()
+    [secret] = secrets
+    assert len(secret) == 64
+    assert not told, "a child process of a rank has inherited the secret"
+    assert addresses and {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}
+    assert not [line for line in commands if secret in line]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+
+
+def _command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

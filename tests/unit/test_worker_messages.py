@@ -1,0 +1,84 @@
+"""Messages between the pool and its workers: whatever arrives is what was sent, or is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_megatron.rewards.worker_messages import (
+    Failure,
+    decode_answer,
+    decode_batch,
+    decode_refusal,
+    encode,
+    encode_answer,
+    encode_batch,
+    encode_task,
+)
+from dapo_megatron.types import Grade
+
+texts = st.text(st.characters(codec=None))  # half characters too
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
+keys = texts | st.integers() | st.tuples(st.integers(), st.integers())
+values = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+    ),
+    max_leaves=10,
+)
+
+
+@given(st.lists(st.tuples(texts, texts, texts, st.dictionaries(texts, values, max_size=3))))
+def test_a_batch_arrives_as_it_was_sent(tasks: list[tuple[str, str, str, dict[str, Any]]]) -> None:
+    message = encode_batch(encode_task(*task) for task in tasks)
+    assert message.count(b"\n") == 1
+    assert message.endswith(b"\n")
+    assert decode_batch(message) == tasks
+
+
+scores = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.builds(Grade, scores, st.booleans(), texts, st.booleans()))
+def test_a_grade_arrives_as_it_was_sent(grade: Grade) -> None:
+    assert decode_answer(encode_answer(grade)) == grade
+
+
+@given(st.builds(Failure, st.sampled_from(["error", "memory"]), texts))
+def test_a_failure_arrives_as_it_was_sent(failure: Failure) -> None:
+    assert decode_answer(encode_answer(failure)) == failure
+
+
+@given(st.none() | texts)
+def test_a_refusal_arrives_as_it_was_sent(refusal: str | None) -> None:
+    assert decode_refusal(encode({"refusal": refusal})) == refusal
+
+
+VALID = {"score": 1.0, "correct": True, "pred": "", "parsed": True}
+damaged = st.sampled_from(list(VALID)).flatmap(
+    lambda name: values.filter(lambda value: type(value) is not type(VALID[name])).map(
+        lambda value: VALID | {name: value}
+    )
+)
+
+
+@given(damaged.map(lambda value: json.dumps(value, default=str, skipkeys=True).encode()))
+def test_a_grade_with_a_wrong_field_is_refused(message: bytes) -> None:
+    with pytest.raises(ValueError, match="not an answer"):
+        decode_answer(message)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(message: bytes) -> None:
+    for decode in (decode_answer, decode_refusal):
+        try:
+            decode(message)
+        except ValueError:
+            continue
