@@ -74,7 +74,7 @@ def train(
     checked = _load(config, overrides, overlay, has_engine=replay is None)
     if replay is not None:
         _check_recorded(replay, checked)
-    _on_ranks(checked)
+    _on_ranks(checked.run.processes)
     from dapo_megatron import session
 
     with _told():
@@ -97,7 +97,7 @@ def evaluate(
     checkpoint = chosen[-1].partition("=")[2] if chosen else None
     if checkpoint is not None and not (Path(checkpoint) / "config.json").exists():
         raise ConfigError(f"checkpoint: {checkpoint} is not a checkpoint (no config.json)")
-    _on_ranks(checked)
+    _on_ranks(checked.run.processes)
     from dapo_megatron import session
 
     with _told():
@@ -157,13 +157,12 @@ def track(
     wait_seconds: Annotated[float, typer.Option(min=0.0)] = 300.0,
 ) -> None:
     """Deliver to MLflow what a run has spooled and its server has not taken yet."""
-    from dapo_megatron.tracking import deliver, why_waiting
-    from dapo_megatron.tracking.spool import FOLDER, LOG
+    from dapo_megatron.tracking import deliver, spool, why_waiting
 
     left = deliver(run_folder, wait_seconds)
     if left:
-        why = why_waiting(run_folder / FOLDER)
-        print(f"{left} events still wait: {why}. More in {run_folder / LOG}")
+        why, log = why_waiting(run_folder / spool.FOLDER), run_folder / spool.LOG
+        print(f"{left} events still wait: {why}. More in {log}")
         raise typer.Exit(1)
     print("MLflow has everything")
 
@@ -241,9 +240,7 @@ def layouts(
     check_layout(checked, smallest_world(checked.policy, hf), has_engine=False)
     check_compatibility(checked, hf, has_engine=False)
     compared_in = command.check_options(precision, json_file)
-    if not is_launched():
-        raise typer.Exit(launch(_this_command(), ranks or command.default_ranks()))
-    run_secret(int(os.environ["WORLD_SIZE"]))
+    _on_ranks(ranks or command.default_ranks())
     with _told():
         if not command.layouts(checked, precision=compared_in, only=only, json_file=json_file):
             raise typer.Exit(1)
@@ -258,7 +255,7 @@ def sync(
 ) -> None:
     """Prove that the engines of a config get the policy's weights, and what a sync moves."""
     checked = _load(config, overrides, overlay)
-    _on_ranks(checked)
+    _on_ranks(checked.run.processes)
     from dapo_megatron.doctor import sync as proof
 
     with _told():
@@ -277,7 +274,7 @@ def nodes(
 ) -> None:
     """Check every node of a run, and the network between them: one srun task per GPU."""
     checked = _load(config, overrides, overlay)
-    _on_ranks(checked)
+    _on_ranks(checked.run.processes)
     from dapo_megatron.cluster.preflight import check_nodes
     from dapo_megatron.policy.device import backend, claim
     from dapo_megatron.tracking.provenance import commit, versions
@@ -320,10 +317,8 @@ def _load(
     config = load_config(path, overrides or [], overlays or [])
     check_layout(config, num_processes(config), has_engine=has_engine)
     check_compatibility(config, read_model_config(config), has_engine=has_engine)
-    for key, sources in (
-        ("data.train", config.data.train),
-        ("evaluation.sets", config.evaluation.sets),
-    ):
+    lists = {"data.train": config.data.train, "evaluation.sets": config.evaluation.sets}
+    for key, sources in lists.items():
         for number, source in enumerate(sources):
             try:
                 for name in sorted(grader_names(source.grader)):
@@ -346,11 +341,11 @@ def _check_recorded(run_folder: Path, config: Config) -> None:
         )
 
 
-def _on_ranks(config: Config) -> None:
-    """Outside a launcher: run this very command on run.processes ranks, then exit. Under one,
-    refuse to start without the secret that ranks need to join each other."""
+def _on_ranks(processes: int) -> None:
+    """Outside a launcher: run this very command on so many ranks, then exit. Under one, refuse to
+    start without the secret that ranks need to join each other."""
     if not is_launched():
-        raise typer.Exit(launch(_this_command(), config.run.processes))
+        raise typer.Exit(launch(_this_command(), processes))
     run_secret(int(os.environ["WORLD_SIZE"]))
 
 
