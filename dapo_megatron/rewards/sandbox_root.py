@@ -56,7 +56,7 @@ def _visible_paths() -> tuple[str, ...]:
         *(f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64")),
         *package_folders(),
         *(folder for folder in _library_folders() if os.path.isabs(folder)),
-        *("/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"),
+        *("/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/usr/share/zoneinfo"),
         *(interpreter(), tool("prlimit"), tool("setpriv")),
     }
     return tuple(sorted(path for path in paths if os.path.exists(path)))
