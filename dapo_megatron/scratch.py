@@ -2,7 +2,8 @@
 
 $TMPDIR/dapo-UID, in a Slurm job dapo-UID-JOB   compile caches, which are code that this user runs;
                                                 shared by the ranks of a node and later starts
-$TMPDIR/dapo-UID-XXXXXXXX                       sockets of one process
+$TMPDIR/dapo-UID-XXXXXXXX                       sockets of one process; the file through which the
+                                                ranks that it starts meet
 /dev/shm/dapo-UID-PORT                          lock of the shared memory dapo-UID-PORT-...
 
 A process that uses such a folder holds a shared lock on it, which the kernel releases when the
@@ -64,6 +65,16 @@ def _prepare(parent: Path, environ: MutableMapping[str, str]) -> None:
         if len(str(sockets)) <= _MAX_SOCKET_FOLDER:
             environ[SOCKETS] = str(sockets)
     clear_abandoned(parent)
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make a folder for this process only. If the process is killed, a later start deletes it."""
+    folder = _make(Path(tempfile.gettempdir()), f"dapo-{os.geteuid()}")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

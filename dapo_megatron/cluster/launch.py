@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from dapo_megatron.cluster.attempt import attempt_variable
 from dapo_megatron.cluster.ranks import STORE
 from dapo_megatron.cluster.secret import secret_variable
+from dapo_megatron.scratch import private_folder
 
 _STARTED = "DAPO_MEGATRON_STARTED"
 _IMPORTED = time.time()  # of this module, which the command line imports first of all
@@ -46,8 +46,8 @@ def launch(
     SIGTERM and SIGUSR1 are passed on; SIGINT reaches the ranks from the terminal. Ranks die with
     this process.
     """
-    with tempfile.TemporaryDirectory(prefix="dapo-ranks-") as folder:
-        shared = {**os.environ, **attempt_variable(), **meeting_variables(Path(folder))}
+    with private_folder() as folder:
+        shared = {**os.environ, **attempt_variable(), **meeting_variables(folder)}
         port = _free_port()
         ranks = [
             subprocess.Popen(

@@ -70,7 +70,7 @@ ROOMS = {
     "parts": room("types protocols rollout"),
     "loop": room("types config protocols parts algo data rewards rollout", "torch"),
     "tracking": room("types codec files config protocols uri", "mlflow rich"),
-    "cluster": room("types messages files config protocols", "torch rich"),
+    "cluster": room("types messages files config protocols scratch", "torch rich"),
     "doctor": room(
         "types messages config layout protocols algo data bridge policy cluster tracking session "
         "build",

@@ -206,7 +206,7 @@ def test_a_run_killed_while_its_engine_is_built_leaves_nothing_after_the_next_st
     while port_of_rank_in(parent) is not None:  # the ranks go with it
         assert time.monotonic() < deadline
     assert len(left()) == 3
-    assert len(names(parent)) == 4, "runs, caches, and sockets of two ranks"
+    assert len(names(parent)) == 5, "runs, caches, where ranks meet, and sockets of two ranks"
     with rank(parent) as (_, [*_, sockets]):
         clear_abandoned(Path("/dev/shm"))
         assert left() == []
