@@ -14,6 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from dapo_megatron.rewards.process_tree import adopt_orphans, die_with_parent
@@ -34,6 +35,8 @@ def main() -> None:
     if sys.platform == "linux":
         die_with_parent()  # even in the middle of a hung grading
         adopt_orphans()
+        with contextlib.suppress(OSError):  # if memory runs out, graders go before the training
+            Path("/proc/self/oom_score_adj").write_text("1000")
     memory_bytes = int(sys.argv[2]) * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     with (

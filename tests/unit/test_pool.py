@@ -77,6 +77,8 @@ def act(response, truth, extra):
         os.kill(os.getpid(), signal.SIGINT)
     if response == "environment":
         return Grade(1.0, True, ",".join(sorted(os.environ)))
+    if response == "oom":
+        return Grade(1.0, True, open("/proc/self/oom_score_adj").read().strip())
     if response == "modules":
         return Grade(1.0, True, repr({"torch", "pydantic"} & set(sys.modules)))
     if response == "extra":
@@ -345,11 +347,12 @@ def test_the_libraries_of_the_graders_fit_into_the_default_memory() -> None:
         assert grade.correct
 
 
-def test_a_worker_is_light(make: Callable[..., GradingPool], pids: Path) -> None:
+def test_a_worker_is_light_and_the_first_to_go_when_memory_runs_out(
+    make: Callable[..., GradingPool], pids: Path
+) -> None:
     with make() as pool:
-        grade, _ = grade_all(pool, ["modules"], pids)[0]
-    assert grade is not None
-    assert grade.pred == "set()"
+        results = grade_all(pool, ["modules", "oom"], pids)
+    assert [grade and grade.pred for grade, _ in results.values()] == ["set()", "1000"]
 
 
 def test_a_worker_gets_a_short_environment(pids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
