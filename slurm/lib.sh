@@ -32,17 +32,17 @@ check_numbers() {
 }
 
 # The variables of the job's log. Secrets stay out: it may be sent to others.
-public_environment() {
+public_environment() { # addresses without user:password@, ?query and #fragment
     local name
     for name in $(compgen -e | grep -E '^(SLURM|NCCL|TORCH|CUDA|UCX|GLOO|OMP|VLLM|DAPO)_' | sort); do
         is_secret "$name" || printf '%s=%s\n' "$name" "${!name}"
-    done | sed -E 's#://[^/[:space:]]*@#://#g' # user:password@ of an address
+    done | sed -E -e 's#://[^[:space:]]*@#://#g' -e 's,(://[^?#[:space:]]*)[?#][^[:space:]]*,\1,g'
 }
 
 is_secret() { # NAME
     local name=${1^^}
     name=${name//TOKENIZER/}
-    [[ $name =~ TOKEN|JWT|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL ]]
+    [[ $name =~ TOKEN|JWT|KEY|SECRET|PASS|CREDENTIAL|AUTH ]]
 }
 
 # Names this start, makes its log folder, reads env.sh.

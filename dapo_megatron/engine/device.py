@@ -7,9 +7,11 @@ from __future__ import annotations
 import math
 import os
 import random
+import secrets
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,15 +202,35 @@ def construction() -> Iterator[None]:
 
 @contextmanager
 def _shared_memory() -> Iterator[None]:
-    """Lock the names of the memory that ranks of an engine share on CPU. The last rank that has the
-    memory deletes the names, so that a later kill leaves nothing. What an earlier kill left is
-    deleted first."""
-    if has_cuda():
-        yield
-        return
+    """Name and lock the memory that ranks of an engine share. The last rank that has the memory
+    deletes the names, so that a later kill leaves nothing. What an earlier kill left is deleted
+    first."""
     clear_abandoned(_SHARED_MEMORY)
-    with locked(_SHARED_MEMORY / _shared_memory_name()):
-        yield
+    plain = shared_memory.SharedMemory
+    shared_memory.SharedMemory = _NamedMemory  # type: ignore[misc]
+    try:
+        with locked(_SHARED_MEMORY / _shared_memory_name()):
+            yield
+    finally:
+        shared_memory.SharedMemory = plain  # type: ignore[misc]
+
+
+class _NamedMemory(shared_memory.SharedMemory):
+    """Shared memory whose name says whose it is, and may be deleted while it is in use.
+
+    Python's own resource tracker would warn of a name that is gone, and is killed with the ranks.
+    """
+
+    def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
+        is_new = create and name is None
+        name = f"{_shared_memory_name()}-{secrets.token_hex(4)}" if is_new else name
+        super().__init__(name, create, size)
+        if create:
+            resource_tracker.unregister(f"/{self.name}", "shared_memory")
+
+    def unlink(self) -> None:
+        """Delete the name, if nobody has."""
+        (_SHARED_MEMORY / self.name).unlink(missing_ok=True)
 
 
 @contextmanager

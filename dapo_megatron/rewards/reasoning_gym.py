@@ -23,8 +23,13 @@ from typing import Any
 
 import reasoning_gym as library  # the package; this module is dapo_megatron.rewards.reasoning_gym
 import sympy
+import sympy.physics.units  # simplify imports it, and its own texts are compiled then
 
-from dapo_megatron.rewards.expressions import integer_value, parse_expression
+from dapo_megatron.rewards.expressions import (
+    integer_value,
+    parse_arithmetic,
+    parse_expression,
+)
 from dapo_megatron.types import Grade
 
 _SYMPY = types.ModuleType("sympy")
@@ -39,19 +44,25 @@ REPLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "algorithmic.spiral_matrix": {"eval": ast.literal_eval},
     "algorithmic.string_insertion": {"eval": ast.literal_eval},
     "arithmetic.bitwise_arithmetic": {"eval": integer_value},
-    "games.countdown": {"parse_expr": parse_expression},
+    "games.countdown": {"parse_expr": parse_arithmetic},
     "games.n_queens": {"eval": ast.literal_eval},
-    "games.puzzle24": {"parse_expr": parse_expression},
+    "games.puzzle24": {"parse_expr": parse_arithmetic},
 }
 """Names in modules of reasoning_gym, and what they stand for in this process."""
 
 _MAY_COMPILE = frozenset(
-    {"ast", "importlib._bootstrap", "importlib._bootstrap_external", "collections", "dataclasses"}
+    {
+        *("ast", "importlib._bootstrap", "importlib._bootstrap_external"),
+        *("collections", "dataclasses", "sympy.polys.monomials"),
+    }
 )
 """Modules that may compile text while a scorer runs. `ast` stops at the syntax tree. A scorer may
-be the first to import something. Named tuples and dataclasses are made from text of their own."""
+be the first to import something. The others compile texts of their own, with names of theirs."""
 
+_REFUSED = "{} tries to run text as code; the data set cannot be used here"
 _is_scoring = False
+_refusals: list[str] = []
+"""Modules that were kept from compiling text since the scorer was called."""
 
 
 def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
@@ -68,6 +79,8 @@ def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
     with _no_text_compiled():
         scorer = _scorer(extra["dataset"], json.dumps(extra.get("options", {}), sort_keys=True))
         correct = bool(scorer(answer=pred, entry=extra["entry"]) == 1.0)
+    if _refusals:  # a scorer takes whatever is raised in it for a wrong answer
+        raise RuntimeError(_REFUSED.format(_refusals[0]))
     return Grade(score=1.0 if correct else -1.0, correct=correct, pred=pred)
 
 
@@ -83,6 +96,7 @@ def _scorer(dataset: str, options: str) -> Callable[..., float]:
 @contextmanager
 def _no_text_compiled() -> Iterator[None]:
     global _is_scoring
+    _refusals.clear()
     _is_scoring = True
     try:
         yield
@@ -96,7 +110,8 @@ def _refuse_to_compile(event: str, arguments: tuple[Any, ...]) -> None:
         return
     caller = sys._getframe(1).f_globals.get("__name__")
     if caller not in _MAY_COMPILE:
-        raise RuntimeError(f"{caller} tries to run text as code; its data set cannot be used here")
+        _refusals.append(str(caller))
+        raise RuntimeError(_REFUSED.format(caller))
 
 
 def _replace_evaluation() -> None:

@@ -16,6 +16,7 @@ from numbers import Real
 from typing import Any
 
 from dapo_megatron.rewards.sandbox import lacking
+from dapo_megatron.rewards.worker_messages import MAX_PRED, MAX_SCORE
 from dapo_megatron.types import ConfigError, Grade
 
 GraderFn = Callable[[str, str, Mapping[str, Any]], Grade]
@@ -23,12 +24,6 @@ GraderFn = Callable[[str, str, Mapping[str, Any]], Grade]
 
 RowCheck = Callable[[str, Mapping[str, Any]], object]
 """(truth, prompt extra) of a row. Raises ValueError saying why it can never be graded."""
-
-MAX_SCORE = 1e6
-"""Largest absolute score. Rewards are float32, and the advantages of a group divide by their
-standard deviation: a score near the end of the range turns both into infinities."""
-MAX_PRED = 4096
-"""Characters kept of `Grade.pred`, which goes to the trainer and into the samples."""
 
 _LIBRARIES = {
     "dapo_math": None,

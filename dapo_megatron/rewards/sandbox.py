@@ -116,8 +116,9 @@ def lacking() -> Mapping[str, str]:
             trial = _trial(has_proc=False)
         except SandboxError:
             raise ConfigError(
-                f"grader 'code': {error}. bubblewrap 0.8 or newer must be allowed to make user "
-                "namespaces: docs/rewards.md lists what containers and distributions need"
+                f"grader 'code': {error}. bubblewrap 0.8 or newer must be there ({INSTALL}) and be "
+                "allowed to make user namespaces: docs/rewards.md lists what containers and "
+                "distributions need"
             ) from error
     if trial != Run(b"42\n", ""):
         raise ConfigError(f"grader 'code': a trial run failed: {trial}; see docs/rewards.md")
@@ -131,7 +132,7 @@ def _trial(has_proc: bool) -> Run:
 def _run(program: str, stdin: str, seconds: float, max_output: int, has_proc: bool) -> Run:
     deadline = time.monotonic() + seconds
     with ExitStack() as stack:
-        bwrap = _Bwrap(stack, program, stdin, seconds, has_proc)
+        bwrap = _Bwrap(stack, program, stdin, deadline, has_proc)
         failure = bwrap.read(deadline, max_output) or bwrap.wait(deadline)
         return Run(bytes(bwrap.output), failure)
 
@@ -140,7 +141,7 @@ class _Bwrap:
     """One bwrap process and what it runs, which end with `stack`."""
 
     def __init__(
-        self, stack: ExitStack, program: str, stdin: str, seconds: float, has_proc: bool
+        self, stack: ExitStack, program: str, stdin: str, deadline: float, has_proc: bool
     ) -> None:
         self.output, self._errors = bytearray(), bytearray()
         self._status, status_end = _pipe(stack)
@@ -160,7 +161,13 @@ class _Bwrap:
             *("--seccomp", str(system_calls)),
             *(_become_nobody(mapped_end.fileno(), unread) if is_root else ("--",)),
             # Inside: a limit of tasks that bwrap had would count the user's other processes.
-            *(tool("prlimit"), *_limits(seconds), "--", interpreter(), _PROGRAM),
+            *(
+                tool("prlimit"),
+                *_limits(deadline - time.monotonic()),
+                "--",
+                interpreter(),
+                _PROGRAM,
+            ),
         ]
         passed = [source, system_calls, status_end.fileno()]
         passed += [mapped_end.fileno(), unread] if is_root else []
@@ -170,7 +177,7 @@ class _Bwrap:
         stack.callback(self._end)
         status_end.close()
         mapped_end.close()
-        first_line = self._status.readline()
+        first_line = self._first_line(deadline)
         if first_line:
             self._first_process = json.loads(first_line)["child-pid"]
             if is_root:
@@ -180,6 +187,14 @@ class _Bwrap:
                     os.fchown(pipe.fileno(), UNPRIVILEGED_ID, -1)  # it may open /dev/stdout
                 mapped.write(b"x")
                 mapped.flush()
+
+    def _first_line(self, deadline: float) -> bytes:
+        """Return bwrap's first status, or nothing if it has failed already."""
+        poll = select.poll()
+        poll.register(self._status, select.POLLIN)
+        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            raise SandboxError("bwrap did not make the sandbox in time")
+        return self._status.readline()
 
     def read(self, deadline: float, max_output: int) -> str:
         """Read until nobody can write any more. Return why the run does not count, or ""."""

@@ -43,9 +43,14 @@ def library_path() -> dict[str, str]:
 
 
 def _library_folders() -> list[str]:
-    """Entries of LD_LIBRARY_PATH that are folders of libraries, and no home."""
+    """Entries of LD_LIBRARY_PATH that hold shared libraries, and neither a home nor above one."""
     entries = library_path().get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    return [entry for entry in entries if any(p.startswith("lib") for p in Path(entry).parts)]
+    home = Path.home()
+    return [
+        entry
+        for entry in entries
+        if any(Path(entry).glob("*.so*")) and Path(entry) not in (home, *home.parents)
+    ]
 
 
 @functools.cache

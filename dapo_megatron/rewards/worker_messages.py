@@ -13,7 +13,6 @@ ever unpickled; whatever is not exactly one of the messages below counts as its 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +20,14 @@ from dapo_megatron.types import Grade
 
 MAX_MESSAGE_BYTES = 2**20
 """Largest message of a worker. A longer one counts as its crash."""
+
+MAX_SCORE = 1e6
+"""Largest absolute score. Rewards are float32, and the advantages of a group divide by their
+standard deviation: a score near the end of the range turns both into infinities."""
+MAX_PRED = 4096
+"""Characters kept of `Grade.pred`, which goes to the trainer and into the samples."""
+MAX_DETAIL = 4096
+"""Characters of `Failure.detail`."""
 
 _TUPLE, _ITEMS = "__tuple__", "__items__"
 
@@ -76,12 +83,15 @@ def decode_answer(message: bytes) -> Grade | Failure:
             "correct": bool(correct),
             "pred": str(pred),
             "parsed": bool(parsed),
-        } as fields if len(fields) == 4 and math.isfinite(score):
+        } as fields if len(fields) == 4 and abs(score) <= MAX_SCORE and len(pred) <= MAX_PRED:
             return Grade(score, correct, pred, parsed)
         case {"cause": "error" | "memory" as cause, "detail": str(detail)} as fields if (
-            len(fields) == 2
+            len(fields) == 2 and len(detail) <= MAX_DETAIL
         ):
-            return Failure(cause, detail)
+            # It goes to logs and terminals.
+            return Failure(
+                cause, "".join(c if c.isprintable() or c in "\n\t" else "?" for c in detail)
+            )
     raise ValueError(f"not an answer of a worker: {message[:100]!r}")
 
 
@@ -102,7 +112,9 @@ def _object(message: bytes) -> Any:
 
 def _to_json(value: Any) -> Any:
     match value:
-        case Mapping() if all(isinstance(key, str) for key in value):
+        case Mapping() if all(isinstance(key, str) for key in value) and not (
+            value.keys() & {_TUPLE, _ITEMS}  # of a row's own
+        ):
             return {key: _to_json(item) for key, item in value.items()}
         case Mapping():
             return {_ITEMS: [[_to_json(key), _to_json(item)] for key, item in value.items()]}

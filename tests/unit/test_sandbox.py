@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.rewards import pool, sandbox
+from dapo_megatron.rewards import pool, sandbox, sandbox_root
 from dapo_megatron.rewards.sandbox import Run
 from dapo_megatron.rewards.sandbox_root import library_path
 from dapo_megatron.types import ConfigError
@@ -491,6 +491,32 @@ def test_a_bubblewrap_that_is_refused_says_why(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match=rf"grader 'code': .*{reason}.*docs/rewards\.md"):
         sandbox.lacking()
+
+
+def test_a_bubblewrap_that_never_answers_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "bwrap"
+    script.write_text("#!/bin/sh\nexec sleep 1000\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    started = time.monotonic()
+    with pytest.raises(sandbox.SandboxError, match="in time"):
+        sandbox._run("print(1)", "", 0.5, 100, has_proc=True)
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_home_in_the_library_path_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home, libraries, data = tmp_path / "libby", tmp_path / "lib", tmp_path / "libby" / "data"
+    for folder in (home, libraries, data):
+        folder.mkdir()
+    (libraries / "libx.so.1").touch()
+    (home / "libx.so").touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{home}:{libraries}::{data}:{tmp_path}")
+    assert sandbox_root._library_folders() == [str(libraries)]
 
 
 @needs_sandbox

@@ -10,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.rewards.worker_messages import (
+    MAX_DETAIL,
+    MAX_PRED,
+    MAX_SCORE,
     Failure,
     decode_answer,
     decode_batch,
@@ -23,7 +26,8 @@ from dapo_megatron.types import Grade
 
 texts = st.text(st.characters(codec=None))  # half characters too
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
-keys = texts | st.integers() | st.tuples(st.integers(), st.integers())
+markers = st.sampled_from(["__tuple__", "__items__"])  # a row may have them as keys of its own
+keys = texts | markers | st.integers() | st.tuples(st.integers(), st.integers())
 values = st.recursive(
     plain,
     lambda inner: (
@@ -43,7 +47,7 @@ def test_a_batch_arrives_as_it_was_sent(tasks: list[tuple[str, str, str, dict[st
     assert decode_batch(message) == tasks
 
 
-scores = st.floats(allow_nan=False, allow_infinity=False)
+scores = st.floats(-MAX_SCORE, MAX_SCORE)
 
 
 @given(st.builds(Grade, scores, st.booleans(), texts, st.booleans()))
@@ -51,9 +55,31 @@ def test_a_grade_arrives_as_it_was_sent(grade: Grade) -> None:
     assert decode_answer(encode_answer(grade)) == grade
 
 
-@given(st.builds(Failure, st.sampled_from(["error", "memory"]), texts))
+shown = st.text(st.characters(exclude_categories=["C", "Z"]) | st.sampled_from("\n\t "))
+
+
+@given(st.builds(Failure, st.sampled_from(["error", "memory"]), shown))
 def test_a_failure_arrives_as_it_was_sent(failure: Failure) -> None:
     assert decode_answer(encode_answer(failure)) == failure
+
+
+def test_what_a_worker_says_cannot_steer_a_terminal() -> None:
+    failure = decode_answer(encode_answer(Failure("error", "\x1b[2J\rline\n\ud800")))
+    assert failure == Failure("error", "?[2J?line\n?")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Grade(1e308, True, ""),
+        Grade(-1.1e6, True, ""),
+        Grade(1.0, True, "x" * (MAX_PRED + 1)),
+        Failure("error", "x" * (MAX_DETAIL + 1)),
+    ],
+)
+def test_a_worker_cannot_send_more_than_a_grader_may_give(answer: Grade | Failure) -> None:
+    with pytest.raises(ValueError, match="not an answer"):
+        decode_answer(encode_answer(answer))
 
 
 @given(st.none() | texts)
