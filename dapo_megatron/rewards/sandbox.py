@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from dapo_megatron.rewards.sandbox_root import (
+    FOLDER,
     interpreter,
     library_path,
     mounts,
@@ -59,8 +60,7 @@ INSTALL = (
     "libseccomp2; Fedora: dnf install bubblewrap libseccomp; elsewhere: "
     "conda install -c conda-forge bubblewrap libseccomp)"
 )
-_FOLDER = "/tmp"
-_PROGRAM = f"{_FOLDER}/program.py"
+_PROGRAM = f"{FOLDER}/program.py"
 _TOO_LATE = "no end within the limit"
 _SIGNALLED = 128
 """bwrap adds it to the number of the signal that killed its program."""
@@ -155,8 +155,8 @@ class _Bwrap:
             *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc"),
             *("--unshare-uts", "--unshare-cgroup-try", *mounts()),
             *(("--proc", "/proc") if has_proc else ("--dir", "/proc")),
-            *("--perms", "1777", "--size", str(FOLDER_MIB * MIB), "--tmpfs", _FOLDER),
-            *("--perms", "0444", "--file", str(source), _PROGRAM, "--chdir", _FOLDER),
+            *("--perms", "1777", "--size", str(FOLDER_MIB * MIB), "--tmpfs", FOLDER),
+            *("--perms", "0444", "--file", str(source), _PROGRAM, "--chdir", FOLDER),
             *("--remount-ro", "/", "--json-status-fd", str(status_end.fileno())),
             *("--seccomp", str(system_calls)),
             *(_become_nobody(mapped_end.fileno(), unread) if is_root else ("--",)),
@@ -276,8 +276,8 @@ def _popen(command: Sequence[str], stdin: int, passed: Sequence[int]) -> subproc
             cwd="/",
             env={
                 "PATH": "/usr/bin:/bin",
-                "HOME": _FOLDER,
-                "TMPDIR": _FOLDER,
+                "HOME": FOLDER,
+                "TMPDIR": FOLDER,
                 "LANG": "C.UTF-8",
                 "PYTHONPATH": os.pathsep.join(package_folders()),
                 # Libraries start a thread per core by themselves, and tasks are limited.

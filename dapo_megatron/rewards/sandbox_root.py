@@ -10,6 +10,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+FOLDER = "/program"
+"""The folder of a program. Not /tmp, where the run's own environment may lie."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -73,6 +75,8 @@ def mounts() -> list[str]:
     paths = _visible_paths()
     # bwrap makes the folders above a mount by itself, but for its own user only.
     parents = {str(parent) for path in paths for parent in Path(path).parents[:-1]}
+    if "/tmp" not in parents:
+        options += ["--symlink", FOLDER, "/tmp"]
     for folder in sorted({*parents, "/dev"}):
         options += ["--dir", folder]
     for path in paths:

@@ -170,7 +170,7 @@ def visit(rank: int, world_size: int, model: Path, jobs: list[Job]) -> list[dict
             policy.load(source)
         save(policy, exchange, model, target)
         found: dict[str, Any] = {"state": gathered(policy, exchange)}
-        found["padding"] = max(exchange.all_gather(padding(policy), int))
+        found["padding"] = max(exchange.all_gather(padding(policy), float))
         found["norm"] = update(policy, 2)
         found["after"] = kept(policy.weights())
         policy.close()

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -118,7 +119,7 @@ def test_nothing_of_this_process_is_inherited(monkeypatch: pytest.MonkeyPatch) -
     names = ["HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PWD"]
     names += ["PYTHONPATH", "TMPDIR", *library_path()]
     assert printed(program).splitlines() == [
-        f"{sorted(names)} ['program.py'] ['/tmp/program.py']",
+        f"{sorted(names)} ['program.py'] ['/program/program.py']",
         # For root bwrap leaves the end that it waited at: nothing can be read from it any more.
         "[]" if os.geteuid() else "['pipe:']",
         "[]",
@@ -173,6 +174,25 @@ def test_a_program_has_no_privilege() -> None:
     names = ("CapInh:", "CapPrm:", "CapEff:", "CapAmb:")
     assert {name: int(fields[name], 16) for name in names} == dict.fromkeys(names, 0)
     assert fields["NoNewPrivs:"] == "1"
+
+
+@needs_sandbox
+@pytest.mark.parametrize("parent", ["/tmp", "/var/tmp"])
+def test_packages_of_an_environment_anywhere_are_seen(
+    parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        Path(folder).chmod(0o755)
+        Path(folder, "somewhere.py").write_text("answer = 42")
+        monkeypatch.setattr(sandbox, "package_folders", lambda: (folder,))
+        monkeypatch.setattr(sandbox_root, "package_folders", lambda: (folder,))
+        sandbox_root._visible_paths.cache_clear()
+        try:
+            assert printed("import somewhere; print(somewhere.answer)") == "42\n"
+            if parent != "/tmp":
+                assert printed("open('/tmp/x', 'w')") == ""
+        finally:
+            sandbox_root._visible_paths.cache_clear()
 
 
 @needs_sandbox
