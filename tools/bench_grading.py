@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-COMPLETIONS = {"dapo_math": 4000, "math_verify": 400, "code": 60}
+COMPLETIONS = {"dapo_math": 20000, "math_verify": 400, "code": 60}
 WORDS = "Let us consider the equation once more and simplify each term of it. " * 40
 
 PROGRAM = "```python\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n```"

@@ -72,6 +72,9 @@ class WorkerProcess:
         self._socket.setblocking(False)
         self._received = bytearray()
         self._closing = closing
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._poll.register(closing, select.POLLIN)
         self._folder = tempfile.mkdtemp(prefix="grading-")
         module = "dapo_megatron.rewards.worker"
         with theirs:
@@ -178,12 +181,10 @@ class WorkerProcess:
 
     def _wait(self, event: int, deadline: float) -> bool:
         """Wait until its socket is ready. Return whether it was before the deadline."""
-        poll = select.poll()
-        poll.register(self._socket, event)
-        poll.register(self._closing, select.POLLIN)
+        self._poll.modify(self._socket, event)
         left = max(0.0, deadline - time.monotonic())
-        ready = [descriptor for descriptor, _ in poll.poll(1000 * left)]
-        if self._closing.fileno() in ready:
+        ready = self._poll.poll(1000 * left)
+        if any(descriptor == self._closing.fileno() for descriptor, _ in ready):
             raise PoolClosed
         return bool(ready)
 

@@ -13,8 +13,11 @@ ever unpickled; whatever is not exactly one of the messages below counts as its 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+import msgspec
 
 from dapo_megatron.types import Grade
 
@@ -29,7 +32,8 @@ MAX_PRED = 4096
 MAX_DETAIL = 4096
 """Characters of `Failure.detail`."""
 
-_TUPLE, _ITEMS = "__tuple__", "__items__"
+_GRADE = dict.fromkeys(("score", "correct", "pred", "parsed")).keys()
+_TUPLE, _ITEMS, _FLOAT = _MARKS = ("__tuple__", "__items__", "__float__")
 
 
 class Failure(NamedTuple):
@@ -43,7 +47,12 @@ class Failure(NamedTuple):
 def encode_task(grader: str, response: str, truth: str, extra: Mapping[str, Any]) -> bytes:
     """Return one grading as a part of a batch. Raises TypeError or ValueError if `extra` holds what
     JSON does not know, except tuples and keys that are numbers, which arrive as they are."""
-    return json.dumps([grader, response, truth, _to_json(extra)]).encode()
+    task = [grader, response, truth, _to_json(extra)]
+    try:
+        return msgspec.json.encode(task)
+    except (UnicodeEncodeError, OverflowError, TypeError):
+        # Half characters, large integers, subclasses of plain types: eight times slower.
+        return json.dumps(task).encode()
 
 
 def encode_batch(tasks: Iterable[bytes]) -> bytes:
@@ -77,14 +86,13 @@ def encode_answer(answer: Grade | Failure) -> bytes:
 
 def decode_answer(message: bytes) -> Grade | Failure:
     """Return a worker's answer. Raises ValueError for anything that is not one."""
-    match _object(message):
-        case {
-            "score": float(score),
-            "correct": bool(correct),
-            "pred": str(pred),
-            "parsed": bool(parsed),
-        } as fields if len(fields) == 4 and abs(score) <= MAX_SCORE and len(pred) <= MAX_PRED:
+    fields = _object(message)
+    if isinstance(fields, dict) and fields.keys() == _GRADE:  # by hand: a pattern takes 5 us more
+        score, correct, pred, parsed = map(fields.__getitem__, _GRADE)
+        types = (type(score), type(correct), type(pred), type(parsed))
+        if types == (float, bool, str, bool) and abs(score) <= MAX_SCORE and len(pred) <= MAX_PRED:
             return Grade(score, correct, pred, parsed)
+    match fields:
         case {"cause": "error" | "memory" as cause, "detail": str(detail)} as fields if (
             len(fields) == 2 and len(detail) <= MAX_DETAIL
         ):
@@ -111,24 +119,29 @@ def _object(message: bytes) -> Any:
 
 
 def _to_json(value: Any) -> Any:
-    match value:
-        case Mapping() if all(isinstance(key, str) for key in value) and not (
-            value.keys() & {_TUPLE, _ITEMS}  # of a row's own
-        ):
+    if isinstance(value, float) and not math.isfinite(value):  # null, to msgspec
+        return {_FLOAT: repr(float(value))}
+    if isinstance(value, str | int | float | None):  # most are
+        return value
+    if isinstance(value, dict | Mapping):
+        if all(isinstance(key, str) and key not in _MARKS for key in value):
             return {key: _to_json(item) for key, item in value.items()}
-        case Mapping():
-            return {_ITEMS: [[_to_json(key), _to_json(item)] for key, item in value.items()]}
-        case tuple():
-            return {_TUPLE: [_to_json(item) for item in value]}
-        case list():
-            return [_to_json(item) for item in value]
-    return value
+        return {_ITEMS: [[_to_json(key), _to_json(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_to_json(item) for item in value]}
+    if isinstance(value, list):
+        return [_to_json(item) for item in value]
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 def _from_json(value: Any) -> Any:
+    if isinstance(value, str | int | float | None):
+        return value
     match value:
         case {"__tuple__": list(items)} as fields if len(fields) == 1:
             return tuple(_from_json(item) for item in items)
+        case {"__float__": str(number)} as fields if len(fields) == 1:
+            return float(number)
         case {"__items__": list(items)} as fields if len(fields) == 1:
             return {_from_json(key): _from_json(item) for key, item in items}
         case dict():

@@ -58,7 +58,7 @@ ROOMS = {
     "data": room(
         "types files config algo rewards", "torch transformers jinja2 pyarrow reasoning_gym"
     ),
-    "rewards": room("types files config algo", "math_verify reasoning_gym sympy"),
+    "rewards": room("types files config algo", "math_verify msgspec reasoning_gym sympy"),
     # protocols for Exchange: how ranks tell each other what they hold.
     "bridge": room("types files config protocols", "torch safetensors"),
     "policy": room(

@@ -26,7 +26,9 @@ from dapo_megatron.types import Grade
 
 texts = st.text(st.characters(codec=None))  # half characters too
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
-markers = st.sampled_from(["__tuple__", "__items__"])  # a row may have them as keys of its own
+markers = st.sampled_from(
+    ["__tuple__", "__items__", "__float__"]
+)  # a row may have them as keys of its own
 keys = texts | markers | st.integers() | st.tuples(st.integers(), st.integers())
 values = st.recursive(
     plain,
