@@ -22,6 +22,8 @@ UID = os.geteuid()
 OTHER = 65534
 
 PREPARE = f"""
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import os, sys, time
 from dapo_megatron.scratch import prepare_scratch
 prepare_scratch()
