@@ -119,9 +119,9 @@ def _without_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(one) for key, one in value.items()}
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_surrogates(one) for one in value]
+        return [_without_surrogates(item) for item in value]
     return value
 
 

@@ -82,9 +82,9 @@ EQUIVALENT = [
 
 @pytest.mark.parametrize(("integrand", "answer"), EQUIVALENT)
 def test_equivalent_antiderivatives_are_right(integrand: str, answer: str) -> None:
-    hostile = {"metadata": {"variable": "x", "integrand": integrand}}
+    problem = {"metadata": {"variable": "x", "integrand": integrand}}
     for dataset in SYMBOLIC[:2]:
-        extra = {"dataset": dataset, "entry": hostile}
+        extra = {"dataset": dataset, "entry": problem}
         assert grade(answer, "", extra).correct
         assert not grade(f"{answer} + x", "", extra).correct
 
