@@ -33,7 +33,7 @@ quickstart: env  ## train the tiny model on this machine; more arguments with AR
 	$(VENV)/bin/python -m dapo_megatron train $(CONFIG) $(ARGS)
 
 ladder: env  ## the paper's ladder on the tiny task, six rungs and three seeds (half an hour): docs/ladder.md
-	$(VENV)/bin/python tools/ladder.py $(ARGS)
+	$(VENV)/bin/python tools/lab/ladder.py $(ARGS)
 
 # The slow files come first: they are not sorted by their number of tests.
 test: env  ## the tests, without those of the next four, two files at a time (JOBS=2); more arguments with ARGS="-k name"

@@ -16,15 +16,15 @@ import typer
 
 from dapo_megatron.cluster.join import adopt_step
 from dapo_megatron.cluster.launch import is_launched, launch
+from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
-from dapo_megatron.compatibility import check as check_compatibility
 from dapo_megatron.config import Config, num_processes, read_model_config, refuse
 from dapo_megatron.config.file import dump_config, load_config
-from dapo_megatron.layout import check_layout
+from dapo_megatron.plan.compatibility import check as check_compatibility
+from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
 from dapo_megatron.rewards.registry import names as grader_names
-from dapo_megatron.scratch import prepare_scratch
 from dapo_megatron.types import ConfigError, DapoError
 
 app = typer.Typer(
@@ -75,7 +75,7 @@ def train(
     if replay is not None:
         _check_recorded(replay, checked)
     _on_ranks(checked.run.processes)
-    from dapo_megatron import session
+    from dapo_megatron.run import session
 
     with _told():
         session.train(checked, replay)
@@ -98,7 +98,7 @@ def evaluate(
     if checkpoint is not None and not (Path(checkpoint) / "config.json").exists():
         raise ConfigError(f"checkpoint: {checkpoint} is not a checkpoint (no config.json)")
     _on_ranks(checked.run.processes)
-    from dapo_megatron import session
+    from dapo_megatron.run import session
 
     with _told():
         figures = session.evaluate(checked, checkpoint)
@@ -131,7 +131,9 @@ def plan(
     """What a run takes of each GPU, of host and disk, and its seconds per step; needs no GPU."""
     from rich.console import Console
 
-    from dapo_megatron import plan as planning
+    from dapo_megatron.plan import fitting
+    from dapo_megatron.plan import render as rendering
+    from dapo_megatron.plan.speed import Assumptions, estimate_speed
 
     checked = load_config(config, overrides or [], overlay or [])
     if not (Path(checked.model.path) / "config.json").exists():
@@ -139,16 +141,16 @@ def plan(
             f"model.path: {checked.model.path} has no config.json, all that a plan needs of the "
             f"model: `hf download OWNER/NAME config.json --local-dir {checked.model.path}`"
         )
-    machines = planning.Machines(gpus_per_node, gpu_memory_gib, host_memory_gib)
+    machines = fitting.Machines(gpus_per_node, gpu_memory_gib, host_memory_gib)
     check_compatibility(checked, read_model_config(checked))
-    planning.check_layout_and_memory(checked, nodes, machines)
+    fitting.check_layout_and_memory(checked, nodes, machines)
     made = machines.plan(checked, nodes * gpus_per_node)
-    given = planning.Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
-    speed = planning.estimate_speed(made, given)
-    planning.render(made, Console(), speed)
-    _write(json_file, planning.to_json(made, speed))
+    given = Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
+    speed = estimate_speed(made, given)
+    rendering.render(made, Console(), speed)
+    _write(json_file, rendering.to_json(made, speed))
     if found := list(made.problems()):
-        refuse([*found, *planning.way_out(checked, nodes, machines)])
+        refuse([*found, *fitting.way_out(checked, nodes, machines)])
 
 
 @app.command()
@@ -207,7 +209,7 @@ def env(json_file: JsonPath = None) -> None:
     """Check this machine and its Python environment."""
     from rich.console import Console
 
-    from dapo_megatron.cluster.environment import check_environment, render, to_json, worst
+    from dapo_megatron.doctor.env import check_environment, render, to_json, worst
 
     checks = check_environment()
     render(checks, Console())
@@ -275,7 +277,7 @@ def nodes(
     """Check every node of a run, and the network between them: one srun task per GPU."""
     checked = _load(config, overrides, overlay)
     _on_ranks(checked.run.processes)
-    from dapo_megatron.cluster.preflight import check_nodes
+    from dapo_megatron.doctor.nodes import check_nodes
     from dapo_megatron.policy.device import backend, claim
     from dapo_megatron.tracking.provenance import commit, versions
 
@@ -299,12 +301,12 @@ def run(
     """Where the ranks of a run are, or were when it ended; who is missing or behind."""
     from rich.console import Console
 
-    from dapo_megatron.cluster import postmortem
+    from dapo_megatron.doctor import run
 
-    report = postmortem.report(run_folder, verdict)
-    postmortem.render(report, Console())
+    report = run.report(run_folder, verdict)
+    run.render(report, Console())
     if json_file is not None:
-        json_file.write_text(postmortem.to_json(report), encoding="utf-8")
+        json_file.write_text(run.to_json(report), encoding="utf-8")
 
 
 def _load(
@@ -356,7 +358,7 @@ def _this_command() -> list[str]:
 @contextmanager
 def _told() -> Iterator[None]:
     """A session has told its user of an error already, on the terminal it was started from."""
-    from dapo_megatron.session import exit_code
+    from dapo_megatron.run.context import exit_code
 
     try:
         yield

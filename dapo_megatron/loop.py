@@ -15,10 +15,9 @@ from dapo_megatron.algo.mismatch import GapStatistics, gap_statistics
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import Config
 from dapo_megatron.data.batch import assemble, fresh_mask, inspect, split
-from dapo_megatron.parts import Parts
-from dapo_megatron.protocols import LossFn
+from dapo_megatron.protocols import LossFn, Parts
 from dapo_megatron.rollout import metrics as figures
-from dapo_megatron.rollout.open_step import OpenStep
+from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.types import (
     DapoError,
     Group,

@@ -8,12 +8,15 @@ Shape letters: T tokens (all sequences of a batch, end to end), S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -23,6 +26,21 @@ class Verdict(StrEnum):
     MIXED = "mixed"
     ALL_CORRECT = "all_correct"
     ALL_WRONG = "all_wrong"
+
+
+class Fate(StrEnum):
+    """What became of a group."""
+
+    TRAINED = "trained"
+    ALL_CORRECT = "all_correct"
+    ALL_WRONG = "all_wrong"
+    OVERLONG = "overlong"
+    """overlong.filter leaves fewer completions than can be compared."""
+    ABSTAINED = "abstained"
+    """A completion could not be graded: its grader hung, died or raised."""
+    EXPIRED = "expired"
+    """Finished, and waited for more than rollout.max_age versions; or beyond what the step needed
+    (on_policy)."""
 
 
 class Finish(StrEnum):
@@ -126,6 +144,30 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Collected:
+    """What a rollout step trains on, and what it saw."""
+
+    train: list[Group]
+    ended: list[tuple[Group, Fate]]
+    """Groups that ended in this step, by ticket; each ticket ends once in a run."""
+    decided: list[Group]
+    """Groups whose last grade came in this step, whatever it said: what the policy does, before
+    any filtering."""
+    version: int
+    counts: dict[str, int]
+    """The ledger's books of this step."""
+    outcomes: Counter[tuple[str, str]]
+    """Gradings of this step by (data set, outcome): graded, unparsed (graded, but no answer was
+    found in the text), timeout, crash, memory, error."""
+    keep_rate: float
+    """Forecast of the share of mixed groups."""
+    interrupted: int
+    """Completions that go on in the next step."""
+    grade_seconds: float
+    """Waited for graders with an idle engine."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """Sequences laid end to end, with everything the loss needs per token.
 
@@ -225,6 +267,78 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Region:
+    """A box inside a tensor: where it starts and how far it reaches, per dimension."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index."""
+        return tuple(
+            slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True)
+        )
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return prod(self.shape)
+
+    def intersect(self, other: Region) -> Region | None:
+        """The box inside both, or None."""
+        start = tuple(map(max, self.start, other.start))
+        ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        stop = tuple(min(a + size_a, b + size_b) for a, size_a, b, size_b in ends)
+        shape = tuple(last - first for first, last in zip(start, stop, strict=True))
+        return Region(start, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: Region) -> Region:
+        """This box counted from the start of `outer`, which holds it."""
+        start = tuple(a - b for a, b in zip(self.start, outer.start, strict=True))
+        return Region(start, self.shape)
+
+
+def whole(shape: Iterable[int]) -> Region:
+    """The box that is all of a tensor of `shape`."""
+    shape = tuple(shape)
+    return Region((0,) * len(shape), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the HF tensor `name`, held or wanted by some rank. Several ranks may hold the same
+    box: replicas, equal to the last bit."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    region: Region
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box."""
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A piece in memory: `view` aliases the local parameter; its elements, in order, are those of
+    the piece's region (its shape may differ)."""
+
+    piece: Piece
+    view: Tensor
+
+    def read(self) -> Tensor:
+        """The region, shaped as in the HF tensor."""
+        return self.view.detach().reshape(self.piece.region.shape)
+
+    def write(self, value: Tensor) -> None:
+        """Replace the region by `value`, shaped as in the HF tensor."""
+        self.view.detach().copy_(value.detach().reshape(self.view.shape))
+
+
+@dataclass(frozen=True, slots=True)
 class SyncReport:
     """One sync of policy weights into the engines, and how it was verified."""
 
@@ -283,28 +397,3 @@ class Diverged(DapoError):
 
 class RankError(DapoError):
     """Another rank does not know the run's secret, or sends what cannot be read; names the rank."""
-
-
-_KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__())
-_ERRORS = {kind.__name__: kind for kind in _KINDS}
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorRecord:
-    """A DapoError as plain values: what ranks send each other to raise it everywhere."""
-
-    kind: str
-    """Name of a class in this file."""
-    text: str
-
-    @staticmethod
-    def of(error: DapoError | None) -> ErrorRecord | None:
-        """Return the record of an error. A class of another file counts as its base class here."""
-        if error is None:
-            return None
-        kinds = (kind.__name__ for kind in type(error).__mro__)
-        return ErrorRecord(next(kind for kind in kinds if kind in _ERRORS), str(error))
-
-    def error(self) -> DapoError:
-        """Return the error; a DapoError for a kind that is not known here."""
-        return _ERRORS.get(self.kind, DapoError)(self.text)

@@ -44,4 +44,4 @@ keep PYTHONUNBUFFERED 1            # the last lines of a killed rank are in its 
 keep PYTHONNOUSERSITE 1            # packages in ~/.local shadow those of the environment
 
 # What vLLM must have on a GPU or without one, the program sets (engine/device.py); and the folders of
-# compile caches, on each node (scratch.py). TRITON_CACHE_DIR and the like from outside win there, too.
+# compile caches, on each node (cluster/scratch.py). TRITON_CACHE_DIR and the like from outside win there, too.

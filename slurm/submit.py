@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dapo_megatron.compatibility import check as check_compatibility
 from dapo_megatron.config import Config, FileSource, read_model_config
 from dapo_megatron.config.file import load_config
-from dapo_megatron.layout import check_layout, describe
+from dapo_megatron.plan.compatibility import check as check_compatibility
+from dapo_megatron.plan.layout import check_layout, describe
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
-    from dapo_megatron.plan import Machines
+    from dapo_megatron.plan.fitting import Machines
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "slurm/train.sbatch"
@@ -115,13 +115,13 @@ def _check_layout(config: Config, request: Request) -> None:
         check_layout(config, request.world_size)
         return
     # Imports torch, which takes seconds.
-    from dapo_megatron.plan import check_layout_and_memory
+    from dapo_megatron.plan.fitting import check_layout_and_memory
 
     check_layout_and_memory(config, request.nodes, _machines(request))
 
 
 def _machines(request: Request) -> Machines:
-    from dapo_megatron.plan import Machines
+    from dapo_megatron.plan.fitting import Machines
 
     return Machines(request.gpus_per_node, request.gpu_memory_gib, request.host_memory_gib)
 
@@ -338,7 +338,9 @@ def _show(config: Config, request: Request) -> None:
 
 
 def _show_memory(config: Config, request: Request) -> None:
-    from dapo_megatron.plan import estimate_speed, render, way_out
+    from dapo_megatron.plan.fitting import way_out
+    from dapo_megatron.plan.render import render
+    from dapo_megatron.plan.speed import estimate_speed
 
     machines = _machines(request)
     made = machines.plan(config, request.world_size)

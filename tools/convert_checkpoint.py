@@ -31,13 +31,18 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from dapo_megatron.bridge.stores import HfWriter, Store, TensorInfo, open_store, publish
-from dapo_megatron.bridge.stores.compare import Difference, compare, compare_replicas, replica_bytes
-from dapo_megatron.bridge.stores.describe import describe, rows
-from dapo_megatron.bridge.stores.megatron import MegatronLayout, MegatronWriter
-from dapo_megatron.bridge.stores.writer import StoreWriter, fill
+from dapo_megatron.checkpoints.formats import HfWriter, Store, TensorInfo, open_store, publish
+from dapo_megatron.checkpoints.formats.compare import (
+    Difference,
+    compare,
+    compare_replicas,
+    replica_bytes,
+)
+from dapo_megatron.checkpoints.formats.describe import describe, rows
+from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
+from dapo_megatron.checkpoints.formats.writer import StoreWriter, fill
 from dapo_megatron.config import PolicyConfig, refuse
-from dapo_megatron.layout import policy_problems, stage_layers
+from dapo_megatron.plan.layout import policy_problems, stage_layers
 from dapo_megatron.types import CheckpointError, DapoError
 
 GIB = 2**30

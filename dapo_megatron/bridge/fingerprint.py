@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.shards import Region
+from dapo_megatron.types import Region
 
 _CHUNK = 2**22
 """Elements turned into integers at once: 32 MiB."""

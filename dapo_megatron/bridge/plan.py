@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from dapo_megatron.bridge.shards import Piece, Region
-from dapo_megatron.types import SyncError
+from dapo_megatron.types import Piece, Region, SyncError
 
 BUCKET_BYTES = 256 * 2**20
 SENT_BUCKETS = 2

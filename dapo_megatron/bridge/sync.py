@@ -18,15 +18,14 @@ from math import prod
 from torch import Tensor
 
 from dapo_megatron.bridge import canary
-from dapo_megatron.bridge.agree import NAMED, agreed
 from dapo_megatron.bridge.fingerprint import fingerprint
 from dapo_megatron.bridge.plan import Plan, make_plan
-from dapo_megatron.bridge.shards import Piece, Shard
 from dapo_megatron.bridge.transfer import Transfer
 from dapo_megatron.bridge.verify import disagreements
+from dapo_megatron.cluster.collectives import NAMED, on_all_ranks
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
-from dapo_megatron.types import SyncError, SyncReport
+from dapo_megatron.types import Piece, Shard, SyncError, SyncReport
 
 SMALL_MODEL = 200_000_000
 """Up to so many elements, every sync is fingerprinted: 10 ms per million on one CPU core."""
@@ -58,7 +57,7 @@ class WeightSync:
         self._shards: Sequence[Shard] = policy.shards()
         self._held = exchange.all_gather([shard.piece for shard in self._shards], list[Piece])
         shapes = {p.name: (p.global_shape, p.dtype) for pieces in self._held for p in pieces}
-        wanted = agreed(exchange, lambda: engine.wanted(shapes))
+        wanted = on_all_ranks(exchange, lambda: engine.wanted(shapes))
         self.wanted = exchange.all_gather(wanted, list[Piece])
         """The slices of each rank's engine."""
         self.plan: Plan = make_plan(self._held, self.wanted, ranks_per_node=ranks_per_node)
@@ -80,7 +79,7 @@ class WeightSync:
         memory to wake up in; the engines must then not be used."""
         started = time.perf_counter()
         self._policy.onload()
-        agreed(self._exchange, self._engine.wake_weights)
+        on_all_ranks(self._exchange, self._engine.wake_weights)
         woken = time.perf_counter()
         self._move(version)
         moved = time.perf_counter()
@@ -90,7 +89,7 @@ class WeightSync:
         ours = self._policy.logprobs(canary.as_batch(self._canary), temperature=1.0).logprobs
         compared = time.perf_counter()
         self._policy.offload()
-        agreed(self._exchange, self._engine.wake_cache)
+        on_all_ranks(self._exchange, self._engine.wake_cache)
         turned = time.perf_counter()
         gap = self._check_canary(version, ours, fingerprinted=is_due)
         self._num_done += 1
@@ -109,7 +108,7 @@ class WeightSync:
     def _move(self, version: int) -> None:
         """The weights, and agreement on which they are."""
         stream = iter(self._transfer)
-        agreed(self._exchange, lambda: self._engine.receive(stream, version), drain=stream)
+        on_all_ranks(self._exchange, lambda: self._engine.receive(stream, version), drain=stream)
         versions = self._exchange.all_gather((version, self._engine.version), tuple[int, int])
         newest = max(asked for asked, _ in versions)
         for rank, (asked, running) in enumerate(versions):

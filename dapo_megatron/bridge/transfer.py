@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_megatron.bridge.plan import Move, Plan, make_plan
-from dapo_megatron.bridge.shards import Piece, Region, Shard, whole
 from dapo_megatron.protocols import Arrival, Exchange
-from dapo_megatron.types import SyncError
+from dapo_megatron.types import Piece, Region, Shard, SyncError, whole
 
 ALIGNMENT_BYTES = 16
 """Where a box may start in a buffer: a multiple of the size of any dtype."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from dapo_megatron.bridge.fingerprint import add
-from dapo_megatron.bridge.shards import Piece, Region
+from dapo_megatron.types import Piece, Region
 
 Prints = Sequence[Sequence[tuple[Piece, int]]]
 """[rank] -> the pieces it has and their fingerprints."""

@@ -20,10 +20,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.manifest import Entry, entry_of, write_manifest
+from dapo_megatron.cluster.collectives import ErrorRecord
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_text
 from dapo_megatron.protocols import Exchange, Snapshot
-from dapo_megatron.types import CheckpointError, DapoError, ErrorRecord
+from dapo_megatron.types import CheckpointError, DapoError
 
 Result = TypeVar("Result")
 HF = "hf"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from dapo_megatron.cluster.attempt import attempt_variable
 from dapo_megatron.cluster.ranks import STORE
+from dapo_megatron.cluster.scratch import private_folder
 from dapo_megatron.cluster.secret import secret_variable
-from dapo_megatron.scratch import private_folder
 
 _STARTED = "DAPO_MEGATRON_STARTED"
 _IMPORTED = time.time()  # of this module, which the command line imports first of all

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dapo_megatron import messages
+from dapo_megatron.cluster import collectives
 from dapo_megatron.cluster.secret import NUM_BYTES, prove, run_secret
 from dapo_megatron.types import RankError
 
@@ -57,7 +57,7 @@ class Ranks:
             self.beat("all_gather, alone")
             return [value]
         with self._told("all_gather"):
-            return messages.all_gather(value, of, self.group)
+            return collectives.all_gather(value, of, self.group)
 
     def broadcast(self, value: T, of: object) -> T:
         """Return rank 0's value. `of`: its type."""
@@ -65,7 +65,7 @@ class Ranks:
             self.beat("broadcast, alone")
             return value
         with self._told("broadcast"):
-            return messages.broadcast(value, of, self.group)
+            return collectives.broadcast(value, of, self.group)
 
     def barrier(self) -> None:
         """Wait for every rank."""

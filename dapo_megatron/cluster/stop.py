@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_megatron.cluster.attempt import HUNG, STOPPED
-from dapo_megatron.cluster.last_words import say, stacks, within
-from dapo_megatron.cluster.verdict import record
+from dapo_megatron.cluster.collectives import ErrorRecord
+from dapo_megatron.cluster.emergency_io import say, stacks, within
+from dapo_megatron.cluster.exit_reason import record
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import ErrorRecord, Fenced, Stopped
+from dapo_megatron.types import Fenced, Stopped
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 SAME_SECONDS = 1.0

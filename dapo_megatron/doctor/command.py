@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from dapo_megatron.config import Config
-from dapo_megatron.layout import num_experts
-from dapo_megatron.session import redirect_output
+from dapo_megatron.plan.layout import num_experts
+from dapo_megatron.run.context import redirect_output
 from dapo_megatron.types import ConfigError, DapoError
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def layouts(config: Config, *, precision: str, only: str, json_file: Path | None
     log, terminal = _redirect(rank)
     proof: Proof | None = None
     try:
-        from dapo_megatron.bridge.families import read_architecture
         from dapo_megatron.doctor.layouts import Proof
         from dapo_megatron.doctor.shrink import write_random_model
+        from dapo_megatron.model import read_architecture
         from dapo_megatron.policy.device import claim
 
         claim(int(os.environ.get("LOCAL_RANK", rank)))

@@ -32,6 +32,7 @@ from typing import TextIO, TypeVar
 import torch
 
 from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.doctor.facts import facts
 from dapo_megatron.doctor.groups import Worlds
@@ -40,7 +41,6 @@ from dapo_megatron.doctor.measure import Measured, compare, measure
 from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
 from dapo_megatron.doctor.shrink import shrink
 from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
-from dapo_megatron.messages import decode, encode
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.policy import MegatronPolicy
 from dapo_megatron.types import ConfigError, TokenBatch

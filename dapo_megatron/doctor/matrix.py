@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapo_megatron import build
 from dapo_megatron.config import Config, PolicyConfig
-from dapo_megatron.layout import data_parallel, num_experts, policy_problems
+from dapo_megatron.plan.layout import data_parallel, num_experts, policy_problems
 from dapo_megatron.protocols import Planner
+from dapo_megatron.run import build
 
 MAX_TOKENS = 400
 """Bound of a planned micro-batch; the mini-batch has 837 tokens, its longest sequence 300."""

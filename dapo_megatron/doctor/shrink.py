@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dapo_megatron.bridge.families.fields import head_dim
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.layout import pipeline_problems
+from dapo_megatron.model.hf_config import head_dim
+from dapo_megatron.plan.layout import pipeline_problems
 
 HEAD_DIM = 16
 MIN_LAYERS = 4

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.cluster.ranks import join
 from dapo_megatron.config import Config
-from dapo_megatron.layout import describe
-from dapo_megatron.session import redirect_output
+from dapo_megatron.plan.layout import describe
+from dapo_megatron.run.context import redirect_output
 from dapo_megatron.types import DapoError, SyncReport
 
 if TYPE_CHECKING:
-    from dapo_megatron.bridge.shards import Shard
     from dapo_megatron.bridge.sync import WeightSync
     from dapo_megatron.cluster.ranks import Ranks
+    from dapo_megatron.types import Shard
 
 FACTORS = (1.0, 1.125, 1 / 1.125)
 """What every weight is multiplied by before each sync: seen even in FP8 of 3 bits whose scales stay
@@ -114,8 +114,8 @@ class Proof:
 def _prove(config: Config) -> Proof:
     import torch.distributed as dist
 
-    from dapo_megatron import build
     from dapo_megatron.policy.device import backend, claim
+    from dapo_megatron.run import build
 
     claim(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
     ranks = join(backend())

@@ -7,8 +7,7 @@ from math import prod
 
 import torch
 
-from dapo_megatron.bridge.shards import Piece, Region
-from dapo_megatron.types import SyncError
+from dapo_megatron.types import Piece, Region, SyncError
 
 Offer = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """HF name -> (shape, dtype) of the whole tensor."""

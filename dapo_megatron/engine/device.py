@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dapo_megatron.bridge.families.fields import head_dim
+from dapo_megatron.cluster.scratch import clear_abandoned, locked
 from dapo_megatron.engine import memory
-from dapo_megatron.scratch import clear_abandoned, locked
+from dapo_megatron.model.hf_config import head_dim
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def _mend_expert_parallel() -> None:
 
 
 def _shared_memory_name() -> str:
-    """Name of this start's shared memory, and of the folder that is its lock (scratch.py). All
+    """Name of this start's shared memory, and of the folder that is its lock (cluster/scratch.py). All
     ranks have the same MASTER_PORT."""
     return f"dapo-{os.geteuid()}-{os.environ['MASTER_PORT']}"
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from dapo_megatron.bridge.shards import Piece
     from dapo_megatron.engine.coverage import Offer
     from dapo_megatron.engine.receiver import WeightReceiver
     from dapo_megatron.protocols import Arrival
+    from dapo_megatron.types import Piece
 
 _TRANSFER = "dapo_megatron"  # our back end of vLLM's weight transfer
 _SYNC_FAILED = "a weight sync failed midway, it holds old weights and new ones"

@@ -21,10 +21,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
-from dapo_megatron.bridge.shards import Piece
 from dapo_megatron.engine.coverage import Offer, overlap
 from dapo_megatron.engine.slices import Shape, StandIn, View, locate
-from dapo_megatron.types import SyncError
+from dapo_megatron.types import Piece, SyncError
 
 # What vLLM's loaders raise, and assert, when they are given a wrong tensor.
 _LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError)

@@ -29,9 +29,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from dapo_megatron.bridge.shards import Piece
 from dapo_megatron.engine.loads import Load
 from dapo_megatron.engine.slices import Shape
+from dapo_megatron.types import Piece
 
 _ROWS = 256
 """Rows of the identity matrix sent at once."""

@@ -24,14 +24,13 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from dapo_megatron import messages
-from dapo_megatron.bridge.shards import Piece, Region
+from dapo_megatron.cluster import collectives
 from dapo_megatron.engine import device, quantised
 from dapo_megatron.engine.coverage import Offer, check_used
 from dapo_megatron.engine.loads import Load, trace
 from dapo_megatron.engine.slices import Sink, StandIn
 from dapo_megatron.protocols import Arrival
-from dapo_megatron.types import SyncError
+from dapo_megatron.types import Piece, Region, SyncError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -91,7 +90,7 @@ class WeightReceiver:
         self._llm = llm
         self.loads, error = _traced(llm, offered)
         self.pieces = list(dict.fromkeys(load.piece for load in self.loads))
-        gathered = messages.all_gather(
+        gathered = collectives.all_gather(
             (self.pieces, error), tuple[list[Piece], str], get_tp_group().cpu_group
         )
         for _, error in gathered:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.shards import Region
-from dapo_megatron.types import SyncError
+from dapo_megatron.types import Region, SyncError
 
 Shape = tuple[int, ...]
 Sink = Callable[[Tensor, "StandIn"], None]

@@ -16,8 +16,8 @@ from typing import Literal
 
 import torch
 
-from dapo_megatron.bridge.families import Architecture, Latent
 from dapo_megatron.config import Config, PolicyConfig
+from dapo_megatron.model import Architecture, Latent
 
 Kernels = Literal["local", "transformer_engine"]
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from dapo_megatron.bridge.families import Architecture, engine_pieces
 from dapo_megatron.config import Config
+from dapo_megatron.model import Architecture, engine_pieces
 from dapo_megatron.plan.parts import GIB, Part
 
 WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"

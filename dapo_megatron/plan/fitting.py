@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dapo_megatron.bridge.families import read_architecture
-from dapo_megatron.compatibility import check as check_compatibility
 from dapo_megatron.config import Config, PolicyConfig, read_model_config
 from dapo_megatron.config.rules import check_values
-from dapo_megatron.layout import check_layout, policy_problems
-from dapo_megatron.layout_search import nearest
-from dapo_megatron.plan.plan import GPU_MARGIN, GPU_MEMORY_GIB, HOST_MEMORY_GIB, Plan, make_plan
+from dapo_megatron.model import read_architecture
+from dapo_megatron.plan.compatibility import check as check_compatibility
+from dapo_megatron.plan.estimate import GPU_MARGIN, GPU_MEMORY_GIB, HOST_MEMORY_GIB, Plan, make_plan
+from dapo_megatron.plan.layout import check_layout, policy_problems
+from dapo_megatron.plan.layout_search import nearest
 from dapo_megatron.types import ConfigError
 
 MAX_NODES = 128

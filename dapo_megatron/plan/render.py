@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dapo_megatron.layout import describe
+from dapo_megatron.plan.estimate import Plan
+from dapo_megatron.plan.layout import describe
 from dapo_megatron.plan.parts import GIB, Part, size
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest
-from dapo_megatron.plan.plan import Plan
 from dapo_megatron.plan.speed import Speed
 from dapo_megatron.plan.stage import ACTIVATIONS
 

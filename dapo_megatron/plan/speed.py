@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 
-from dapo_megatron.flops import head_flops, model_flops, pair_flops, peak_flops, token_flops
-from dapo_megatron.layout import data_parallel
-from dapo_megatron.plan.host import offloaded
-from dapo_megatron.plan.plan import Plan
+from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_flops, token_flops
+from dapo_megatron.plan.estimate import Plan
+from dapo_megatron.plan.host_memory import offloaded
+from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import ConfigError
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil, prod
 
-from dapo_megatron.bridge.families import Architecture, Place, layout_of
 from dapo_megatron.config import Config, PolicyConfig
-from dapo_megatron.layout import data_parallel, stage_layers
+from dapo_megatron.model import Architecture, Place, layout_of
 from dapo_megatron.plan import activations as count
 from dapo_megatron.plan.activations import Micro
+from dapo_megatron.plan.layout import data_parallel, stage_layers
 from dapo_megatron.plan.parts import Part
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "policy weights", "gradients", "optimizer"

@@ -20,10 +20,10 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from dapo_megatron.bridge.agree import agreed
-from dapo_megatron.bridge.families import Architecture, Place
-from dapo_megatron.bridge.stores.file import TensorFile
-from dapo_megatron.bridge.stores.moments import MAIN, MOMENTS, STEP
+from dapo_megatron.checkpoints.formats.file import TensorFile
+from dapo_megatron.checkpoints.formats.moments import MAIN, MOMENTS, STEP
+from dapo_megatron.cluster.collectives import on_all_ranks
+from dapo_megatron.model import Architecture, Place
 from dapo_megatron.policy.reshard import reshard
 from dapo_megatron.policy.snapshot import RNG, Snapshot, rng_tensors, set_rng
 from dapo_megatron.protocols import Exchange
@@ -62,11 +62,11 @@ def load(
     _init_optimizer_state(optimizer)
     targets = {f"model/{name}": value for name, value in params.items()}
     targets.update(_optimizer_tensors(optimizer, params))
-    is_own = agreed(exchange, lambda: _is_own(folder, exchange, targets, places))
+    is_own = on_all_ranks(exchange, lambda: _is_own(folder, exchange, targets, places))
     if all(exchange.all_gather(is_own, bool)):
-        agreed(exchange, lambda: _load_own(_path(folder, exchange), targets))
+        on_all_ranks(exchange, lambda: _load_own(_path(folder, exchange), targets))
     else:
-        agreed(exchange, lambda: reshard(folder, targets, places, arch, ignore))
+        on_all_ranks(exchange, lambda: reshard(folder, targets, places, arch, ignore))
         logger.warning(
             "%s: saved in another layout, precision or by other kernels: weights and optimizer "
             "state are carried over, RNG states are not and start fresh from the seed",

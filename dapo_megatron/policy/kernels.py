@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from dapo_megatron.bridge.families import Architecture
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.config.kernels import Kernels, kernels_for
+from dapo_megatron.model import Architecture
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.types import ConfigError
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from dapo_megatron.bridge.families import Architecture, Place
 from dapo_megatron.config import PolicyConfig
+from dapo_megatron.model import Architecture, Place
 from dapo_megatron.policy import fp8
 from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.kernels import kernels

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dapo_megatron.bridge.families import Scoring
+from dapo_megatron.model import Scoring
 from dapo_megatron.policy.collectives import all_reduce
 
 

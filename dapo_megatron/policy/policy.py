@@ -13,12 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
-from dapo_megatron.bridge.families import read_architecture, shards_of
-from dapo_megatron.bridge.shards import Shard
-from dapo_megatron.bridge.stores import open_store, read_into
 from dapo_megatron.bridge.transfer import gather_whole
+from dapo_megatron.checkpoints.formats import open_store, read_into
 from dapo_megatron.config import Config
-from dapo_megatron.layout import row_multiple, sequence_multiple
+from dapo_megatron.model import read_architecture
+from dapo_megatron.plan.layout import row_multiple, sequence_multiple
 from dapo_megatron.policy import checkpoint, fp8
 from dapo_megatron.policy.data_parallel import (
     distribute,
@@ -32,10 +31,11 @@ from dapo_megatron.policy.moe import set_balance_scale
 from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer
 from dapo_megatron.policy.rows import Rows, RowShape, make_rows
+from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.policy.snapshot import Snapshot
 from dapo_megatron.policy.step import Runner
 from dapo_megatron.protocols import Exchange, LossFn, Planner
-from dapo_megatron.types import Diverged, LogProbs, StepStats, TokenBatch
+from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch
 
 
 class MegatronPolicy:

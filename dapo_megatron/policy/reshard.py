@@ -1,10 +1,11 @@
 """Reading a training checkpoint into another layout than saved it: other parallel sizes, other
 stages, another precision, other kernels.
 
-Weights and optimizer state are found by HF name (bridge/stores/moments.py), and each rank reads the
-rows that its own ranges lie in. Nothing is rounded on the way, but for model weights beside main
-copies that keep the exact ones. RNG states belong to ranks and cannot be carried over: they stay as
-in a fresh start from the run's seed. (Nothing of the policy draws from them: there is no dropout.)
+Weights and optimizer state are found by HF name (checkpoints/formats/moments.py), and each rank
+reads the rows that its own ranges lie in. Nothing is rounded on the way, but for model weights
+beside main copies that keep the exact ones. RNG states belong to ranks and cannot be carried over:
+they stay as in a fresh start from the run's seed. (Nothing of the policy draws from them: there is
+no dropout.)
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.families import Architecture, Place, Slot
-from dapo_megatron.bridge.stores.file import dtype_name
-from dapo_megatron.bridge.stores.megatron import slots_of
-from dapo_megatron.bridge.stores.moments import (
+from dapo_megatron.checkpoints.formats.file import dtype_name
+from dapo_megatron.checkpoints.formats.megatron import slots_of
+from dapo_megatron.checkpoints.formats.moments import (
     MAIN,
     MOMENTS,
     STEP,
@@ -30,7 +30,8 @@ from dapo_megatron.bridge.stores.moments import (
     parse_key,
     read_range,
 )
-from dapo_megatron.bridge.stores.store import Store
+from dapo_megatron.checkpoints.formats.store import Store
+from dapo_megatron.model import Architecture, Place, Slot
 from dapo_megatron.types import CheckpointError
 
 

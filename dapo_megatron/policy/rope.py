@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.families import Architecture, Rope
+from dapo_megatron.model import Architecture, Rope
 
 
 def rope_frequencies(arch: Architecture) -> Tensor:

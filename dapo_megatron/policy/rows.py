@@ -17,13 +17,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from dapo_megatron.layout import round_up
+from dapo_megatron.plan.layout import round_up
 from dapo_megatron.types import TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How rows are made: see `dapo_megatron.layout` for the two multiples."""
+    """How rows are made: see `dapo_megatron.plan.layout` for the two multiples."""
 
     packed: bool
     sequence_multiple: int

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.stores.file import TensorFileWriter, TensorInfo
+from dapo_megatron.checkpoints.formats.file import TensorFileWriter, TensorInfo
 from dapo_megatron.policy.device import has_cuda
 
 RNG = "rng/"

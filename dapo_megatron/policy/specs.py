@@ -19,8 +19,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from dapo_megatron.bridge.families import Architecture
 from dapo_megatron.config import PolicyConfig
+from dapo_megatron.model import Architecture
 from dapo_megatron.policy.attention import CausalAttention
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.latent import LatentAttention

@@ -20,7 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 import dapo_megatron
-from dapo_megatron.report.hidden import visible
+from dapo_megatron.report.escape import visible
 from dapo_megatron.report.payload import Payload
 
 SCRIPTS = (

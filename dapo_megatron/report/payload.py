@@ -10,14 +10,14 @@ from typing import Any
 
 from dapo_megatron.report import groups, memory, phases, timeline
 from dapo_megatron.report.charts import CHARTS, Chart, chart_of, names_in, recorded
+from dapo_megatron.report.escape import visible
 from dapo_megatron.report.facts import facts, headline
 from dapo_megatron.report.findings import Finding, findings
 from dapo_megatron.report.folder import RunData
-from dapo_megatron.report.hidden import visible
-from dapo_megatron.report.looks import Look, looks
 from dapo_megatron.report.paper import ghosts
 from dapo_megatron.report.provenance import provenance
 from dapo_megatron.report.rollouts import Rollouts, rollouts
+from dapo_megatron.report.run_colors import Look, looks
 from dapo_megatron.report.series import Column, evaluation_curves, stride_of, thin, thin_steps
 
 

@@ -13,8 +13,8 @@ from urllib.parse import quote, urlsplit
 
 from dapo_megatron.files import read_json
 from dapo_megatron.report.folder import RunData, clock
+from dapo_megatron.tracking.uri import without_password
 from dapo_megatron.types import CheckpointError
-from dapo_megatron.uri import without_password
 
 Rows = list[tuple[str, str]]
 

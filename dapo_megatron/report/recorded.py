@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.codec import COMPLETION_COLUMNS, GROUP_COLUMNS, SampleIndex
 from dapo_megatron.files import parse_json
 from dapo_megatron.report.folder import finite
+from dapo_megatron.rollout.serialization import COMPLETION_COLUMNS, GROUP_COLUMNS, SampleIndex
 
 _WHOLE, _NUMBER = frozenset({int}), frozenset({int, float})
 _TEXT, _YES_OR_NO = frozenset({str}), frozenset({bool})

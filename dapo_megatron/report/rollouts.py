@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.report import recorded
-from dapo_megatron.report.blobs import Blob
 from dapo_megatron.report.choosing import ASKED, Chooser, Pick, Wanted
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.grades import Rules
-from dapo_megatron.report.pieces import find_tokenizer
+from dapo_megatron.report.token_text import find_tokenizer
+from dapo_megatron.report.viewer_data import Blob
 
 MAX_BLOB_BYTES = 18_000_000
 """Of all blobs together, compressed; the page writes them a third longer. A run that shares a page

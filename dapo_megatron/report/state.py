@@ -10,8 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.cluster import postmortem
-from dapo_megatron.cluster.postmortem import ago_text
+from dapo_megatron.doctor import run
+from dapo_megatron.doctor.run import ago_text
 from dapo_megatron.types import ConfigError
 
 
@@ -49,7 +49,7 @@ def state_of(
     report = None
     # A folder copied without its hidden files has no pulses; those of another version may differ.
     with suppress(ConfigError, OSError, TypeError):
-        report = postmortem.report(folder)
+        report = run.report(folder)
     # What a run says of its end comes first: it writes its report while its ranks still live.
     done = _number(summary, "steps")
     if summary is not None and (done is None or planned_steps is None or done >= planned_steps):
@@ -64,9 +64,7 @@ def state_of(
     return _ended(folder, report, last)
 
 
-def _ended(
-    folder: Path, report: postmortem.Report | None, last: Mapping[str, Any] | None
-) -> RunState:
+def _ended(folder: Path, report: run.Report | None, last: Mapping[str, Any] | None) -> RunState:
     """Of a run that neither lives nor finished."""
     where = f"`doctor run {folder}` tells where its ranks were"
     end = last.get("end") if last is not None else None

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_megatron.algo.sampling import verdict
-from dapo_megatron.codec import group_from_json, group_to_json
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.batch import counted
 from dapo_megatron.data.stream import PromptStream
@@ -26,10 +25,13 @@ from dapo_megatron.rollout.dispatch import Dispatcher, Sampling
 from dapo_megatron.rollout.driver import Driver, News
 from dapo_megatron.rollout.forecast import KeepRate
 from dapo_megatron.rollout.groups import OpenGroup, commit
-from dapo_megatron.rollout.ledger import Fate, Ledger, State
+from dapo_megatron.rollout.ledger import Ledger, State
+from dapo_megatron.rollout.serialization import group_from_json, group_to_json
 from dapo_megatron.types import (
     CheckpointError,
+    Collected,
     Completion,
+    Fate,
     Finish,
     Group,
     Prompt,
@@ -42,30 +44,6 @@ logger = logging.getLogger(__name__)
 
 BOUND = 30
 """Default of rollout.max_prompts_per_step, in units of prompts_per_step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """What a rollout step trains on, and what it saw."""
-
-    train: list[Group]
-    ended: list[tuple[Group, Fate]]
-    """Groups that ended in this step, by ticket; each ticket ends once in a run."""
-    decided: list[Group]
-    """Groups whose last grade came in this step, whatever it said: what the policy does, before
-    any filtering."""
-    version: int
-    counts: dict[str, int]
-    """The ledger's books of this step."""
-    outcomes: Counter[tuple[str, str]]
-    """Gradings of this step by (data set, outcome): graded, unparsed (graded, but no answer was
-    found in the text), timeout, crash, memory, error."""
-    keep_rate: float
-    """Forecast of the share of mixed groups."""
-    interrupted: int
-    """Completions that go on in the next step."""
-    grade_seconds: float
-    """Waited for graders with an idle engine."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dapo_megatron.codec import group_from_json, group_to_json
+from dapo_megatron.rollout.serialization import group_from_json, group_to_json
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt
 
 

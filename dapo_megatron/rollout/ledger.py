@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from dapo_megatron.types import DapoError
+from dapo_megatron.types import DapoError, Fate
 
 
 class State(StrEnum):
@@ -29,21 +29,6 @@ class State(StrEnum):
     """All completions are sampled, not all are graded."""
     READY = "ready"
     """Decided: it can be trained on (is mixed, with dynamic sampling), and waits its turn."""
-
-
-class Fate(StrEnum):
-    """What became of a group."""
-
-    TRAINED = "trained"
-    ALL_CORRECT = "all_correct"
-    ALL_WRONG = "all_wrong"
-    OVERLONG = "overlong"
-    """overlong.filter leaves fewer completions than can be compared."""
-    ABSTAINED = "abstained"
-    """A completion could not be graded: its grader hung, died or raised."""
-    EXPIRED = "expired"
-    """Finished, and waited for more than rollout.max_age versions; or beyond what the step needed
-    (on_policy)."""
 
 
 _NEXT: dict[State, set[State | Fate]] = {

@@ -14,8 +14,7 @@ from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.rewards.pool import CAUSES
-from dapo_megatron.rollout.coordinator import Collected
-from dapo_megatron.types import Completion, Finish, Group, StepStats, SyncReport
+from dapo_megatron.types import Collected, Completion, Finish, Group, StepStats, SyncReport
 
 OUTCOMES = ("unparsed", *CAUSES)
 """What grading/* counts."""

@@ -15,11 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.codec import group_from_json
 from dapo_megatron.files import parse_json
-from dapo_megatron.rollout.coordinator import Collected
-from dapo_megatron.rollout.ledger import Fate
-from dapo_megatron.types import DataError, Group, SyncReport
+from dapo_megatron.rollout.serialization import group_from_json
+from dapo_megatron.types import Collected, DataError, Fate, Group, SyncReport
 
 
 class Replay:

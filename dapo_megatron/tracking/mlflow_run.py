@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from dapo_megatron.files import open_lock, try_lock, write_json
 from dapo_megatron.tracking import spool
 from dapo_megatron.tracking.spool import Cursor, Event
+from dapo_megatron.tracking.uri import without_password
 from dapo_megatron.types import DapoError
-from dapo_megatron.uri import without_password
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -27,8 +27,8 @@ from dapo_megatron.files import open_lock, try_lock
 from dapo_megatron.tracking import spool
 from dapo_megatron.tracking.lines import Lines
 from dapo_megatron.tracking.provenance import flatten, run_tags
+from dapo_megatron.tracking.uri import without_password
 from dapo_megatron.types import ConfigError
-from dapo_megatron.uri import without_password
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 SHORT_WAIT_SECONDS = 3.0
@@ -293,7 +293,7 @@ def _drained(
 
 @contextmanager
 def _run_lock(run_folder: Path) -> Iterator[bool]:
-    """Keep the run's folder as a run does (run_folder.py); False if a run has it."""
+    """Keep the run's folder as a run does (run/folder.py); False if a run has it."""
     path = run_folder / ".lock"
     with open_lock(path) as lock:
         yield try_lock(lock, path)

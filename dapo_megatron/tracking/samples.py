@@ -16,8 +16,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from dapo_megatron.codec import DECIMALS, SampleIndex, group_to_json, rounded, significant
 from dapo_megatron.files import whole
+from dapo_megatron.rollout.serialization import (
+    DECIMALS,
+    SampleIndex,
+    group_to_json,
+    rounded,
+    significant,
+)
 from dapo_megatron.types import Group, Inspected, Verdict
 
 LOGPROB_DECIMALS = 6

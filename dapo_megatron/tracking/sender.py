@@ -26,8 +26,8 @@ from dapo_megatron.files import open_lock, try_lock
 from dapo_megatron.tracking import spool
 from dapo_megatron.tracking.mlflow_spool import FORWARDED
 from dapo_megatron.tracking.spool import LANES, Cursor, Event, Place
+from dapo_megatron.tracking.uri import hide_password
 from dapo_megatron.types import ConfigError
-from dapo_megatron.uri import hide_password
 
 if TYPE_CHECKING:
     from dapo_megatron.tracking.mlflow_run import MlflowRun

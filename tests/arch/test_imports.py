@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,68 +31,48 @@ def room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
+LOW = "types files protocols"
 EVERYTHING = (
-    "types codec messages files config compatibility layout flops plan protocols algo data rewards "
-    "bridge policy engine rollout parts loop tracking cluster checkpoints run_folder recording "
-    "session build doctor report scratch"
+    f"{LOW} config model algo data rewards rollout policy engine bridge checkpoints cluster "
+    "tracking report doctor plan run loop"
 )
 ROOMS = {
     "__init__": room(),
-    "types": room("", "torch"),  # for annotations alone, see test_light_modules_stay_light
-    "codec": room("types"),
-    "messages": room("types", "torch msgspec"),
+    "types": room("", "torch"),  # annotations only, see test_light_modules_stay_light
     "files": room("types"),
-    "uri": room(),
-    "scratch": room("types"),
+    "protocols": room("types", "torch"),
     "config": room("types files", "pydantic pydantic_core yaml"),
-    # bridge for the names of the families alone.
-    "compatibility": room("types config bridge"),
-    "flops": room("types bridge"),
-    "plan": room(
-        "types files config compatibility layout layout_search bridge flops", "torch rich"
-    ),
-    "layout": room("types config layout_search"),
-    "layout_search": room("types config"),
-    # bridge for annotations alone: pieces and shards are what policy and engine hand over.
-    "protocols": room("types bridge", "torch"),
+    "model": room("types files config", "torch"),  # torch for annotations only
     "algo": room("types", "torch"),
     "data": room(
         "types files config algo rewards", "torch transformers jinja2 pyarrow reasoning_gym"
     ),
     "rewards": room("types files config algo", "math_verify msgspec reasoning_gym sympy"),
-    # protocols for Exchange: how ranks tell each other what they hold.
-    "bridge": room("types files config protocols", "torch safetensors"),
+    "cluster": room(f"{LOW} config", "torch msgspec rich"),
+    "plan": room(f"{LOW} config model bridge", "torch rich"),
+    # cluster for ranks that fail together.
+    "bridge": room(f"{LOW} config cluster", "torch"),
+    "checkpoints": room(f"{LOW} config model bridge cluster", "torch safetensors"),
+    # plan for the layout only.
     "policy": room(
-        "types config layout protocols bridge",
+        f"{LOW} config model plan bridge checkpoints cluster",
         "torch megatron transformer_engine safetensors triton",
     ),
-    "engine": room("types messages config protocols bridge scratch", "torch vllm numpy"),
-    "rollout": room("types files codec config protocols algo data rewards", "torch"),
-    "parts": room("types protocols rollout"),
-    "loop": room("types config protocols parts algo data rewards rollout", "torch"),
-    "tracking": room("types codec files config protocols uri", "mlflow rich"),
-    "cluster": room("types messages files config protocols scratch", "torch rich"),
+    "engine": room(f"{LOW} config model cluster", "torch vllm numpy"),
+    "rollout": room(f"{LOW} config algo data rewards", "torch"),
+    "loop": room(f"{LOW} config algo data rewards rollout", "torch"),
+    # rollout for the form of a group on disk.
+    "tracking": room(f"{LOW} config rollout", "mlflow rich"),
     "doctor": room(
-        "types messages config layout protocols algo data bridge policy cluster tracking session "
-        "build",
+        f"{LOW} config model algo data bridge policy cluster plan tracking run",
         "torch transformers rich",
     ),
-    # rewards for the names of outcomes, cluster for whether a run is alive.
+    # rewards for the names of outcomes, doctor for whether a run is alive.
     "report": room(
-        "types codec files config algo rewards cluster uri",
+        "types files config algo rewards rollout doctor tracking",
         "jinja2 plotly tokenizers yaml markupsafe rich",
     ),
-    "checkpoints": room("types files config protocols"),
-    # cluster for the name of the attempt alone.
-    "run_folder": room("types files config protocols checkpoints cluster"),
-    # bridge for the architecture alone.
-    "recording": room(
-        "types config files layout flops protocols bridge data policy tracking checkpoints "
-        "run_folder session",
-        "torch transformers",
-    ),
-    "session": room(EVERYTHING, "torch rich"),
-    "build": room(EVERYTHING, "torch transformers rich"),
+    "run": room(EVERYTHING, "torch transformers rich"),
     "__main__": room(EVERYTHING, "typer rich"),
 }
 
@@ -178,6 +159,68 @@ def test_a_room_imports_what_the_table_allows(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def module_name(file: Path) -> str:
+    parts = file.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """Return the modules of the package that each one imports, also inside functions and under
+    TYPE_CHECKING."""
+    modules = {module_name(file) for file in FILES}
+
+    def module_of(name: str) -> str:
+        while name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        module_name(file): {
+            module_of(imported.module) for imported in imports(file) if imported.room is not None
+        }
+        - {module_name(file)}
+        for file in FILES
+    }
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the nodes of one cycle, or of none."""
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert not cycle(imported_modules())
+
+
+def test_no_room_imports_itself_by_way_of_others() -> None:
+    rooms: dict[str, set[str]] = {}
+    for file in FILES:
+        others = {imported.room for imported in imports(file) if imported.room is not None}
+        rooms.setdefault(room_of(file), set()).update(others - {room_of(file)})
+    assert not cycle(rooms)
+
+
+def test_top_level_files() -> None:
+    names = {path.name for path in PACKAGE.glob("*.py")}
+    assert names == {
+        "__init__.py",
+        "__main__.py",
+        "files.py",
+        "loop.py",
+        "protocols.py",
+        "types.py",
+    }
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    folders = {file.parent for file in FILES}
+    assert all(ast.get_docstring(parsed(folder / "__init__.py")) for folder in folders)
+
+
 def test_loop_and_rollout_name_no_backend() -> None:
     backends = re.compile(r"(torch\.distributed|megatron|vllm|mlflow)(\.|$)")
     wrong = [
@@ -203,8 +246,8 @@ def test_the_giants_have_one_room_each() -> None:
 
 HEAVY = "torch transformers vllm megatron mlflow datasets reasoning_gym math_verify pyarrow numpy"
 LIGHT = (
-    "types codec messages config config.file layout protocols run_folder cluster.launch "
-    "cluster.ranks rewards session __main__"
+    "types protocols config config.file model plan.layout plan.compatibility rollout.serialization "
+    "run.folder cluster.collectives cluster.launch cluster.ranks rewards run.session __main__"
 )
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo_megatron.cluster.packages import ThisPython, check_apex, check_packages, stack_of
-from dapo_megatron.cluster.report import Status
+from dapo_megatron.doctor.check import Status
+from dapo_megatron.doctor.packages import ThisPython, check_apex, check_packages, stack_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

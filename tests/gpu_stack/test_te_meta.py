@@ -64,8 +64,9 @@ def test_a_shard_of_transformer_engines_own_tensor_is_dequantised() -> None:
     from transformer_engine.pytorch import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-    from dapo_megatron.bridge.shards import Piece, QuantizedShard, Region, shard_of
     from dapo_megatron.policy.fp8 import is_quantized
+    from dapo_megatron.policy.shards import QuantizedShard, shard_of
+    from dapo_megatron.types import Piece, Region
 
     values = torch.tensor([[1.0, 1.5], [-2.0, 0.25], [448.0, 0.0]])
     tensor = Float8Tensor(

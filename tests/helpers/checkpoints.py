@@ -17,9 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dapo_megatron.bridge.families import Place, architecture, hf_tensors, layout_of, shards_of
-from dapo_megatron.bridge.shards import whole
-from dapo_megatron.bridge.stores import (
+from dapo_megatron.checkpoints.formats import (
     HfWriter,
     Store,
     TensorInfo,
@@ -28,9 +26,12 @@ from dapo_megatron.bridge.stores import (
     publish,
     read_into,
 )
-from dapo_megatron.bridge.stores.compare import compare
-from dapo_megatron.bridge.stores.megatron import MegatronLayout, MegatronWriter
-from dapo_megatron.bridge.stores.writer import StoreWriter, blocks, fill
+from dapo_megatron.checkpoints.formats.compare import compare
+from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
+from dapo_megatron.checkpoints.formats.writer import StoreWriter, blocks, fill
+from dapo_megatron.model import Place, architecture, hf_tensors, layout_of
+from dapo_megatron.policy.shards import shards_of
+from dapo_megatron.types import whole
 
 SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -21,8 +21,8 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models
 
-from dapo_megatron.cluster.pulse import Pulse, State
-from dapo_megatron.cluster.pulse import write as write_pulse
+from dapo_megatron.cluster.heartbeat import Pulse, State
+from dapo_megatron.cluster.heartbeat import write as write_pulse
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
 from dapo_megatron.tracking.jsonl import JsonlTracker

@@ -25,7 +25,7 @@ def differences(rank: int, cases: list[Case], fused: bool) -> list[dict[int, Fou
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from dapo_megatron.bridge.families import architecture
+    from dapo_megatron.model import architecture
 
     dist.destroy_process_group()
     results = []
@@ -51,7 +51,7 @@ def _compare(arch: Any, policy: PolicyConfig, fused: bool) -> Found:
     import torch
     from megatron.core import parallel_state
 
-    from dapo_megatron.bridge.families import layout_of
+    from dapo_megatron.model import layout_of
     from dapo_megatron.policy.model import build_model, place
 
     parallel_state.initialize_model_parallel(

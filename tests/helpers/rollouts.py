@@ -9,9 +9,9 @@ from typing import Any
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.stream import PromptStream
-from dapo_megatron.rollout.coordinator import Collected, Coordinator
+from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import News, Order
-from dapo_megatron.types import Completion, Finish, Grade, Prompt, SampleRequest, Segment
+from dapo_megatron.types import Collected, Completion, Finish, Grade, Prompt, SampleRequest, Segment
 
 Correct = Callable[[int, int], bool | None]
 """(ticket, sample) -> is it correct; None where the grader does not answer."""

@@ -1,4 +1,4 @@
-"""A run's folder and its checkpoints, as session.py and build.py make them, without a model."""
+"""A run's folder and its checkpoints, as `run` makes them, without a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from dapo_megatron.checkpoints import Checkpoints
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.policy.snapshot import Snapshot
-from dapo_megatron.run_folder import RunFolder
+from dapo_megatron.run.folder import RunFolder
 from tests.helpers.configs import tiny_config
 
 ALONE = Ranks(0, 1, 0)
@@ -60,7 +60,7 @@ class TextExport:
 
 
 class Run:
-    """A run's folder and its checkpoints, as session.py and build.py make them."""
+    """A run's folder and its checkpoints, as `run` makes them."""
 
     def __init__(self, path: Path, *, resume: str = "auto", **settings: Any) -> None:
         self.folder = RunFolder(path)

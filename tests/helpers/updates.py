@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.algo.loss import make_loss
-from dapo_megatron.bridge.stores import copy_companions
+from dapo_megatron.checkpoints.formats import copy_companions
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.batches import random_batch
 

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from dapo_megatron.cluster.watch import Watch
+from dapo_megatron.cluster.watchdog import Watch
 
 
 def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> None:

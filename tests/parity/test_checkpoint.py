@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.algo.loss import make_loss
-from dapo_megatron.bridge.stores import copy_companions, open_store
 from dapo_megatron.checkpoints import Checkpoints, fault_of
+from dapo_megatron.checkpoints.formats import copy_companions, open_store
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.types import CheckpointError, StepStats
@@ -44,8 +44,8 @@ def config_of(models: Path, layout: str) -> Config:
 
 
 def build(models: Path, layout: str, exchange: Ranks) -> Any:
-    from dapo_megatron.build import planner
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
 
     config = config_of(models, layout)
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))
@@ -87,7 +87,7 @@ def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
 
 
 def saver(exchange: Ranks, config: Config, policy: Any, folder: Path) -> Checkpoints:
-    from dapo_megatron.build import HfExport
+    from dapo_megatron.run.build import HfExport
 
     return Checkpoints(
         config,

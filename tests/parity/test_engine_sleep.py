@@ -161,8 +161,8 @@ def _stale(engine: Any, folder: Path) -> Seen:
 
 def _run(rank: int, folder: Path) -> Seen:
     """Turns of a real policy, all of which leaves, and a quantised engine, as in a run."""
-    from dapo_megatron import build
     from dapo_megatron.cluster.ranks import Ranks
+    from dapo_megatron.run import build
 
     config = tiny_config(
         model__path=folder,

@@ -44,8 +44,8 @@ def differences(rank: int, cases: list[tuple[dict[str, Any], dict[str, dict[str,
     each layout and each config.json given with it."""
     from megatron.core import parallel_state
 
-    from dapo_megatron.bridge.families import architecture, layout_of
     from dapo_megatron.config import PolicyConfig
+    from dapo_megatron.model import architecture, layout_of
     from dapo_megatron.policy.device import megatron_device
     from dapo_megatron.policy.model import build_model, initialize_parallel, place
 

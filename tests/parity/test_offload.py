@@ -40,9 +40,9 @@ CHUNK_BYTES = 2**14
 
 
 def build(exchange: Ranks, models: Path, layout: str, parts: tuple[str, ...] = ()) -> Any:
-    from dapo_megatron.build import planner
     from dapo_megatron.policy import offload
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
 
     offload.CHUNK_BYTES = CHUNK_BYTES
     model, keys = LAYOUTS[layout]

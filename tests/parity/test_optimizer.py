@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.stores.moments import open_state
+from dapo_megatron.checkpoints.formats.moments import open_state
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import CheckpointError, ConfigError
 from tests.helpers import fused_adam
@@ -41,8 +41,8 @@ def config_of(model: Path, **keys: Any) -> Any:
 
 
 def build(exchange: Ranks, model: Path, **keys: Any) -> Any:
-    from dapo_megatron.build import planner
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
 
     config = config_of(model, **keys)
     return MegatronPolicy(config, exchange, planner(config.policy, config.train))

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
-from dapo_megatron.layout import data_parallel
-from dapo_megatron.plan import Plan, make_plan
+from dapo_megatron.plan.estimate import Plan, make_plan
+from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.parts import Part
 from dapo_megatron.plan.phases import fullest
 from tests.helpers.batches import random_batch
@@ -95,8 +95,8 @@ def plan_of(models: Path, case: str) -> Plan:
 
 def measure(rank: int, models: Path, root: Path, case: str) -> dict[str, Any]:
     """Bytes of this rank: weights, gradients, peaks of an update and of log-probs, files."""
-    from dapo_megatron.build import planner
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
 
     config, world = config_of(models, case), CASES[case][1]
     exchange = Ranks(rank, world, rank)

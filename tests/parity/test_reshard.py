@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.stores.compare import compare, compare_replicas
-from dapo_megatron.bridge.stores.moments import MOMENTS, open_state
+from dapo_megatron.checkpoints.formats.compare import compare, compare_replicas
+from dapo_megatron.checkpoints.formats.moments import MOMENTS, open_state
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
@@ -75,8 +75,8 @@ def stations_of(route: str, precision: str) -> list[Station]:
 
 
 def build(exchange: Ranks, model: Path, layout: str, precision: str) -> Any:
-    from dapo_megatron.build import planner
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
 
     keys = {"tensor_parallel": 1, **LAYOUTS[layout], "precision": precision}
     config = tiny_config(

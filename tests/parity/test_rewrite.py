@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.algo.loss import make_loss
-from dapo_megatron.bridge.shards import Shard
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import Shard
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import make_random_model
@@ -33,8 +33,8 @@ def double(shards: Sequence[Shard]) -> None:
 
 
 def run(rank: int, world_size: int, model: Path) -> dict[str, list[dict[str, Tensor]]]:
-    from dapo_megatron.build import planner
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
 
     exchange, seen = Ranks(rank, world_size, rank), {}
     for layout, keys in LAYOUTS.items():

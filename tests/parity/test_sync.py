@@ -106,13 +106,13 @@ def rank_main(rank: int, folder: Path, engine: dict[str, Any], model: str) -> di
     """Each policy layout's gaps: HF to engine and HF to policy at the start, policy to engine after
     each of two updates; bytes received and the lower bound; and whether our table of what an engine
     rank holds (for forecasts) is what vLLM's loaders take."""
-    from dapo_megatron import build
     from dapo_megatron.bridge.canary import as_batch, sequences
-    from dapo_megatron.bridge.families import engine_pieces
     from dapo_megatron.bridge.sync import WeightSync
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.engine.engine import VllmEngine
+    from dapo_megatron.model import engine_pieces
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run import build
 
     exchange = Ranks(rank, NUM_RANKS, rank)
     cut = {f"engine__{key}": value for key, value in engine.items()}

@@ -28,11 +28,11 @@ FINGERPRINT, COVERAGE, VERSION, CANARY = (
 
 def rank_main(rank: int, folder: Path) -> dict[str, str]:
     """What each fault makes the sync say on this rank; "" if nothing."""
-    from dapo_megatron import build
     from dapo_megatron.bridge.sync import WeightSync
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run import build
     from dapo_megatron.types import SyncError
 
     exchange = Ranks(rank, 2, rank)

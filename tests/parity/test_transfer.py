@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.bridge.plan import make_plan
-from dapo_megatron.bridge.shards import Piece, Region, Shard, whole
 from dapo_megatron.bridge.transfer import Transfer, gather_whole
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import Piece, Region, Shard, whole
 from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 4

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.cluster import bandwidth
-from dapo_megatron.cluster.bandwidth import BUDGETS, Bandwidth, Pair, Wire, measure, rounds
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.doctor import bandwidth
+from dapo_megatron.doctor.bandwidth import BUDGETS, Bandwidth, Pair, Wire, measure, rounds
 from tests.helpers.ranks import run_ranks
 
 SLOW_GBPS = 0.004

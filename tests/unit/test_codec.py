@@ -6,7 +6,7 @@ import json
 
 from hypothesis import given
 
-from dapo_megatron.codec import group_from_json, group_to_json
+from dapo_megatron.rollout.serialization import group_from_json, group_to_json
 from dapo_megatron.types import Group
 from tests.helpers.groups import GROUPS
 

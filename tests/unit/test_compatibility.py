@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.bridge.families import FAMILIES as KNOWN_FAMILIES
-from dapo_megatron.compatibility import FAMILIES, RULES, Machine, Rule, Run, Verdict, check, find
-from dapo_megatron.compatibility.check import page
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
+from dapo_megatron.model import FAMILIES as KNOWN_FAMILIES
+from dapo_megatron.plan.compatibility import (
+    FAMILIES,
+    RULES,
+    Machine,
+    Rule,
+    Run,
+    Verdict,
+    check,
+    find,
+)
+from dapo_megatron.plan.compatibility.check import page
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY, TINY
 
@@ -183,7 +192,9 @@ def test_doctor_layouts_has_no_engine_to_ask() -> None:
 
 def test_the_page_is_not_stale() -> None:
     written = (REPOSITORY / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    assert written == page(), "run: python -m dapo_megatron.compatibility > docs/compatibility.md"
+    assert written == page(), (
+        "run: python -m dapo_megatron.plan.compatibility > docs/compatibility.md"
+    )
     assert all(rule.why in written for rule in RULES)
 
 

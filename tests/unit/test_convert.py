@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from dapo_megatron.bridge.families import Place
-from dapo_megatron.bridge.stores import open_store
+from dapo_megatron.checkpoints.formats import open_store
+from dapo_megatron.model import Place
 from tests.helpers.checkpoints import (
     CONFIGS,
     config_of,

@@ -12,9 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.rollout.coordinator import BOUND, Collected, Coordinator
-from dapo_megatron.rollout.ledger import Fate
-from dapo_megatron.types import CheckpointError, DapoError, Finish, StarvedError, Stopped
+from dapo_megatron.rollout.coordinator import BOUND, Coordinator
+from dapo_megatron.types import (
+    CheckpointError,
+    Collected,
+    DapoError,
+    Fate,
+    Finish,
+    StarvedError,
+    Stopped,
+)
 from tests.helpers.rollouts import (
     MAX_TOKENS,
     Correct,

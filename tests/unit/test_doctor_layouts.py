@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dapo_megatron import __main__ as command_line
-from dapo_megatron.bridge.families import architecture
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.doctor.command import check_options
 from dapo_megatron.doctor.matrix import Case, layout_name, matrix, reference, smallest_world
@@ -23,7 +22,8 @@ from dapo_megatron.doctor.measure import Differences, Measured, compare, distanc
 from dapo_megatron.doctor.minibatch import LENGTHS, NO_LOSS, random_minibatch, with_old_logprobs
 from dapo_megatron.doctor.shrink import shrink, write_random_model
 from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
-from dapo_megatron.layout import check_layout
+from dapo_megatron.model import architecture
+from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import TINY, tiny_config
 
@@ -113,7 +113,7 @@ def test_the_small_model_takes_what_the_large_one_takes(
 
 def check(own: PolicyConfig, hf: dict[str, Any], world: int) -> None:
     """As check_layout does, of a model that is not in a folder."""
-    from dapo_megatron.layout import policy_problems
+    from dapo_megatron.plan.layout import policy_problems
 
     problems = list(policy_problems(own, world, hf))
     if problems:

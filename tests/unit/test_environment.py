@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dapo_megatron.cluster import packages
-from dapo_megatron.cluster.environment import (
+from dapo_megatron.doctor import packages
+from dapo_megatron.doctor.check import Check, Status, render, to_json, worst
+from dapo_megatron.doctor.env import (
     Probe,
     check_environment,
     check_import,
     run_probe,
 )
-from dapo_megatron.cluster.machine import GIB, Machine, check_machine, check_variables, this_machine
-from dapo_megatron.cluster.report import Check, Status, render, to_json, worst
+from dapo_megatron.doctor.machine import GIB, Machine, check_machine, check_variables, this_machine
 
 MACHINE = Machine(
     python=(3, 11),

@@ -22,7 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dapo_megatron.bridge.families import (
+from dapo_megatron.engine.device import check_config, has_cuda
+from dapo_megatron.files import read_json
+from dapo_megatron.model import (
     Architecture,
     Latent,
     Place,
@@ -32,12 +34,9 @@ from dapo_megatron.bridge.families import (
     engine_pieces,
     hf_tensors,
     layout_of,
-    shards_of,
 )
-from dapo_megatron.bridge.shards import Piece, Region
-from dapo_megatron.engine.device import check_config, has_cuda
-from dapo_megatron.files import read_json
-from dapo_megatron.types import ConfigError
+from dapo_megatron.policy.shards import shards_of
+from dapo_megatron.types import ConfigError, Piece, Region
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import FAMILIES, make_random_model
 from tests.helpers.published import PUBLISHED

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from dapo_megatron.bridge.families import architecture
-from dapo_megatron.flops import head_flops, model_flops, pair_flops, peak_flops, token_flops
+from dapo_megatron.model import architecture
+from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_flops, token_flops
 from tests.helpers.models import FAMILIES, make_random_model
 from tests.helpers.published import PUBLISHED
 

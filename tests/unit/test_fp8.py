@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.families import Place, architecture, layout_of, shards_of
 from dapo_megatron.config import PolicyConfig
+from dapo_megatron.model import Place, architecture, layout_of
+from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import ConfigError
 from tests.helpers.published import PUBLISHED
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_megatron.compatibility import check
-from dapo_megatron.compatibility.rule import PACKAGES, Machine
-from dapo_megatron.layout import check_layout
+from dapo_megatron.plan.compatibility import check
+from dapo_megatron.plan.compatibility.rule import PACKAGES, Machine
+from dapo_megatron.plan.layout import check_layout
 from tests.helpers.configs import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "tools"))

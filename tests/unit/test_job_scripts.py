@@ -121,7 +121,7 @@ def test_what_a_job_writes_is_its_users_alone_unless_told(
 
 
 def test_no_cache_has_a_name_that_another_user_could_prepare(checkout: Checkout) -> None:
-    """Each rank chooses a folder and checks it, on its own node: scratch.py."""
+    """Each rank chooses a folder and checks it, on its own node: cluster/scratch.py."""
     checkout.train()
     task = (checkout.folder / "task").read_text()
     assert "NCCL_DEBUG=WARN" in task

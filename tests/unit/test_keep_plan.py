@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.plan import keep, keep_plan, make_plan
+from dapo_megatron.plan import saved
+from dapo_megatron.plan.estimate import make_plan
 from dapo_megatron.plan.parts import GIB
+from dapo_megatron.plan.saved import keep_plan
 from tests.helpers.configs import tiny_config
 
 
@@ -45,6 +47,6 @@ def test_an_odd_model_that_trains_all_the_same_is_only_told(
         raise error
 
     notes: list[str] = []
-    monkeypatch.setattr(keep, "make_plan", odd)
+    monkeypatch.setattr(saved, "make_plan", odd)
     keep_plan(tiny_config(), tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
     assert notes == [f"  no plan.json: {type(error).__name__}: {error}"]

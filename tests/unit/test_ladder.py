@@ -1,4 +1,4 @@
-"""The paper's ladder: what each rung changes; and tools/ladder.py on made-up runs."""
+"""The paper's ladder: what each rung changes; and tools/lab/ladder.py on made-up runs."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.bridge.families import FAMILIES
-from dapo_megatron.bridge.families.fields import head_dim
 from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.config.file import load_config
-from dapo_megatron.layout import (
+from dapo_megatron.model import FAMILIES
+from dapo_megatron.model.hf_config import head_dim
+from dapo_megatron.plan.layout import (
     _head_dim,
     check_layout,
     data_parallel,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.rollout.ledger import _NEXT, Fate, Ledger, State
-from dapo_megatron.types import DapoError
+from dapo_megatron.rollout.ledger import _NEXT, Ledger, State
+from dapo_megatron.types import DapoError, Fate
 
 
 def held(ledger: Ledger) -> dict[int, bool]:

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dapo_megatron.cluster.safe_output import PANEL_ROWS
-from dapo_megatron.session import _tell
+from dapo_megatron.run.context import _tell
 from dapo_megatron.tracking import RunConsole
 from dapo_megatron.tracking.live import (
     LEVELS,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dapo_megatron import loop
-from dapo_megatron.rollout.open_step import OpenStep
+from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.rollout.replay import no_sync
 from dapo_megatron.types import StarvedError, Stopped, SyncError, SyncReport
 from tests.helpers.configs import tiny_config

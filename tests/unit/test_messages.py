@@ -14,21 +14,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.bridge.shards import Piece, Region
-from dapo_megatron.cluster.node import Look
+from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.cluster.report import Check, Status
-from dapo_megatron.messages import decode, encode
+from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.node import Look
 from dapo_megatron.rollout.driver import _Told
 from dapo_megatron.types import (
     Completion,
     ConfigError,
     DapoError,
-    ErrorRecord,
     Fenced,
     Finish,
     Grade,
+    Piece,
     RankError,
+    Region,
     Segment,
 )
 from tests.helpers.ranks import run_ranks

@@ -10,8 +10,6 @@ import pytest
 
 from dapo_megatron.algo.mismatch import GapStatistics
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.rollout.coordinator import Collected
-from dapo_megatron.rollout.ledger import Fate
 from dapo_megatron.rollout.metrics import (
     mismatch_metrics,
     rollout_metrics,
@@ -19,7 +17,9 @@ from dapo_megatron.rollout.metrics import (
     update_metrics,
 )
 from dapo_megatron.types import (
+    Collected,
     Completion,
+    Fate,
     Finish,
     Grade,
     Group,

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.compatibility import check as check_compatibility
 from dapo_megatron.config import Config, FileSource, read_model_config
 from dapo_megatron.config.file import load_config
-from dapo_megatron.layout import check_layout
-from dapo_megatron.plan import Assumptions, estimate_speed, make_plan
+from dapo_megatron.plan.compatibility import check as check_compatibility
+from dapo_megatron.plan.estimate import make_plan
+from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.plan.phases import PHASES
+from dapo_megatron.plan.speed import Assumptions, estimate_speed
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.published import PUBLISHED
 

@@ -18,7 +18,7 @@ from dapo_megatron.data.packing import (
     plan_microbatches,
     work,
 )
-from tools.bench_packing import Setting, draw_lengths, greedy_tokens, main, measure, naive, ours
+from tools.bench.packing import Setting, draw_lengths, greedy_tokens, main, measure, naive, ours
 
 LENGTHS = st.lists(st.integers(1, 500), max_size=60)
 RANKS = st.integers(1, 9)

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.bridge.plan import SENT_BUCKETS, Plan, make_plan
-from dapo_megatron.bridge.shards import Piece, Region, whole
-from dapo_megatron.types import SyncError
+from dapo_megatron.types import Piece, Region, SyncError, whole
 
 Pieces = list[list[Piece]]
 

@@ -12,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dapo_megatron.bridge.families import architecture
 from dapo_megatron.config import Config
-from dapo_megatron.plan import Plan, Speed, activations, estimate_speed, make_plan, render, to_json
-from dapo_megatron.plan.knobs import knobs
+from dapo_megatron.model import architecture
+from dapo_megatron.plan import activations
+from dapo_megatron.plan.estimate import Plan, make_plan
 from dapo_megatron.plan.parts import GIB, Part
 from dapo_megatron.plan.phases import PHASES
+from dapo_megatron.plan.render import render, to_json
+from dapo_megatron.plan.speed import Speed, estimate_speed
+from dapo_megatron.plan.suggestions import knobs
 from dapo_megatron.policy import vocab_parallel
 from tests.helpers.configs import tiny_config
 from tests.helpers.published import PUBLISHED

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dapo_megatron.cluster import bandwidth, findings, node, preflight
-from dapo_megatron.cluster.node import Port, check_infiniband, look_at_node, odd_ones, within
-from dapo_megatron.cluster.preflight import NodeFile, check_nodes
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.cluster.report import Check, Status, worst
+from dapo_megatron.doctor import bandwidth, node, nodes, nodes_report
+from dapo_megatron.doctor.check import Check, Status, worst
+from dapo_megatron.doctor.node import Port, check_infiniband, look_at_node, odd_ones, within
+from dapo_megatron.doctor.nodes import NodeFile, check_nodes
 from tests.helpers.configs import tiny_config
 from tests.helpers.nvidia_smi import install
 from tests.helpers.ranks import RankFailed, run_ranks
@@ -53,7 +53,7 @@ def slowly(swap: Any) -> Any:
 
 def as_node(rank: int) -> None:
     """Make this process the only rank of the node n<rank>, in the group there is."""
-    vars(preflight).update(join=lambda _: Ranks(rank, NUM_NODES, 0), leave=lambda: None)
+    vars(nodes).update(join=lambda _: Ranks(rank, NUM_NODES, 0), leave=lambda: None)
     os.environ.update(
         LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SLURMD_NODENAME=f"n{rank}", PATH="/nowhere"
     )
@@ -146,7 +146,7 @@ def test_a_sound_check_leaves_nothing_behind(
 
 
 def test_a_table_names_the_bad(reports: tuple[Path, list[dict[str, bool]]]) -> None:
-    found = findings.Findings(
+    found = nodes_report.Findings(
         {
             "n0": [Check("clock", Status.OK, "fine")],
             "n1": [Check("GPU 3", Status.FAIL, "hot", "x")],
@@ -156,7 +156,7 @@ def test_a_table_names_the_bad(reports: tuple[Path, list[dict[str, bool]]]) -> N
         | {"all_to_all_gbps": None},
     )
     console = Console(file=io.StringIO(), width=120)
-    findings.render(found, console)
+    nodes_report.render(found, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "GPU 3: hot" in text and "12.50" in text and "3.25" in text and "bad: n1" in text
 
@@ -228,7 +228,7 @@ def test_this_machine_is_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_node_that_cannot_write_is_not_shared() -> None:
     checks: dict[str, list[Check]] = {"n0": []}
-    assert not preflight._judge_views({"n0": ()}, checks)
+    assert not nodes._judge_views({"n0": ()}, checks)
     assert worst(checks["n0"]) is Status.FAIL
 
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dapo_megatron.cluster import postmortem
-from dapo_megatron.cluster.pulse import (
+from dapo_megatron.cluster.heartbeat import (
     NUM_NAMED,
     Alarm,
     Pulse,
@@ -26,6 +25,7 @@ from dapo_megatron.cluster.pulse import (
     suspects,
     write,
 )
+from dapo_megatron.doctor import run
 from dapo_megatron.types import ConfigError
 
 
@@ -182,22 +182,22 @@ def test_postmortem_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
             rank, state=State.RUNNING, time=now - (100 if died else 40), num_exchanges=20 - rank
         )
         write(tmp_path, pulse)
-    report = postmortem.report(tmp_path, tmp_path / "no_verdict")
+    report = run.report(tmp_path, tmp_path / "no_verdict")
     assert [suspect.rank for suspect in report.suspects] == [2]
     assert not report.is_alive
     console = Console(record=True, width=200)
-    postmortem.render(report, console)
+    run.render(report, console)
     shown = console.export_text()
     assert "node2" in shown
     assert "rank 2: missing: silent 60 s before others" in shown
-    assert json.loads(postmortem.to_json(report))["suspects"][0]["rank"] == 2
+    assert json.loads(run.to_json(report))["suspects"][0]["rank"] == 2
 
 
 def test_postmortem_of_a_run_that_is_well(tmp_path: Path) -> None:
     for rank in range(4):
         write(tmp_path, a_pulse(rank, state=State.RUNNING, silent_seconds=0.1, num_exchanges=rank))
-    report = postmortem.report(tmp_path)
+    report = run.report(tmp_path)
     assert report.is_alive
     assert report.suspects == []
     with pytest.raises(ConfigError, match="no pulses"):
-        postmortem.report(tmp_path / "elsewhere")
+        run.report(tmp_path / "elsewhere")

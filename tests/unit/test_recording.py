@@ -17,9 +17,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from dapo_megatron import recording
 from dapo_megatron.data.preparing.report import report_path
-from dapo_megatron.run_folder import RunFolder
+from dapo_megatron.run import record
+from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking import (
     CompositeTracker,
     RunConsole,
@@ -50,7 +50,7 @@ def recorder(out: io.StringIO, report: RunReport | None = None) -> RunRecorder:
 
 def test_the_kept_tokenizer_is_the_models(tmp_path: Path) -> None:
     here = session(tmp_path)
-    recording.keep_tokenizer(here, recorder(io.StringIO()))
+    record.keep_tokenizer(here, recorder(io.StringIO()))
     kept = Tokenizer.from_file(str(here.folder.path / "tokenizer.json"))
     model = AutoTokenizer.from_pretrained(here.config.model.path)
     assert kept.get_vocab() == model.get_vocab()
@@ -67,14 +67,14 @@ def test_a_model_without_a_tokenizer_is_left_to_those_who_need_it(tmp_path: Path
     here.config = here.config.model_copy(
         update={"model": here.config.model.model_copy(update={"path": str(tmp_path / "empty")})}
     )
-    recording.keep_tokenizer(here, recorder(out))
+    record.keep_tokenizer(here, recorder(out))
     assert not here.folder.tokenizer.exists()
     assert "no tokenizer.json: " in out.getvalue()
 
 
 def test_other_ranks_keep_no_tokenizer(tmp_path: Path) -> None:
     here = session(tmp_path, rank=1)
-    recording.keep_tokenizer(here, recorder(io.StringIO()))
+    record.keep_tokenizer(here, recorder(io.StringIO()))
     assert list(here.folder.path.iterdir()) == []
 
 
@@ -83,7 +83,7 @@ def test_provenance_is_written_whole_and_a_full_disk_costs_no_start(
 ) -> None:
     out = io.StringIO()
     here, console = session(tmp_path), RunConsole(num_steps=3, file=out)
-    recording._keep_provenance(here, console, {"model": "m"}, {"git.commit": "c"})
+    record._keep_provenance(here, console, {"model": "m"}, {"git.commit": "c"})
     found = json.loads(here.folder.provenance.read_text())
     assert found.pop("devices")
     assert found == {"facts": {"model": "m"}, "tags": {"git.commit": "c"}, "num_processes": 2}
@@ -92,7 +92,7 @@ def test_provenance_is_written_whole_and_a_full_disk_costs_no_start(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    recording._keep_provenance(here, console, {}, {})
+    record._keep_provenance(here, console, {}, {})
     assert json.loads(here.folder.provenance.read_text())["facts"] == {"model": "m"}
     assert "WARNING: no provenance.json: [Errno 28]" in out.getvalue()
 
@@ -106,7 +106,7 @@ def test_the_report_of_a_data_set_of_owner_and_name_is_kept(tmp_path: Path) -> N
     here = session(
         tmp_path, data__train=json.dumps([{**source, "name": "BytedTsinghua-SIA/DAPO-Math-17k"}])
     )
-    recording.keep_reports(here, recorder(io.StringIO()))
+    record.keep_reports(here, recorder(io.StringIO()))
     [kept] = here.folder.data.iterdir()
     assert kept.name == "BytedTsinghua-SIA--DAPO-Math-17k.report.json"
     assert json.loads(kept.read_text()) == report
@@ -216,7 +216,7 @@ def test_other_ranks_never_wait_so_long_that_the_watchdog_ends_them(tmp_path: Pa
     here = session(tmp_path, watchdog__start=60)
     here.stop = SimpleNamespace(signal=None)
     console = RunConsole(num_steps=3, file=io.StringIO())
-    report = recording._report(here, console)
+    report = record._report(here, console)
     assert report._wait_seconds == 30.0
     assert report._attempt == here.folder.attempt
     assert not report._is_asked()

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble
-from dapo_megatron.rollout.ledger import Fate
 from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.replay import NoEvaluation, Replay, no_sync
 from dapo_megatron.tracking import write_samples
 from dapo_megatron.types import (
     Completion,
     DataError,
+    Fate,
     Finish,
     Grade,
     Group,

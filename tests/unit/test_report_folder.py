@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.cluster import pulse
+from dapo_megatron.cluster import heartbeat
 from dapo_megatron.cluster.attempt import begin_attempt, end_attempt
-from dapo_megatron.cluster.pulse import Pulse, State
-from dapo_megatron.cluster.watch import hang_file
+from dapo_megatron.cluster.heartbeat import Pulse, State
+from dapo_megatron.cluster.watchdog import hang_file
 from dapo_megatron.report.folder import read_metrics, read_run
 from dapo_megatron.report.series import evaluation_curves, stride_of, thin, thin_steps
 from dapo_megatron.report.state import StateWord
@@ -165,11 +165,11 @@ def test_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     book = folder / "attempts.jsonl"
     begin_attempt(book, 0, SLURM)
-    pulse.write(folder, replace(A_PULSE, time=time.time()))
+    heartbeat.write(folder, replace(A_PULSE, time=time.time()))
     running = read_run(folder).state
     assert running.word is StateWord.RUNNING
     assert not running.has_ended
-    pulse.write(folder, replace(A_PULSE, time=time.time() - 100))
+    heartbeat.write(folder, replace(A_PULSE, time=time.time() - 100))
     cut = read_run(folder).state
     assert cut.word is StateWord.CRASHED
     assert "100 s ago" in cut.text or "2 min ago" in cut.text
@@ -188,7 +188,7 @@ def test_a_run_that_said_how_it_ended_has_ended_though_its_ranks_still_live(
 ) -> None:
     """It writes its report before it lets go."""
     folder = write_run(tmp_path / "r")
-    pulse.write(folder, replace(A_PULSE, time=time.time()))
+    heartbeat.write(folder, replace(A_PULSE, time=time.time()))
     begin_attempt(folder / "attempts.jsonl", 0, SLURM)
     end_attempt(folder / "attempts.jsonl", end, SLURM)
     assert state(folder) == end
@@ -202,15 +202,15 @@ def test_the_summary_of_a_shorter_run_is_not_the_end(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r", steps=80)
     (folder / "summary.json").write_text(json.dumps({"steps": 40}))
     assert state(folder) is StateWord.UNKNOWN
-    pulse.write(folder, replace(A_PULSE, time=time.time()))
+    heartbeat.write(folder, replace(A_PULSE, time=time.time()))
     assert state(folder) is StateWord.RUNNING
 
 
 def test_pulses_of_another_version_are_no_pulses(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
-    pulse.write(folder, A_PULSE)
-    pulse.pulse_file(folder, 1).write_text('{"rank": 1}')
-    pulse.pulse_file(folder, 0).write_text('{"state": "running"}')
+    heartbeat.write(folder, A_PULSE)
+    heartbeat.pulse_file(folder, 1).write_text('{"rank": 1}')
+    heartbeat.pulse_file(folder, 0).write_text('{"state": "running"}')
     assert state(folder) is StateWord.UNKNOWN
 
 

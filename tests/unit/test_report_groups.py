@@ -22,7 +22,8 @@ from dapo_megatron.report.groups import (
     totals_table,
 )
 from dapo_megatron.report.state import RunState, StateWord
-from dapo_megatron.rollout.ledger import Fate, Ledger, State
+from dapo_megatron.rollout.ledger import Ledger, State
+from dapo_megatron.types import Fate
 
 NAMES = ("issued", *FATES, "carried", "carried_ready")
 

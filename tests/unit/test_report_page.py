@@ -20,16 +20,16 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.cluster import pulse
+from dapo_megatron.cluster import heartbeat
 from dapo_megatron.report import command, page
 from dapo_megatron.report.charts import CHARTS, chart_of, names_in, recorded
 from dapo_megatron.report.command import parse_steps, report, watch
+from dapo_megatron.report.escape import visible
 from dapo_megatron.report.facts import headline, span
 from dapo_megatron.report.folder import read_run
-from dapo_megatron.report.hidden import visible
-from dapo_megatron.report.looks import looks
 from dapo_megatron.report.paper import GHOSTS, ghosts
 from dapo_megatron.report.payload import Options, make_payload
+from dapo_megatron.report.run_colors import looks
 from dapo_megatron.types import ConfigError
 from tests.helpers.made_run import MadeRun
 from tests.unit.test_files import room_for
@@ -414,7 +414,7 @@ def test_watch_writes_what_changes_and_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "r")
-    pulse.write(folder, replace(A_PULSE, time=time.time()))
+    heartbeat.write(folder, replace(A_PULSE, time=time.time()))
     looks = 0
     seen: list[tuple[int, float | None]] = []
 
@@ -425,12 +425,12 @@ def test_watch_writes_what_changes_and_ends_with_the_run(
         seen.append((len(data["runs"][0]["steps"]), data["refresh_seconds"]))
         assert looks < 9
         if looks < 4:
-            pulse.write(folder, replace(A_PULSE, time=time.time()))
+            heartbeat.write(folder, replace(A_PULSE, time=time.time()))
         if looks == 2:
             write_run(folder, [{"step": 1}, {"step": 2}])
         if looks == 4:
             (folder / "summary.json").write_text('{"steps": 40}')
-            pulse.write(folder, replace(A_PULSE, state=pulse.State.ENDED))
+            heartbeat.write(folder, replace(A_PULSE, state=heartbeat.State.ENDED))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     watch([folder], None, Options(), every=7.0)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dapo_megatron.algo import group_advantage, overlong_penalty
-from dapo_megatron.codec import COMPLETION_COLUMNS, GROUP_COLUMNS
-from dapo_megatron.report import blobs, recorded
+from dapo_megatron.report import recorded, viewer_data
 from dapo_megatron.report.choosing import ASKED, RANDOM, Chooser, Wanted, spread
 from dapo_megatron.report.folder import RunData, read_run
 from dapo_megatron.report.grades import (
@@ -26,10 +25,11 @@ from dapo_megatron.report.grades import (
     grader_of,
     group_rewards,
 )
-from dapo_megatron.report.pieces import Pieces
 from dapo_megatron.report.recorded import StepIndex
 from dapo_megatron.report.rollouts import Rollouts, rollouts
+from dapo_megatron.report.token_text import Pieces
 from dapo_megatron.rewards import dapo_math
+from dapo_megatron.rollout.serialization import COMPLETION_COLUMNS, GROUP_COLUMNS
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
 
@@ -552,7 +552,7 @@ def test_a_run_without_samples_has_no_rollouts(folder: Path, tmp_path: Path) -> 
 def test_of_a_very_long_completion_the_middle_is_left_out_with_a_mark(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blobs, "MAX_TOKENS", 20)
+    monkeypatch.setattr(viewer_data, "MAX_TOKENS", 20)
     found = reported(folder)
     blob, one = opened(found, 0)
     rows = found.table["rows"]

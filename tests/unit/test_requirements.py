@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.cluster.packages import CPU_PINS, GPU_PINS, SHARED_PINS, ThisPython
+from dapo_megatron.doctor.packages import CPU_PINS, GPU_PINS, SHARED_PINS, ThisPython
 
 ROOT = Path(__file__).parents[2]
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"

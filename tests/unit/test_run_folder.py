@@ -19,7 +19,7 @@ import pytest
 from dapo_megatron.checkpoints import newest, read_state
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.files import write_json
-from dapo_megatron.run_folder import RunFolder
+from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def old_run(path: Path) -> RunFolder:
 
 
 def enter(folder: RunFolder, resume: str) -> Path | None:
-    """As session.py does."""
+    """As run/context.py does."""
     folder.take(lock_seconds=0.0)
     source = folder.find(resume, ALONE)
     folder.enter(resume, source)
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_made_is_a_message(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dapo_megatron.run_folder import RunFolder
+from dapo_megatron.run.folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 folder.take()
 print("open", flush=True)

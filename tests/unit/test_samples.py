@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.codec import group_from_json
+from dapo_megatron.rollout.serialization import group_from_json
 from dapo_megatron.tracking import CompositeTracker, RunConsole, RunRecorder, write_samples
 from dapo_megatron.tracking.samples import (
     index_path,

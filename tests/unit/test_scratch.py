@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.scratch import CACHES, SOCKETS, clear_abandoned, locked
+from dapo_megatron.cluster.scratch import CACHES, SOCKETS, clear_abandoned, locked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UID = os.geteuid()
@@ -25,7 +25,7 @@ PREPARE = f"""
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import os, sys, time
-from dapo_megatron.scratch import prepare_scratch
+from dapo_megatron.cluster.scratch import prepare_scratch
 prepare_scratch()
 print(*(os.environ.get(name) for name in {[*CACHES, SOCKETS]!r}), flush=True)
 time.sleep(float(sys.argv[1]))

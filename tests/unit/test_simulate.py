@@ -29,8 +29,8 @@ from scipy.stats import ks_2samp
 from simulate_rollouts import MAX_AGE_MEAN, MIN_BUSY, MIN_P, PRESETS, Preset, main
 from virtual_engines import EngineModel, VirtualDriver, VirtualEngine
 
-from dapo_megatron.codec import group_to_json
 from dapo_megatron.rollout.driver import Order
+from dapo_megatron.rollout.serialization import group_to_json
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SampleRequest, Segment
 
 LIMIT = 500

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo_megatron.bridge.shards import Piece, Region, whole
 from dapo_megatron.engine.coverage import check_used, overlap
 from dapo_megatron.engine.slices import StandIn, View, locate
-from dapo_megatron.types import SyncError
+from dapo_megatron.types import Piece, Region, SyncError, whole
 
 Cut = Callable[[Tensor], Tensor]
 

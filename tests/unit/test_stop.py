@@ -19,8 +19,8 @@ from dapo_megatron.cluster.attempt import HUNG
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.loop import Progress
-from dapo_megatron.rollout.open_step import OpenStep
-from dapo_megatron.session import _conclude
+from dapo_megatron.rollout.partial_step import OpenStep
+from dapo_megatron.run.session import _conclude
 from dapo_megatron.types import ConfigError, Fenced, Stopped
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.ranks import run_ranks

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from dapo_megatron.bridge.families import Place, layout_of, shards_of
-from dapo_megatron.bridge.shards import Region, whole
-from dapo_megatron.bridge.stores import HfWriter, TensorInfo, open_store, read_into
-from dapo_megatron.bridge.stores.compare import compare, compare_replicas
-from dapo_megatron.bridge.stores.file import TensorFile, TensorFileWriter
-from dapo_megatron.bridge.stores.megatron import MegatronLayout
-from dapo_megatron.bridge.stores.writer import blocks
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.checkpoints.formats import HfWriter, TensorInfo, open_store, read_into
+from dapo_megatron.checkpoints.formats.compare import compare, compare_replicas
+from dapo_megatron.checkpoints.formats.file import TensorFile, TensorFileWriter
+from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
+from dapo_megatron.checkpoints.formats.writer import blocks
+from dapo_megatron.model import Place, layout_of
+from dapo_megatron.policy.shards import shards_of
+from dapo_megatron.types import CheckpointError, Region, whole
 from tests.helpers.checkpoints import (
     MODELS,
     config_of,

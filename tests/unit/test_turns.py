@@ -17,22 +17,24 @@ import torch
 from torch import Tensor
 
 from dapo_megatron import loop
-from dapo_megatron.bridge.shards import Piece, Shard, whole
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.config import SyncConfig
-from dapo_megatron.rollout.coordinator import Collected
-from dapo_megatron.rollout.open_step import OpenStep
+from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.types import (
+    Collected,
     ConfigError,
     LogProbs,
+    Piece,
+    Shard,
     StarvedError,
     StepStats,
     Stopped,
     SyncError,
     TokenBatch,
+    whole,
 )
 from tests.helpers.configs import tiny_config
 

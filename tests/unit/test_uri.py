@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.uri import HIDDEN, hide_password, without_password
+from dapo_megatron.tracking.uri import HIDDEN, hide_password, without_password
 
 PASSWORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=4)
 

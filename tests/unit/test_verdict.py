@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.cluster import verdict
+from dapo_megatron.cluster import exit_reason
 
 LOST = (
     "rank 0: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection "
@@ -19,15 +19,17 @@ LOST = (
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(verdict.VARIABLE, str(tmp_path / "attempt" / "verdict"))
+    monkeypatch.setenv(exit_reason.VARIABLE, str(tmp_path / "attempt" / "verdict"))
     return tmp_path / "attempt" / "verdict"
 
 
 def test_the_first_word_stands(path: Path) -> None:
-    assert verdict.record(1, "rank 3: ValueError:\n  bad", "Traceback\nline\n")
-    assert not verdict.record(98, "hung")
+    assert exit_reason.record(1, "rank 3: ValueError:\n  bad", "Traceback\nline\n")
+    assert not exit_reason.record(98, "hung")
     assert path.read_text() == "1 rank 3: ValueError: bad\nTraceback\nline\n"
-    assert verdict.read(path) == verdict.Verdict(1, "rank 3: ValueError: bad", "Traceback\nline\n")
+    assert exit_reason.read(path) == exit_reason.Verdict(
+        1, "rank 3: ValueError: bad", "Traceback\nline\n"
+    )
     assert [entry.name for entry in path.parent.iterdir()] == ["verdict"]
 
 
@@ -35,15 +37,15 @@ def test_without_the_variable_or_a_disk_nothing_happens(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path.parent.write_text("a file where a folder should be")
-    assert not verdict.record(1, "reason")
-    monkeypatch.delenv(verdict.VARIABLE)
-    assert not verdict.record(1, "reason")
-    assert verdict.read(path) is None
+    assert not exit_reason.record(1, "reason")
+    monkeypatch.delenv(exit_reason.VARIABLE)
+    assert not exit_reason.record(1, "reason")
+    assert exit_reason.read(path) is None
 
 
 def _lose(path: Path, begun: Barrier) -> None:
     begun.wait()
-    verdict.record(1, LOST, environ={verdict.VARIABLE: str(path)})
+    exit_reason.record(1, LOST, environ={exit_reason.VARIABLE: str(path)})
 
 
 def test_the_guilty_rank_comes_before_those_that_lost_it(path: Path) -> None:
@@ -54,10 +56,10 @@ def test_the_guilty_rank_comes_before_those_that_lost_it(path: Path) -> None:
         loser.start()
     begun.wait()
     time.sleep(0.5)
-    assert verdict.record(1, "rank 1: OutOfMemoryError: CUDA out of memory")
+    assert exit_reason.record(1, "rank 1: OutOfMemoryError: CUDA out of memory")
     for loser in losers:
         loser.join()
-    found = verdict.read(path)
+    found = exit_reason.read(path)
     assert found is not None
     assert found.reason.startswith("rank 1: OutOfMemoryError")
 
@@ -65,16 +67,18 @@ def test_the_guilty_rank_comes_before_those_that_lost_it(path: Path) -> None:
 def test_a_rank_that_said_nothing_was_perhaps_killed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "SECONDARY_SECONDS", 0.3)
-    assert verdict.record(1, LOST)
-    found = verdict.read(path)
+    monkeypatch.setattr(exit_reason, "SECONDARY_SECONDS", 0.3)
+    assert exit_reason.record(1, LOST)
+    found = exit_reason.read(path)
     assert found is not None
     assert found.reason.startswith("lost its connection to another rank, which said nothing")
     assert "Connection closed by peer" in found.reason
 
 
 def _race(path: Path, number: int) -> None:
-    verdict.record(number, f"rank {number}", "x" * 100_000, environ={verdict.VARIABLE: str(path)})
+    exit_reason.record(
+        number, f"rank {number}", "x" * 100_000, environ={exit_reason.VARIABLE: str(path)}
+    )
 
 
 def test_of_many_at_once_one_wins_whole(path: Path) -> None:
@@ -86,7 +90,7 @@ def test_of_many_at_once_one_wins_whole(path: Path) -> None:
         racer.start()
     for racer in racers:
         racer.join()
-    found = verdict.read(path)
+    found = exit_reason.read(path)
     assert found is not None
     assert found.reason == f"rank {found.code}"
     assert len(found.text) == 100_000
@@ -95,4 +99,4 @@ def test_of_many_at_once_one_wins_whole(path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "\n", "soon reason\n"])
 def test_what_is_no_verdict_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "verdict").write_text(text)
-    assert verdict.read(tmp_path / "verdict") is None
+    assert exit_reason.read(tmp_path / "verdict") is None

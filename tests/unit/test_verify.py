@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dapo_megatron.bridge.fingerprint import add, fingerprint
-from dapo_megatron.bridge.shards import Piece, Region, whole
 from dapo_megatron.bridge.verify import disagreements
+from dapo_megatron.types import Piece, Region, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.cluster import postmortem, verdict
+from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import HUNG
-from dapo_megatron.cluster.pulse import State, pulse_file, read, read_all
-from dapo_megatron.cluster.watch import BACKSTOP_SECONDS, Watch, hang_file
+from dapo_megatron.cluster.heartbeat import State, pulse_file, read, read_all
+from dapo_megatron.cluster.watchdog import BACKSTOP_SECONDS, Watch, hang_file
+from dapo_megatron.doctor import run
 from dapo_megatron.tracking import RunConsole
 from tests.helpers.screen import Screen, Terminal
 
@@ -39,8 +40,8 @@ class Job:
         wait_until(lambda: (self.folder / f"exchange_{step}_0").exists())
 
     @property
-    def verdict(self) -> verdict.Verdict | None:
-        return verdict.read(self.folder / "verdict")
+    def verdict(self) -> exit_reason.Verdict | None:
+        return exit_reason.read(self.folder / "verdict")
 
 
 def wait_until(true: Callable[[], object], seconds: float = 20.0) -> None:
@@ -70,7 +71,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 **os.environ,
                 "DAPO_MEGATRON_ATTEMPT": "17.0",
                 "OMP_NUM_THREADS": "1",
-                verdict.VARIABLE: str(tmp_path / "verdict"),
+                exit_reason.VARIABLE: str(tmp_path / "verdict"),
             }
             with (tmp_path / f"rank_{rank}.log").open("wb") as log:
                 ranks.append(
@@ -178,7 +179,7 @@ def test_pulses_survive_sigkill(start: Start) -> None:
         assert pulse is not None
         assert (pulse.rank, pulse.pid) == (number, job.ranks[number].pid)
         assert (pulse.state, pulse.phase, pulse.attempt) == (State.RUNNING, "update", "17.0")
-    report = postmortem.report(job.folder, job.folder / "verdict")
+    report = run.report(job.folder, job.folder / "verdict")
     assert report.hang == ""
     assert report.verdict is None
 
@@ -222,7 +223,7 @@ def test_a_rank_ends_whatever_its_log_and_its_disk_do(start: Start, fault: str, 
 TELLS = """
 import sys, time
 from pathlib import Path
-from dapo_megatron.cluster.watch import Watch
+from dapo_megatron.cluster.watchdog import Watch
 watch = Watch(Path(sys.argv[1]), 1, 2, {"update": 0.5}, "17.0")
 watch.start()
 watch.terminal_fd = 1
@@ -319,10 +320,10 @@ def test_a_beat_costs_less_than_5_microseconds(tmp_path: Path) -> None:
 def test_a_stalled_disk_does_not_end_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapo_megatron.cluster.watch.BACKSTOP_SECONDS", 1.0)
+    monkeypatch.setattr("dapo_megatron.cluster.watchdog.BACKSTOP_SECONDS", 1.0)
     watch = Watch(tmp_path, 0, 1, {"update": 1.0})
     watch.start()
-    monkeypatch.setattr("dapo_megatron.cluster.pulse.write", lambda *_: time.sleep(10.0))
+    monkeypatch.setattr("dapo_megatron.cluster.heartbeat.write", lambda *_: time.sleep(10.0))
     with watch.phase("update", 1):
         for _ in range(35):
             watch.beat()
@@ -336,7 +337,7 @@ def test_a_stalled_disk_does_not_keep_a_rank_from_closing(
 ) -> None:
     watch = Watch(tmp_path, 0, 1, LIMITS)
     watch.start()
-    monkeypatch.setattr("dapo_megatron.cluster.pulse.write", lambda *_: time.sleep(10.0))
+    monkeypatch.setattr("dapo_megatron.cluster.heartbeat.write", lambda *_: time.sleep(10.0))
     began = time.monotonic()
     watch.close()
     assert time.monotonic() - began < 6.0

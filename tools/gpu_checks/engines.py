@@ -55,9 +55,9 @@ def engine_fp8(setting: Setting) -> Iterator[Figure]:
 def _syncs(
     setting: Setting, model: str, *overrides: str, is_exact: bool = True
 ) -> Iterator[Figure]:
-    from dapo_megatron.build import planner
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
 
     ranks = one_rank()
     before = used_gib()
@@ -133,7 +133,7 @@ def tokens_graphs(setting: Setting) -> Iterator[Figure]:
 
 
 def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
-    from dapo_megatron.build import build_models
+    from dapo_megatron.run.build import build_models
 
     count, length = setting.pick((256, 512), (4, 16))
     config = make_config(setting, model, f"engine.max_sequences={count}", *overrides)
@@ -156,8 +156,8 @@ def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
 
 def plan(setting: Setting) -> Iterator[Figure]:
     """Peak memory of each phase of a 0.6B run against what `plan` says."""
-    from dapo_megatron.build import build_models
-    from dapo_megatron.plan import make_plan
+    from dapo_megatron.plan.estimate import make_plan
+    from dapo_megatron.run.build import build_models
 
     ranks = one_rank()
     tokens = 8192

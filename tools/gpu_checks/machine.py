@@ -17,7 +17,7 @@ TINY_STEPS = 2
 
 def smi(setting: Setting) -> Iterator[Figure]:
     """What nvidia-smi says, as preflight reads it."""
-    from dapo_megatron.cluster.gpus import check_gpus, read_gpus
+    from dapo_megatron.doctor.gpus import check_gpus, read_gpus
 
     gpus = read_gpus(30.0)
     yield told("GPUs", len(gpus))

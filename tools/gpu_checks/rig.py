@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks, join
+from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.policy.device import backend, claim
-from dapo_megatron.scratch import prepare_scratch
 from dapo_megatron.types import Completion, LossOutput, MicroTokens, SampleRequest, TokenBatch
 from gpu_checks.shapes import model_folder
 
@@ -120,8 +120,8 @@ def make_config(setting: Setting, model: str, *overrides: str, row_tokens: int =
 
 def make_policy(config: Config, ranks: Ranks) -> Any:
     """A policy alone."""
-    from dapo_megatron.build import planner
     from dapo_megatron.policy.policy import MegatronPolicy
+    from dapo_megatron.run.build import planner
 
     return MegatronPolicy(config, ranks, planner(config.policy, config.train))
 

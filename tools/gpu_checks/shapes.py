@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dapo_megatron.bridge.families import architecture, hf_tensors
+from dapo_megatron.model import architecture, hf_tensors
 
 _QWEN: dict[str, Any] = {
     "hidden_act": "silu",

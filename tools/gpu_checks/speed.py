@@ -10,7 +10,7 @@ import bench_logprobs as bench
 import torch
 
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.flops import model_flops, peak_flops
+from dapo_megatron.model.flops import model_flops, peak_flops
 from dapo_megatron.policy import vocab_parallel
 from gpu_checks.figures import Figure, at_least, at_most, told
 from gpu_checks.rig import (

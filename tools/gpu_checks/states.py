@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_megatron.bridge.shards import Shard
 from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.types import Shard
 from gpu_checks.figures import Figure, at_most, holds, told
 from gpu_checks.fp8 import fp8, shipped_settings
 from gpu_checks.rig import (

@@ -1,0 +1,289 @@
+"""One safetensors file: boxes of its tensors are read and written in any order.
+
+The format (safetensors documentation, "Format"): the header's length in 8 bytes, little-endian; the
+header, JSON {key: {dtype, shape, data_offsets}} with offsets counted from its end; the data, row by
+row. Plain reads and writes, no mapping: mapped pages count as memory of the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dapo_megatron.files import parse_json
+from dapo_megatron.types import CheckpointError, Region, whole
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The format's names of dtypes."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # safetensors itself reads no longer one
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor without its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * self.dtype.itemsize
+
+
+class TensorFile:
+    """A safetensors file to read. Nothing stays open; only the header is kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the header. Raises CheckpointError for a file that is missing, cut off, half
+        written or no safetensors file at all."""
+        self.path = path
+        header, self._data_start, file_bytes = _read_header(path)
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        if not isinstance(self.metadata, dict):
+            raise CheckpointError(f"{path}: not a safetensors file (its metadata is no object)")
+        self.tensors: dict[str, TensorInfo] = {}
+        self._offsets: dict[str, int] = {}
+        stretches = []
+        for key, entry in header.items():
+            info, start, stop = _parse(path, key, entry)
+            self.tensors[key] = info
+            self._offsets[key] = self._data_start + start
+            stretches.append((start, stop, key))
+        end = self._data_start + _end_of(path, sorted(stretches))
+        if file_bytes != end:
+            what = "cut off" if file_bytes < end else "too long"
+            raise CheckpointError(
+                f"{path}: {what}: its header speaks of {end:,} bytes, the file has "
+                f"{file_bytes:,}; copy or download it again"
+            )
+
+    def read(self, key: str, box: Region | None = None) -> Tensor:
+        """The tensor, or a box of it; its bytes alone are read."""
+        info = self.tensors[key]
+        box = whole(info.shape) if box is None else box
+        tensor = torch.empty(box.shape, dtype=info.dtype)
+        target = _bytes_of(tensor)
+        size, done = info.dtype.itemsize, 0
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                for start, count in _runs(info.shape, box):
+                    into = target[done : done + count * size]
+                    self._fill(file.fileno(), into, self._offsets[key] + start * size, key)
+                    done += count * size
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {key} cannot be read ({error.strerror})") from None
+        return tensor
+
+    def _fill(self, handle: int, target: memoryview, offset: int, key: str) -> None:
+        done = 0
+        while done < len(target):  # a read may return less than asked
+            count = os.preadv(handle, [target[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(f"{self.path}: cut off inside {key}; copy it again")
+            done += count
+
+
+class TensorFileWriter:
+    """A safetensors file whose keys, shapes and dtypes are known beforehand.
+
+    One process calls `create`; then any process may `write` what it has, the same file from many
+    at once; then one calls `finish`. Until then the file has no valid header length: no reader
+    takes it for whole.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
+    ) -> None:
+        self.path = path
+        self.tensors = dict(tensors)
+        offset, entries = 0, dict[str, Any]()
+        # Wide elements first, so that every tensor is aligned to its own.
+        for key, info in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+            stop = offset + info.nbytes
+            entries[key] = {
+                "dtype": _NAMES[info.dtype],
+                "shape": list(info.shape),
+                "data_offsets": [offset, stop],
+            }
+            offset = stop
+        text = json.dumps({"__metadata__": dict(metadata), **entries}, separators=(",", ":"))
+        header = text.encode()
+        self._header = header + b" " * (-len(header) % _LENGTH_BYTES)
+        self._data_start = _LENGTH_BYTES + len(self._header)
+        self._starts = {
+            key: self._data_start + entry["data_offsets"][0] for key, entry in entries.items()
+        }
+        self.nbytes = self._data_start + offset
+        """Of the whole file."""
+
+    def create(self) -> None:
+        """Make the file in its final size, all zeros but for the header."""
+        try:
+            with self.path.open("wb") as file:
+                file.truncate(self.nbytes)
+                file.seek(_LENGTH_BYTES)
+                file.write(self._header)
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def write(self, key: str, value: Tensor, box: Region | None = None) -> None:
+        """Write a tensor, or a box of it, of the dtype announced."""
+        info = self.tensors[key]
+        box = whole(info.shape) if box is None else box
+        if value.dtype != info.dtype or tuple(value.shape) != box.shape:
+            raise ValueError(f"{key}: {value.dtype} {tuple(value.shape)} is not {info} {box}")
+        source = _bytes_of(value.detach().to("cpu").contiguous())
+        size, done = info.dtype.itemsize, 0
+        try:
+            with self.path.open("r+b", buffering=0) as file:
+                for start, count in _runs(info.shape, box):
+                    part = source[done : done + count * size]
+                    _drain(file.fileno(), part, self._starts[key] + start * size)
+                    done += count * size
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def finish(self) -> None:
+        """Bring everything to the disk, then make the file valid."""
+        length = memoryview(len(self._header).to_bytes(_LENGTH_BYTES, "little"))
+        try:
+            with self.path.open("r+b", buffering=0) as file:
+                os.fsync(file.fileno())
+                _drain(file.fileno(), length, 0)
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: OSError) -> CheckpointError:
+        if error.errno not in _NO_ROOM:
+            return CheckpointError(f"{self.path}: cannot be written ({error.strerror})")
+        free = shutil.disk_usage(self.path.parent).free
+        return CheckpointError(
+            f"{self.path}: no room ({error.strerror}): the file needs {self.nbytes:,} bytes, "
+            f"{free:,} are free there"
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As config.json and people write it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise CheckpointError unless the disk of `folder` has room for `num_bytes`."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{folder}: no room: {num_bytes:,} bytes are to be written, {free:,} are free"
+        )
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """(the header, where the data starts, bytes of the file)."""
+    try:
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if file_bytes and length == 0:
+                raise CheckpointError(f"{path}: half written: whatever wrote it did not finish")
+            if not 0 < length <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
+                raise CheckpointError(
+                    f"{path}: cut off inside the header, or not a safetensors file "
+                    f"({file_bytes:,} bytes); copy or download it again"
+                )
+            header = parse_json(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a safetensors file ({error})") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: not a safetensors file (its header is no object)")
+    return header, _LENGTH_BYTES + length, file_bytes
+
+
+def _parse(path: Path, key: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    try:
+        info = TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        start, stop = entry["data_offsets"]
+        if not all(type(size) is int and size >= 0 for size in (*info.shape, start, stop)):
+            raise ValueError("sizes and offsets are integers from 0 on")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: {key}: cannot read the header's {entry} ({error})"
+        ) from None
+    if stop - start != info.nbytes:
+        raise CheckpointError(
+            f"{path}: {key}: {info.nbytes:,} bytes by its shape, {stop - start:,} by its offsets"
+        )
+    return info, start, stop
+
+
+def _end_of(path: Path, stretches: list[tuple[int, int, str]]) -> int:
+    """Where the last of (start, stop, key) ends, in order. As safetensors, it refuses bytes that
+    two tensors share or that none has."""
+    end = 0
+    for start, stop, key in stretches:
+        if start != end:
+            fault = "overlaps the tensor before it" if start < end else "leaves a gap before it"
+            raise CheckpointError(f"{path}: {key} {fault}; the file is damaged, download it again")
+        end = stop
+    return end
+
+
+def _runs(shape: tuple[int, ...], box: Region) -> Iterator[tuple[int, int]]:
+    """(first element, number of elements) of each stretch of memory that the box covers, in order,
+    for a tensor of `shape` laid out row by row."""
+    depth = len(shape)
+    while depth and box.shape[depth - 1] == shape[depth - 1]:
+        depth -= 1
+    depth = max(depth - 1, 0)  # dimensions from here on are one stretch
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    count = prod(box.shape[depth:])
+    for index in product(*map(range, box.shape[:depth])):
+        yield first + sum(i * stride for i, stride in zip(index, strides)), count
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(cast(bytearray, tensor.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _drain(handle: int, source: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(source):
+        done += os.pwrite(handle, source[done:], offset + done)

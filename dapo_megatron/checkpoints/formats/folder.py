@@ -1,0 +1,170 @@
+"""Folders of weights: what goes along with the weights, and folders that appear whole or not at
+all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from dapo_megatron.checkpoints.formats.file import dtype_name
+from dapo_megatron.files import open_lock, read_json, sync_to_disk, try_lock
+from dapo_megatron.types import CheckpointError
+
+MEGATRON_JSON = "megatron.json"
+_RUN_JSON = "state.json"  # a training checkpoint's (run/folder.py)
+HF_INDEX = "model.safetensors.index.json"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
+_FOLDERS = ("additional_chat_templates",)  # transformers keeps templates beside the first there
+_DTYPE_FIELDS = ("dtype", "torch_dtype")  # transformers 5, and before
+
+
+def check_links(folder: Path) -> None:
+    """Refuse a model folder with a link that leaves it.
+
+    A model from elsewhere could name any file of the user this way, and a copy of the model would
+    publish it. Files of the Hugging Face cache, which are links to ../../blobs, pass. Raises
+    CheckpointError naming the link.
+    """
+    inside = folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else None
+    copied = (path for name in _FOLDERS for path in (folder / name).rglob("*"))
+    for path in filter(Path.is_symlink, chain(folder.iterdir(), copied)):
+        target = Path(os.path.realpath(path))  # unlike resolve(), it bears a loop
+        is_inside = target.is_relative_to(inside) or target.parent == blobs
+        if not is_inside or target.is_dir():
+            raise CheckpointError(
+                f"{path}: a link to {target}, which is "
+                f"{'a folder' if is_inside else f'outside of {inside}'}. If it belongs to the "
+                f"model, make a copy without links: cp -rL {folder} OTHER_FOLDER"
+            )
+
+
+def check_file_name(name: str, owner: Path) -> None:
+    """Refuse a name that leaves the folder of the file `owner`, which lists it. Raises
+    CheckpointError."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise CheckpointError(
+            f"{owner}: names the file {name!r}; weights are next to it, by their name only. "
+            "Download the folder again"
+        )
+
+
+def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Copy all that is neither weights nor a run's state: tokenizer, chat template, configs, ...
+
+    config.json is copied byte for byte, or with its dtype alone replaced by `dtype`. Raises
+    CheckpointError for a link that leaves `source`.
+    """
+    check_links(source)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not _stays(path):
+            shutil.copyfile(path, target / path.name)
+        elif path.is_dir() and path.name in _FOLDERS:
+            shutil.copytree(path, target / path.name)
+    if dtype is not None:
+        config = read_json(source / "config.json")
+        for field in [name for name in _DTYPE_FIELDS if name in config] or [_DTYPE_FIELDS[0]]:
+            config[field] = dtype_name(dtype)
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (target / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _stays(path: Path) -> bool:
+    name = path.name
+    return (
+        path.suffix in _WEIGHTS
+        or name.endswith((".index.json", ".partial"))
+        or name in (MEGATRON_JSON, _RUN_JSON)
+    )
+
+
+@contextmanager
+def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A new folder to fill. It becomes `target` when the block ends, and is removed when the block
+    raises (an interrupt included).
+
+    Until then it is `<target>.partial`; one that a killed process left behind, with its lock, is
+    removed first, and a `target` that it was about to replace is put back.
+    Raises CheckpointError if `target` exists (with `overwrite`: if it holds anything but a model),
+    if a folder of the other name is somebody else's, or if another process is filling it.
+    """
+    partial = target.with_name(f"{target.name}.partial")
+    lock = target.with_name(f".{target.name}.lock")
+    is_left_over = lock.exists()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(lock):
+            _settle(target)
+            if target.exists():
+                _check_replaceable(target, overwrite)
+            if partial.exists():
+                if not is_left_over:
+                    raise CheckpointError(
+                        f"{partial}: in the way, and no killed command left it; move it elsewhere"
+                    )
+                shutil.rmtree(partial)
+            partial.mkdir()
+            try:
+                yield partial
+                for path in [*(path for path in partial.iterdir() if path.is_file()), partial]:
+                    sync_to_disk(path)
+                _put(partial, target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or target}: {error.strerror}") from error
+
+
+def _check_replaceable(target: Path, overwrite: bool) -> None:
+    if not overwrite:
+        raise CheckpointError(f"{target}: exists; choose another name, or --overwrite")
+    if (target / _RUN_JSON).exists():
+        raise CheckpointError(f"{target}: a training checkpoint; --overwrite never replaces one")
+    is_model = (target / "config.json").exists()
+    if not is_model and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(
+            f"{target}: holds no model; --overwrite replaces only a model's folder"
+        )
+
+
+def _put(partial: Path, target: Path) -> None:
+    try:
+        if target.exists():
+            target.rename(replaced_by(target))
+        partial.rename(target)
+        sync_to_disk(target.parent)
+    finally:
+        _settle(target)
+
+
+def replaced_by(target: Path) -> Path:
+    """Where a folder lies while another takes its name."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _settle(target: Path) -> None:
+    """After a replacement, or one cut short: the old folder goes if the new one is there, and else
+    gets its name back."""
+    replaced = replaced_by(target)
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    elif replaced.exists():
+        replaced.rename(target)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open_lock(path) as file:
+        if not try_lock(file, path):
+            raise CheckpointError(f"{path}: another process is writing there")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

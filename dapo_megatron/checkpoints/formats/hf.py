@@ -1,0 +1,173 @@
+"""HF folders: config.json, and safetensors in one file or several with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+
+from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo
+from dapo_megatron.checkpoints.formats.folder import HF_INDEX, check_file_name
+from dapo_megatron.checkpoints.formats.store import Extent, Store, checked_tensors
+from dapo_megatron.checkpoints.formats.writer import FilePlan, StoreWriter, blocks
+from dapo_megatron.files import read_json
+from dapo_megatron.model import architecture
+from dapo_megatron.types import CheckpointError, whole
+
+SINGLE = "model.safetensors"
+MAX_FILE_BYTES = 4 * 2**30
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BUFFER = ".rotary_emb.inv_freq"
+"""Saved by old versions of transformers; computed from config.json."""
+
+
+def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
+    """Open an HF folder; `ignore` names fields of its config.json that do not matter.
+
+    Raises CheckpointError if the tensors are not exactly those of the model in config.json, and
+    ConfigError for a model that is not understood.
+    """
+    config = read_json(folder / "config.json")
+    arch = architecture(config, ignore)
+    files, places = _find_tensors(folder)
+    infos = {name: files[file].tensors[name] for name, file in places.items()}
+    if arch.tied and {_EMBEDDING, _HEAD} <= infos.keys():
+        _check_tied_head(files[places[_EMBEDDING]], files[places[_HEAD]])
+        del infos[_HEAD]
+    infos = {name: info for name, info in infos.items() if not name.endswith(_BUFFER)}
+    infos = checked_tensors(folder, infos, arch)
+    return Store(
+        folder=folder,
+        format="hf",
+        layout={"files": len(files)},
+        config=config,
+        arch=arch,
+        tensors=infos,
+        extents={name: [_extent(name, info, places[name])] for name, info in infos.items()},
+        files=files,
+    )
+
+
+class HfWriter(StoreWriter):
+    """Writes an HF folder: `model.safetensors`, or files of at most `max_file_bytes` of tensors
+    (more if one tensor alone has more) and their index."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, TensorInfo],
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        plans = _plan_files(tensors, max_file_bytes)
+        super().__init__(folder, plans)
+        self._places = {name: plan.name for plan in plans for name in plan.tensors}
+        self._tensors = tensors
+
+    def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
+        super().finish(source, dtype)
+        if SINGLE in self._places.values():
+            return
+        index = {
+            "metadata": {"total_size": sum(info.nbytes for info in self._tensors.values())},
+            "weight_map": self._places,
+        }
+        text = json.dumps(index, indent=2, sort_keys=True)
+        with (self.folder / HF_INDEX).open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _plan_files(tensors: Mapping[str, TensorInfo], max_file_bytes: int) -> list[FilePlan]:
+    plans, room = [FilePlan("")], max_file_bytes
+    for name, info in tensors.items():
+        if info.nbytes > room and plans[-1].tensors:
+            plans.append(FilePlan(""))
+            room = max_file_bytes
+        plans[-1].tensors[name] = info
+        room -= info.nbytes
+    for number, plan in enumerate(plans, start=1):
+        plan.name = f"model-{number:05d}-of-{len(plans):05d}.safetensors"
+        if len(plans) == 1:
+            plan.name = SINGLE
+        plan.metadata = {"format": "pt"}
+        plan.extents = [_extent(name, info, plan.name) for name, info in plan.tensors.items()]
+    return plans
+
+
+def _extent(name: str, info: TensorInfo, file: str) -> Extent:
+    return Extent(name, whole(info.shape), file, name, (0,) * len(info.shape))
+
+
+def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
+    """The files by name, and the file of each tensor."""
+    if (folder / SINGLE).exists():  # as in transformers, which looks for the index second
+        file = TensorFile(folder / SINGLE)
+        return {SINGLE: file}, dict.fromkeys(file.tensors, SINGLE)
+    index = folder / HF_INDEX
+    if not index.exists():
+        raise CheckpointError(_why_no_weights(folder))
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
+        raise CheckpointError(f"{index}: has no weight_map of tensors to file names")
+    files = {}
+    for name in sorted(set(places.values())):
+        check_file_name(name, index)
+        if not (folder / name).exists():
+            raise CheckpointError(
+                f"{folder / name}: missing, though {HF_INDEX} names it; download it again"
+            )
+        files[name] = TensorFile(folder / name)
+    for name, file_name in places.items():
+        if name not in files[file_name].tensors:
+            raise CheckpointError(
+                f"{folder / file_name}: the tensor {name} is not in it, though {HF_INDEX} says so; "
+                "index and files are not of one download"
+            )
+    for file_name, one in files.items():
+        for name in one.tensors:
+            if name not in places:
+                raise CheckpointError(
+                    f"{index}: has no entry for {name}, which is in {file_name}; "
+                    "index and files are not of one download"
+                )
+            if places[name] != file_name:
+                raise CheckpointError(
+                    f"{folder}: {name} is in {places[name]} and in {file_name} too; "
+                    "the files are not of one download"
+                )
+    return files, places
+
+
+def _why_no_weights(folder: Path) -> str:
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    if pickled:
+        return (
+            f"{folder}: only pickled weights ({pickled[0]}), which can run code when they are "
+            "read; get the safetensors of this model, or make them once in a place you trust: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
+        )
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if others:
+        return f"{folder}: {HF_INDEX} is missing beside {others[0]}; download it again"
+    return f"{folder}: neither {SINGLE} nor {HF_INDEX} is there"
+
+
+def _check_tied_head(embedding: TensorFile, head: TensorFile) -> None:
+    """Some tied checkpoints hold the head too; it must then be the embedding, bit by bit."""
+    infos = embedding.tensors[_EMBEDDING], head.tensors[_HEAD]
+    boxes = blocks(whole(infos[0].shape), infos[0].dtype.itemsize)
+    if infos[0] != infos[1] or not all(
+        torch.equal(
+            embedding.read(_EMBEDDING, box).view(torch.uint8),
+            head.read(_HEAD, box).view(torch.uint8),
+        )
+        for box in boxes
+    ):
+        raise CheckpointError(
+            f"{head.path}: {_HEAD} differs from {_EMBEDDING}, though config.json ties them "
+            "(tie_word_embeddings)"
+        )

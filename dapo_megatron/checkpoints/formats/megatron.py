@@ -1,0 +1,243 @@
+"""Megatron folders: a file per pipeline stage and tensor-parallel rank, and one per stage and
+expert-parallel rank; and training checkpoints, a file per rank of a run.
+
+Either way a file holds parameters under `model/` and Megatron's names, and says in its metadata
+(`places`, one per model chunk) where it stands; what it holds of which HF tensor follows from the
+table of the model's family. With several chunks the names begin with `chunk_<k>.`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo, dtype_name
+from dapo_megatron.checkpoints.formats.folder import MEGATRON_JSON, check_file_name
+from dapo_megatron.checkpoints.formats.store import (
+    Extent,
+    Store,
+    TensorSource,
+    checked_tensors,
+    disjoint,
+)
+from dapo_megatron.checkpoints.formats.writer import FilePlan, StoreWriter
+from dapo_megatron.files import parse_json, read_json
+from dapo_megatron.model import Architecture, Part, Place, Slot, architecture, layout_of
+from dapo_megatron.types import CheckpointError, ConfigError
+
+VERSION = 1
+_PREFIX = "model/"
+_KEY = re.compile(r"^model/(?:chunk_(\d+)\.)?(.+)$")
+EXPERTS = ".mlp.experts."
+"""In the names of parameters that are dealt out by expert parallelism alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronLayout:
+    """How a model is cut; `stages` counts the layers of each pipeline stage."""
+
+    tensor: int
+    stages: tuple[int, ...]
+    expert: int = 1
+
+    def places(self) -> Iterator[tuple[str, Place, bool]]:
+        """(file name, place, whether it is a file of experts)."""
+        for stage, first in enumerate(accumulate(self.stages[:-1], initial=0)):
+            where: dict[str, Any] = {
+                "first_layer": first,
+                "num_layers": self.stages[stage],
+                "has_embedding": stage == 0,
+                "has_head": stage == len(self.stages) - 1,
+            }
+            for rank in range(self.tensor):
+                name = f"stage_{stage:02d}_tensor_{rank:02d}.safetensors"
+                yield name, Place(rank, self.tensor, **where), False
+            for rank in range(self.expert):
+                name = f"stage_{stage:02d}_experts_{rank:02d}.safetensors"
+                yield name, Place(0, 1, ep_rank=rank, ep_size=self.expert, **where), True
+
+
+# ------------------------------------------------------------------------------- reading
+
+
+def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
+    """Open a Megatron folder. Raises as `open_store`."""
+    about = read_json(folder / MEGATRON_JSON)
+    if about.get("version") != VERSION:
+        raise CheckpointError(
+            f"{folder / MEGATRON_JSON}: version {about.get('version')!r}; "
+            f"this program reads version {VERSION}"
+        )
+    names = about.pop("files", None)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{folder / MEGATRON_JSON}: has no list of files")
+    for name in names:
+        check_file_name(name, folder / MEGATRON_JSON)
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder / name}: missing, though {MEGATRON_JSON} names it")
+    return _open(folder, names, "megatron", about, ignore)
+
+
+def open_training(folder: Path, ignore: Collection[str] = ()) -> Store:
+    """Open a run's training checkpoint. Raises as `open_store`."""
+    if folder.name.endswith(".partial"):
+        raise CheckpointError(f"{folder}: half written: the run that wrote it did not finish")
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder / 'config.json'}: missing; checkpoints of older versions have none, nor do "
+            "their files say which part of the model they hold"
+        )
+    names = sorted(path.name for path in folder.glob("rank_*.safetensors"))
+    return _open(folder, names, "training", {"ranks": len(names)}, ignore)
+
+
+def _open(
+    folder: Path,
+    names: Sequence[str],
+    format: str,
+    layout: Mapping[str, Any],
+    ignore: Collection[str],
+) -> Store:
+    config = read_json(folder / "config.json")
+    arch = architecture(config, ignore)
+    files = {name: TensorFile(folder / name) for name in names}
+    tensors: dict[str, TensorInfo] = {}
+    extents: list[Extent] = []
+    for file in files.values():
+        for key, part in _parts(file, arch):
+            info = TensorInfo(part.global_shape, file.tensors[key].dtype)
+            if tensors.setdefault(part.name, info) != info:
+                raise CheckpointError(
+                    f"{file.path}: {key}: {part.name} is {info.dtype} here and "
+                    f"{tensors[part.name].dtype} in another file"
+                )
+            extents.append(extent_of(part, file.path.name, key))
+    tensors = checked_tensors(folder, tensors, arch)
+    by_name, replicas = disjoint(folder, extents, tensors)
+    return Store(folder, format, layout, config, arch, tensors, by_name, files, replicas)
+
+
+def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
+    """(key, what it holds) for all parameters of a file."""
+    slots = [slots_of(arch, place) for place in places_of(file, arch)]
+    for key, info in file.tensors.items():
+        match = _KEY.match(key)
+        if not match:
+            continue  # optimizer and RNG states
+        chunk, name = int(match[1] or 0), match[2]
+        if chunk >= len(slots) or name not in slots[chunk]:
+            raise CheckpointError(f"{file.path}: {key} is no parameter of {arch.family}")
+        slot = slots[chunk][name]
+        if info.shape != slot.shape:
+            raise CheckpointError(
+                f"{file.path}: {key} has shape {info.shape}, {arch.family} has {slot.shape} there"
+            )
+        yield from ((key, part) for part in slot.parts)
+
+
+def slots_of(arch: Architecture, place: Place) -> dict[str, Slot]:
+    """A model chunk's parameters by either of their names, without the prefix of the chunk."""
+    return layout_of(arch, place) | layout_of(arch, place, fused=True)
+
+
+def places_of(file: TensorSource, arch: Architecture) -> list[Place]:
+    """Where the chunks in a file stand in the model. Raises CheckpointError naming the file."""
+    text = file.metadata.get("places")
+    if text is None:
+        raise CheckpointError(
+            f"{file.path}: does not say which part of the model it holds (no `places` in its "
+            "metadata); it was written by an older version"
+        )
+    try:
+        places = [Place(**fields) for fields in parse_json(text)]
+        for place in places:
+            _check_place(place, arch)
+        return places
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{file.path}: cannot read its `places` ({error})") from None
+
+
+def _check_place(place: Place, arch: Architecture) -> None:
+    """Raise ValueError for what no rank of the model can be."""
+    kinds = get_type_hints(Place)
+    for field, value in asdict(place).items():
+        if type(value) is not kinds[field] or value < 0:
+            raise ValueError(f"{field} is {value!r}")
+    if place.tp_rank >= place.tp_size or place.ep_rank >= place.ep_size:
+        raise ValueError("a rank is not below its size")
+    if place.first_layer + place.num_layers > arch.num_layers:
+        raise ValueError(f"the model has {arch.num_layers} layers")
+
+
+def extent_of(part: Part, file: str, key: str) -> Extent:
+    """Where a part of the parameter `key` lies."""
+    start = (part.first_row, *(0 for _ in part.region.shape[1:]))
+    return Extent(part.name, part.region, file, key, start)
+
+
+# ------------------------------------------------------------------------------- writing
+
+
+class MegatronWriter(StoreWriter):
+    """Writes a Megatron folder of the given layout.
+
+    Raises ConfigError if the model cannot be cut so, CheckpointError if tensors kept in one
+    parameter have different dtypes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arch: Architecture,
+        layout: MegatronLayout,
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        plans = [plan for plan in _plan_files(arch, layout, tensors) if plan.tensors]
+        super().__init__(folder, plans)
+        dtypes = {dtype_name(info.dtype) for info in tensors.values()}
+        self._about = {
+            "version": VERSION,
+            "tensor_parallel": layout.tensor,
+            "pipeline_parallel": len(layout.stages),
+            "expert_parallel": layout.expert,
+            "layers_per_stage": list(layout.stages),
+            "dtype": ", ".join(sorted(dtypes)),
+            "files": [plan.name for plan in plans],
+        }
+
+    def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
+        super().finish(source, dtype)
+        text = json.dumps(self._about, indent=2)
+        (self.folder / MEGATRON_JSON).write_text(text + "\n", encoding="utf-8")
+
+
+def _plan_files(
+    arch: Architecture, layout: MegatronLayout, tensors: Mapping[str, TensorInfo]
+) -> Iterator[FilePlan]:
+    if sum(layout.stages) != arch.num_layers:
+        raise ConfigError(f"stages of {layout.stages} layers do not make {arch.num_layers} layers")
+    for file, place, of_experts in layout.places():
+        plan = FilePlan(file, metadata={"format": "pt", "places": json.dumps([asdict(place)])})
+        for name, slot in layout_of(arch, place).items():
+            if (EXPERTS in name) != of_experts:
+                continue
+            key = _PREFIX + name
+            plan.tensors[key] = TensorInfo(slot.shape, _dtype(key, slot.parts, tensors))
+            plan.extents += [extent_of(part, file, key) for part in slot.parts]
+        yield plan
+
+
+def _dtype(key: str, parts: Sequence[Part], tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    # A rank whose rows are all padding has no parts.
+    dtypes = {tensors[part.name].dtype for part in parts} or {next(iter(tensors.values())).dtype}
+    if len(dtypes) > 1:
+        names = ", ".join(f"{part.name} {tensors[part.name].dtype}" for part in parts)
+        raise CheckpointError(f"{key} holds tensors of different dtypes ({names}); give --dtype")
+    return dtypes.pop()

@@ -1,0 +1,208 @@
+"""Values between ranks, as typed data, and work that fails on all ranks together.
+
+Values are MessagePack that is checked against a type on arrival.
+
+A rank never unpickles what another rank sends: a pickle runs code. A message can only become the
+type that the receiver names. Unlike JSON, MessagePack keeps NaN, infinity and every bit of a float.
+
+Types: numbers, str, bytes, None, list, tuple, dict, enums, (frozen) dataclasses, named tuples,
+Path and torch.dtype. An int that is sent for a float arrives as a float.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import msgspec
+
+from dapo_megatron.protocols import Exchange
+from dapo_megatron.types import DapoError, RankError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+_KINDS: tuple[type[DapoError], ...] = (DapoError, *DapoError.__subclasses__())
+_ERRORS = {kind.__name__: kind for kind in _KINDS}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """A DapoError as plain values: what ranks send each other to raise it everywhere."""
+
+    kind: str
+    """Name of a class in types.py."""
+    text: str
+
+    @staticmethod
+    def of(error: DapoError | None) -> ErrorRecord | None:
+        """Return the record of an error. A class of another file counts as its base class there."""
+        if error is None:
+            return None
+        kinds = (kind.__name__ for kind in type(error).__mro__)
+        return ErrorRecord(next(kind for kind in kinds if kind in _ERRORS), str(error))
+
+    def error(self) -> DapoError:
+        """Return the error; a DapoError for a kind that is not known here."""
+        return _ERRORS.get(self.kind, DapoError)(self.text)
+
+
+NAMED = 5
+"""Reasons that an error of several ranks lists."""
+
+
+def on_rank0(exchange: Exchange, action: Callable[[], T]) -> T | None:
+    """Do something on rank 0 only and return its result there. Collective.
+
+    Its DapoError is raised on every rank, so that no rank waits for one that has given up.
+    """
+    result, error = None, None
+    if exchange.rank == 0:
+        try:
+            result = action()
+        except DapoError as raised:
+            error = raised
+    if record := exchange.broadcast(ErrorRecord.of(error), ErrorRecord | None):
+        raise error or record.error()
+    return result
+
+
+def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable[object] = ()) -> T:
+    """Do something that may fail on some ranks: then all of them raise, with the reasons.
+    Collective.
+
+    `drain` is finished even so: it is a collective iteration that the other ranks are in. Anything
+    but a DapoError ends this rank, and its launcher the others.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except DapoError as raised:
+        error = raised
+    for _ in drain:
+        pass
+    records = exchange.all_gather(ErrorRecord.of(error), ErrorRecord | None)
+    errors = {rank: record for rank, record in enumerate(records) if record is not None}
+    if errors:
+        lines = [f"rank {rank}: {record.text}" for rank, record in errors.items()]
+        first = next(iter(errors.values()))
+        raise ErrorRecord(first.kind, "\n".join(lines[:NAMED])).error()
+    return cast(T, result)
+
+
+def encode(value: object) -> bytes:
+    """Return `value` as a message. Raises TypeError for a type that no message can hold."""
+    try:
+        return _encoder().encode(value)
+    except UnicodeEncodeError:
+        # UTF-8 has no lone surrogates. A grader's text or a file name may contain one, and a run
+        # must not end because of it.
+        plain = msgspec.to_builtins(value, enc_hook=_plain, builtin_types=(bytes,))
+        return _encoder().encode(_without_surrogates(plain))
+
+
+def decode(message: bytes | memoryview, of: Any, rank: int) -> Any:
+    """Return the value of type `of` in a message from `rank`. Raises RankError naming the rank."""
+    try:
+        return _decoder(of).decode(message)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RankError(
+            f"rank {rank}: sent a message that cannot be read ({error}). Do all ranks run the "
+            "same version of dapo_megatron?"
+        ) from None
+
+
+def all_gather(value: T, of: object, group: Any) -> list[T]:
+    """Return the value of each rank of a gloo group, in rank order. `of`: the type of the values.
+    Collective. Raises RankError for a message that does not have it, on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    message = _tensor(encode(value))
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
+    longest = max(int(size) for size in sizes)
+    received = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    padding = torch.zeros(longest - message.numel(), dtype=torch.uint8)
+    dist.all_gather(received, torch.cat([message, padding]), group=group)
+    return [
+        decode(_view(tensor, int(size)), of, rank)
+        for rank, (tensor, size) in enumerate(zip(received, sizes, strict=True))
+    ]
+
+
+def broadcast(value: T, of: object, group: Any) -> T:
+    """Return rank 0's value on every rank of a gloo group. See `all_gather`."""
+    import torch
+    import torch.distributed as dist
+
+    is_sender = dist.get_rank() == 0
+    message = _tensor(encode(value)) if is_sender else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([message.numel()])
+    dist.broadcast(size, src=0, group=group)
+    if not is_sender:
+        message = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(message, src=0, group=group)
+    return value if is_sender else decode(_view(message, int(size)), of, 0)
+
+
+@cache
+def _encoder() -> msgspec.msgpack.Encoder:
+    return msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+@cache
+def _decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(of, dec_hook=_special)
+
+
+def _plain(value: Any) -> str:
+    """Return what stands for a value of a type that msgspec does not know."""
+    import torch
+
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise TypeError(f"{type(value).__name__}: ranks cannot send each other values of this type")
+
+
+def _special(kind: type, value: Any) -> Any:
+    """Undo `_plain`."""
+    import torch
+
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    dtype = getattr(torch, value, None) if kind is torch.dtype and isinstance(value, str) else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise ValueError(f"no {kind.__name__}")
+
+
+def _without_surrogates(value: Any) -> Any:
+    """Replace lone surrogates in all strings by U+FFFD."""
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_surrogates(item) for item in value]
+    return value
+
+
+def _tensor(message: bytes) -> Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _view(tensor: Tensor, size: int) -> memoryview:
+    return tensor.numpy().data[:size]

@@ -1,0 +1,219 @@
+"""Facts of one machine (disk, memory, cores, GPUs), and what is too small or set to a trap.
+
+The checks take a `Machine`, so that a test describes a poor machine instead of needing one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from dapo_megatron.doctor.check import Check, Status
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process may use. Sizes in bytes; `gpus` are model names, one per device."""
+
+    python: tuple[int, int]
+    memory_bytes: int
+    cores: int
+    has_avx2: bool
+    free_bytes: Mapping[str, int]
+    """Free space by folder."""
+    gpus: tuple[str, ...] = ()
+    interfaces: frozenset[str] = field(default_factory=frozenset)
+    """Names of the network interfaces."""
+
+
+def this_machine() -> Machine:
+    """Reads the facts of the machine this runs on (Linux)."""
+    # vLLM and NCCL pass messages between ranks through /dev/shm; containers often have 64 MB of it.
+    folders = {os.getcwd(), tempfile.gettempdir(), "/dev/shm"}
+    return Machine(
+        python=sys.version_info[:2],
+        memory_bytes=_memory_bytes(),
+        cores=len(os.sched_getaffinity(0)),
+        has_avx2=" avx2 " in _read("/proc/cpuinfo").replace("\n", " "),
+        free_bytes={f: shutil.disk_usage(f).free for f in sorted(folders) if os.path.isdir(f)},
+        gpus=_gpus(),
+        interfaces=frozenset(name for _, name in socket.if_nameindex()),
+    )
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _memory_bytes() -> int:
+    """Memory that is available and that the control groups of this process allow, in bytes."""
+    available = [
+        int(line.split()[1]) * 1024
+        for line in _read("/proc/meminfo").splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    limits = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        root, file = Path("/sys/fs/cgroup"), "memory.max"
+        if "memory" in controllers.split(","):  # the first version of control groups
+            root, file = root / "memory", "memory.limit_in_bytes"
+        own = root / group.lstrip("/")
+        texts = [_read(folder / file).strip() for folder in (own, *own.parents)]
+        limits += [int(text) for text in texts if text.isdigit()]
+    return min(available + limits, default=0)
+
+
+def _gpus() -> tuple[str, ...]:
+    """Names of the NVIDIA GPUs of this machine, by the driver and not by torch."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    models = [line for file in files for line in _read(file).splitlines() if "Model:" in line]
+    if models:
+        return tuple(line.split(":", 1)[1].strip() for line in models)
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    try:
+        query = [program, "--query-gpu=name", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(answer.stdout.split("\n")[:-1]) if answer.returncode == 0 else ()
+
+
+def check_machine(machine: Machine) -> Iterator[Check]:
+    """Python, cores, memory and disk against what the quickstart needs."""
+    version = ".".join(map(str, machine.python))
+    if machine.python < (3, 11):
+        remedy = "make clean env PYTHON=python3.11 (or 3.12, 3.13)"
+        yield Check("python", Status.FAIL, f"{version}, want 3.11 to 3.13", remedy)
+    elif machine.python > (3, 13):
+        remedy = "make clean env PYTHON=python3.13: Megatron-core has no wheel for a newer one"
+        yield Check("python", Status.WARN, f"{version} is newer than what is tested", remedy)
+    else:
+        yield Check("python", Status.OK, version)
+
+    if machine.has_avx2 or machine.gpus:
+        yield Check("processor", Status.OK, f"{machine.cores} cores")
+    else:
+        remedy = "use another machine; in a virtual machine, pass the host's processor through"
+        yield Check("processor", Status.FAIL, "no AVX2, which vLLM on a CPU needs", remedy)
+    if machine.cores < 2:
+        remedy = "set run.processes=1, policy.tensor_parallel=1 and engine.tensor_parallel=1"
+        yield Check("cores", Status.WARN, "1 core: two ranks would share it", remedy)
+
+    remedy = "end other programs, or ask for more (Slurm: --mem; Docker: --memory)"
+    yield _size("memory", machine.memory_bytes, ok=8, least=4, remedy=remedy)
+    for folder, free in machine.free_bytes.items():
+        if folder == "/dev/shm":
+            remedy = "docker run --shm-size=8g (or --ipc=host)"
+            yield _size(folder, free, ok=1, least=0.25, remedy=remedy)
+        else:
+            remedy = f"free some of {folder}, or point TMPDIR or run.directory at another disk"
+            yield _size(f"disk {folder}", free, ok=10, least=2, remedy=remedy)
+
+
+def _size(name: str, size_bytes: int, *, ok: float, least: float, remedy: str) -> Check:
+    """`ok` and `least` in GiB: from `ok` on all is well, under `least` a run will fail."""
+    size = size_bytes / GIB
+    if size >= ok:
+        return Check(name, Status.OK, f"{size:.1f} GiB available")
+    status = Status.WARN if size >= least else Status.FAIL
+    return Check(name, status, f"{size:.1f} GiB available, {ok} GiB recommended", remedy)
+
+
+class Trap(NamedTuple):
+    """A variable whose value may ruin a run; `springs` says whether this value does."""
+
+    variable: str
+    springs: Callable[[str, Machine], bool]
+    status: Status
+    why: str
+    remedy: str
+
+
+def _is_count(value: str, most: float) -> bool:
+    return value.isdigit() and 1 <= int(value) <= most
+
+
+TRAPS = (
+    Trap(
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        lambda value, _: value != "0",
+        Status.FAIL,
+        "puts the engine into a process of its own, where new weights cannot reach it",
+        "unset it",
+    ),
+    Trap(
+        "VLLM_CPU_KVCACHE_SPACE",
+        lambda value, machine: not _is_count(value, machine.memory_bytes / GIB / 4),
+        Status.WARN,
+        "each rank takes so many GiB for its key-value cache",
+        "unset it, or set a whole number of GiB, at most a quarter of the memory",
+    ),
+    Trap(
+        "OMP_NUM_THREADS",
+        lambda value, machine: not _is_count(value, machine.cores),
+        Status.WARN,
+        "each rank starts so many threads, more than there are cores",
+        "unset it, or set the number of cores divided by the number of ranks",
+    ),
+    Trap(
+        "WORLD_SIZE",
+        lambda _value, _machine: True,
+        Status.WARN,
+        "`train` takes itself for one of a launcher's ranks and waits for the others",
+        "unset RANK LOCAL_RANK WORLD_SIZE, unless torchrun or srun started this",
+    ),
+    Trap(
+        "CUDA_VISIBLE_DEVICES",
+        lambda value, machine: bool(machine.gpus) and value in ("", "-1"),
+        Status.WARN,
+        "hides every GPU of this machine",
+        "unset it",
+    ),
+    Trap(
+        "CUDA_LAUNCH_BLOCKING",
+        lambda value, _: value not in ("", "0"),
+        Status.WARN,
+        "makes each GPU kernel wait for the one before: for debugging only",
+        "unset it",
+    ),
+    Trap(
+        "GLOO_SOCKET_IFNAME",
+        lambda value, machine: not set(value.split(",")) <= machine.interfaces,
+        Status.FAIL,
+        "names a network interface that this machine does not have",
+        "unset it, or name one of `ip -brief link`",
+    ),
+    Trap(
+        "PYTHONPATH",
+        lambda value, _: bool(value),
+        Status.WARN,
+        "modules of these folders go before the installed ones",
+        "unset it",
+    ),
+)
+
+
+def check_variables(environ: Mapping[str, str], machine: Machine) -> Iterator[Check]:
+    """The environment variables that are set to a trap; one ok line where none is."""
+    sprung = [
+        Check(trap.variable, trap.status, f"{environ[trap.variable]!r}: {trap.why}", trap.remedy)
+        for trap in TRAPS
+        if trap.variable in environ and trap.springs(environ[trap.variable], machine)
+    ]
+    yield from sprung or [Check("environment variables", Status.OK, "none set to a trap")]

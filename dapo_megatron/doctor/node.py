@@ -1,0 +1,199 @@
+"""One node, looked at by one of its processes: GPUs, disks, limits, InfiniBand, its name.
+
+Every look has a time limit: a broken GPU makes nvidia-smi hang, a lost server makes a disk hang.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from dapo_megatron.config import Config
+from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.gpus import GpuError, check_gpus, read_gpus
+from dapo_megatron.doctor.machine import GIB
+
+INFINIBAND = Path("/sys/class/infiniband")
+MIN_SHM_GIB = 1.0
+"""NCCL and vLLM pass messages between the ranks of a node through /dev/shm."""
+MIN_TEMP_GIB = 1.0
+
+
+class Look(NamedTuple):
+    """What was found: checks, and facts that must be the same on all nodes."""
+
+    checks: list[Check]
+    facts: dict[str, str]
+
+
+def node_name() -> str:
+    """As Slurm calls this node, else its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def look_at_node(config: Config, num_tasks: int, *, is_used: bool) -> Look:
+    """Everything that one node can say without the others; `num_tasks` run on it, and `is_used`
+    says whether on GPUs. Raises nothing for a fault it finds."""
+    seconds = config.preflight.check_seconds
+    least = config.preflight.min_free_disk_gib
+    facts: dict[str, str] = {}
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) <= num_tasks
+    looks: dict[str, Callable[[], Iterable[Check]]] = {
+        # Less for each query than for all: then the answer says what hung.
+        "GPUs": lambda: _gpus(num_tasks, facts, seconds / 2, is_used=is_used),
+        "InfiniBand": lambda: check_infiniband(read_ports(), facts),
+        "run.directory": lambda: [_disk("run.directory", Path(config.run.directory), least)],
+        "temporary files": lambda: [
+            _disk("temporary files", Path(tempfile.gettempdir()), MIN_TEMP_GIB)
+        ],
+        "/dev/shm": lambda: [_disk("/dev/shm", Path("/dev/shm"), MIN_SHM_GIB)],
+        "host name": lambda: [_host_name(is_alone=is_alone)],
+    }
+    checks = [check for name, look in looks.items() for check in within(seconds, name, look)]
+    return Look(checks, facts)
+
+
+def within(seconds: float, name: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
+    """The checks of `look`, or a failed one if it is not done in time. What hangs in the kernel
+    cannot be stopped: its thread is left behind."""
+    found: list[Check] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            found.extend(look())
+        except OSError as error:
+            remedy = "exclude the node, or have it mended"
+            found.append(Check(name, Status.FAIL, f"cannot be looked at: {error}", remedy))
+        done.set()
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    if not done.wait(seconds):
+        text = f"no answer in {seconds:g} s"
+        return [Check(name, Status.FAIL, text, "exclude the node, or have it mended")]
+    return found
+
+
+def _gpus(
+    num_tasks: int, facts: dict[str, str], seconds: float, *, is_used: bool
+) -> Iterator[Check]:
+    try:
+        gpus = read_gpus(seconds)
+    except GpuError as error:
+        remedy = "exclude the node; a GPU that fell off the bus does this (Xid 79 in dmesg)"
+        facts["GPUs"] = "no answer"
+        yield Check("GPUs", Status.FAIL, str(error), remedy)
+        return
+    kinds = Counter(f"{gpu.name}, driver {gpu.driver}" for gpu in gpus)
+    facts["GPUs"] = "; ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+    yield from check_gpus(gpus, num_tasks, is_used=is_used)
+
+
+def _disk(name: str, folder: Path, least_gib: float) -> Check:
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free / GIB
+    if free >= least_gib:
+        return Check(name, Status.OK, f"{free:.1f} GiB free in {folder}")
+    text = f"{free:.2f} GiB free in {folder}, {least_gib:g} GiB are wanted"
+    remedy = {
+        "run.directory": "free some, or set run.directory (preflight.min_free_disk_gib: how much)",
+        "temporary files": "free some, or point TMPDIR at another disk",
+        "/dev/shm": "remove what ended runs left there; docker run --shm-size=8g",
+    }[name]
+    # A full run directory is everybody's, and no node's fault.
+    status = Status.WARN if name == "/dev/shm" and free > MIN_SHM_GIB / 4 else Status.FAIL
+    return Check(name, status, text, remedy)
+
+
+def _host_name(*, is_alone: bool) -> Check:
+    host = socket.gethostname()
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except socket.gaierror as error:
+        remedy = "add it to /etc/hosts or DNS: ranks tell each other their names"
+        return Check("host name", Status.FAIL, f"{host} does not resolve ({error})", remedy)
+    is_local = all(address.startswith("127.") or address == "::1" for address in found)
+    if is_local and not is_alone:
+        # Gloo would offer the other nodes an address that is their own.
+        remedy = "across nodes, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (slurm/env.sh)"
+        text = f"{host} is {', '.join(sorted(found))}, which others cannot reach"
+        return Check("host name", Status.WARN, text, remedy)
+    return Check("host name", Status.OK, f"{host} is {', '.join(sorted(found))}")
+
+
+# ------------------------------------------------------------------------------- InfiniBand
+
+
+class Port(NamedTuple):
+    """A port of a host channel adapter, as the kernel has it; `rate` as "400 Gb/sec (4X NDR)"."""
+
+    name: str
+    state: str
+    rate: str
+
+
+def read_ports(root: Path = INFINIBAND) -> list[Port]:
+    """All InfiniBand and RoCE ports of this node."""
+    return [
+        Port(
+            f"{port.parent.parent.name}:{port.name}",
+            (port / "state").read_text().partition(":")[2].strip(),
+            (port / "rate").read_text().strip(),
+        )
+        for port in sorted(root.glob("*/ports/*"))
+    ]
+
+
+def check_infiniband(ports: list[Port], facts: dict[str, str]) -> Iterator[Check]:
+    """Ports up and as wide as they are built, and memory that may be pinned for them. Whether all
+    are there, and as fast as they should be, the other nodes tell: `facts`."""
+    if not ports:
+        yield Check("InfiniBand", Status.OK, "none")
+        return
+    active = [port for port in ports if port.state == "ACTIVE"]
+    rates = Counter(port.rate for port in active)
+    facts["InfiniBand"] = ", ".join(f"{rates[rate]} x {rate}" for rate in sorted(rates))
+    yield Check("InfiniBand", Status.OK, f"active: {facts['InfiniBand'] or 'none'}")
+    for port in ports:
+        if port.state != "ACTIVE":
+            remedy = "none if nothing is plugged in there; else exclude the node"
+            yield Check(f"InfiniBand {port.name}", Status.WARN, f"is {port.state}", remedy)
+        elif re.search(r"\((1|2)X ", port.rate):
+            remedy = "exclude the node; the cable or port wants looking at"
+            text = f"runs at {port.rate}: some of its 4 lanes are down"
+            yield Check(f"InfiniBand {port.name}", Status.FAIL, text, remedy)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        yield Check("pinned memory", Status.OK, "without a limit")
+    else:
+        remedy = "ulimit -l unlimited; under Slurm LimitMEMLOCK=infinity of slurmd's unit"
+        text = f"limited to {limit / GIB:.3g} GiB; InfiniBand pins its buffers"
+        yield Check("pinned memory", Status.FAIL if limit < GIB else Status.WARN, text, remedy)
+
+
+# ------------------------------------------------------------------------------- odd ones
+
+
+def odd_ones(facts: Mapping[str, Mapping[str, str]], what: str) -> dict[str, list[Check]]:
+    """By node (the keys of `facts`), a check for each fact in which it differs from most; where
+    two values are as frequent, from that of the first node."""
+    found: dict[str, list[Check]] = {node: [] for node in facts}
+    for key in sorted({key for of_node in facts.values() for key in of_node}):
+        values = {node: of_node.get(key, "none") for node, of_node in facts.items()}
+        counts = Counter(values.values())
+        usual, count = counts.most_common(1)[0]
+        for node, value in values.items():
+            if value != usual:
+                text = f"{value} here, {usual or 'none'} on {count} of {len(facts)} {what}"
+                remedy = "the same environment, checkout and config on every node; or exclude it"
+                found[node].append(Check(key, Status.FAIL, text, remedy))
+    return found

@@ -1,0 +1,125 @@
+"""DeepSeek-V3 and R1: latent attention; a few dense layers, then experts, some of them shared, with
+a biased router.
+
+Layers of multi-token prediction, which published checkpoints have behind the others, are neither
+trained nor written: a store refuses their tensors by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from dapo_megatron.model.architecture import Architecture
+from dapo_megatron.model.families.decoder import DENSE_MLP, EXPERT, ROUTER
+from dapo_megatron.model.families.family import Family, Parameter
+from dapo_megatron.model.sharding import Columns, GateUp, Heads, Whole
+
+
+def _has_query_rank(arch: Architecture, _layer: int) -> bool:
+    return arch.latent is not None and arch.latent.query_rank > 0
+
+
+def _has_whole_query(arch: Architecture, layer: int) -> bool:
+    return not _has_query_rank(arch, layer)
+
+
+def _is_dense(arch: Architecture, layer: int) -> bool:
+    return not arch.has_experts(layer)
+
+
+def _where(
+    only: Callable[[Architecture, int], bool], *parameters: Parameter
+) -> tuple[Parameter, ...]:
+    return tuple(replace(parameter, only=only) for parameter in parameters)
+
+
+LATENT_ATTENTION = (
+    Parameter("input_layernorm.weight", Whole("input_layernorm.weight", ("hidden",))),
+    *_where(
+        _has_whole_query,
+        Parameter(
+            "self_attention.linear_q_proj.weight",
+            Heads("self_attn.q_proj.weight", "latent.query_dim", "hidden"),
+        ),
+    ),
+    *_where(
+        _has_query_rank,
+        Parameter(
+            "self_attention.linear_q_down_proj.weight",
+            Whole("self_attn.q_a_proj.weight", ("latent.query_rank", "hidden")),
+        ),
+        Parameter(
+            "self_attention.q_layernorm.weight",
+            Whole("self_attn.q_a_layernorm.weight", ("latent.query_rank",)),
+        ),
+        Parameter(
+            "self_attention.linear_q_up_proj.weight",
+            Heads("self_attn.q_b_proj.weight", "latent.query_dim", "latent.query_rank"),
+        ),
+    ),
+    Parameter(
+        "self_attention.linear_kv_down_proj.weight",
+        Whole("self_attn.kv_a_proj_with_mqa.weight", ("latent.down_rows", "hidden")),
+    ),
+    Parameter(
+        "self_attention.kv_layernorm.weight",
+        Whole("self_attn.kv_a_layernorm.weight", ("latent.rank",)),
+    ),
+    Parameter(
+        "self_attention.linear_kv_up_proj.weight",
+        Heads("self_attn.kv_b_proj.weight", "latent.up_dim", "latent.rank"),
+    ),
+    Parameter(
+        "self_attention.linear_proj.weight", Columns("self_attn.o_proj.weight", "value_columns")
+    ),
+)
+
+SHARED_EXPERT = (
+    Parameter(
+        "mlp.shared_experts.linear_fc1.weight",
+        GateUp(
+            "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight", "shared_ffn"
+        ),
+    ),
+    Parameter(
+        "mlp.shared_experts.linear_fc2.weight",
+        Columns("mlp.shared_experts.down_proj.weight", "shared_ffn"),
+    ),
+)
+
+BIAS = Parameter(
+    "mlp.router.expert_bias", Whole("mlp.gate.e_score_correction_bias", ("num_experts",))
+)
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    layer=(
+        *LATENT_ATTENTION,
+        *_where(_is_dense, *DENSE_MLP),
+        *_where(Architecture.has_experts, *ROUTER, BIAS, *SHARED_EXPERT),
+    ),
+    expert=EXPERT,
+    required={
+        "attention_bias": False,
+        "pretraining_tp": 1,
+        "moe_layer_freq": 1,
+        # Rope turns neighbouring columns, as Megatron and vLLM take for granted.
+        "rope_interleave": True,
+        # In transformers that of the norms inside attention, whatever config.json says; vLLM and
+        # Megatron have one for all.
+        "rms_norm_eps": 1e-6,
+    },
+    harmless=frozenset(
+        {
+            "auto_map",
+            "ep_size",
+            # Layers that generation may use, and training does not.
+            "num_nextn_predict_layers",
+            # Of HF's training alone: what balances experts here is policy.moe_aux_loss.
+            "aux_loss_alpha",
+            "seq_aux",
+            "output_router_logits",
+        }
+    ),
+)

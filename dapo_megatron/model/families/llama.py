@@ -1,0 +1,20 @@
+"""Llama 2 and 3.x, and what publishes itself as one (SmolLM2, TinyLlama, ...)."""
+
+from dapo_megatron.model.families.decoder import ATTENTION, DENSE_MLP
+from dapo_megatron.model.families.family import Family
+
+LLAMA = Family(
+    model_type="llama",
+    layer=(*ATTENTION, *DENSE_MLP),
+    required={
+        "attention_bias": False,
+        "mlp_bias": False,
+        # vLLM's other names for biases in attention.
+        "bias": False,
+        "qkv_bias": False,
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+    },
+    harmless=frozenset({"is_llama_config"}),
+    defaults={"num_key_value_heads": None},
+)

@@ -1,0 +1,13 @@
+"""Mistral, from 7B v0.2 on: without a sliding window shorter than the model's positions."""
+
+from dapo_megatron.model.families.decoder import ATTENTION, DENSE_MLP
+from dapo_megatron.model.families.family import Family
+
+MISTRAL = Family(
+    model_type="mistral",
+    layer=(*ATTENTION, *DENSE_MLP),
+    # None in transformers; vLLM reads Llama's.
+    required={"attention_bias": False, "mlp_bias": False, "bias": False, "qkv_bias": False},
+    defaults={"sliding_window": 4096},
+    has_window=True,
+)

@@ -1,0 +1,12 @@
+"""Qwen2 and Qwen2.5: bias on query, key and value."""
+
+from dapo_megatron.model.families.decoder import ATTENTION, DENSE_MLP, QKV_BIAS
+from dapo_megatron.model.families.family import Family
+
+QWEN2 = Family(
+    model_type="qwen2",
+    layer=(*ATTENTION, *QKV_BIAS, *DENSE_MLP),
+    required={"use_sliding_window": False, "use_mrope": False, "qk_norm": False},
+    # The biases are always there; the windows matter with use_sliding_window alone.
+    harmless=frozenset({"attention_bias", "max_window_layers", "sliding_window"}),
+)

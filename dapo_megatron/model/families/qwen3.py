@@ -1,0 +1,13 @@
+"""Qwen3: norm on query and key, and heads whose size is a field of its own."""
+
+from dapo_megatron.model.families.decoder import ATTENTION, DENSE_MLP, QK_NORM
+from dapo_megatron.model.families.family import Family
+
+QWEN3 = Family(
+    model_type="qwen3",
+    layer=(*ATTENTION, *QK_NORM, *DENSE_MLP),
+    required={"attention_bias": False, "use_sliding_window": False},
+    # Of no effect without use_sliding_window.
+    harmless=frozenset({"max_window_layers", "sliding_window"}),
+    defaults={"head_dim": 128},
+)

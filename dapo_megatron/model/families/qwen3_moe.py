@@ -1,0 +1,30 @@
+"""Qwen3-MoE: Qwen3 with experts in every layer."""
+
+from dapo_megatron.model.families.decoder import ATTENTION, EXPERT, QK_NORM, ROUTER
+from dapo_megatron.model.families.family import Family
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    layer=(*ATTENTION, *QK_NORM, *ROUTER),
+    expert=EXPERT,
+    required={
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        # Published with some Qwen3-MoE models, always so.
+        "qkv_bias": False,
+        "use_qk_norm": True,
+        "shared_expert_intermediate_size": 0,
+    },
+    harmless=frozenset(
+        {
+            # Of no effect without use_sliding_window.
+            "max_window_layers",
+            "sliding_window",
+            # Of HF's training alone: what balances experts here is policy.moe_aux_loss.
+            "router_aux_loss_coef",
+            "output_router_logits",
+        }
+    ),
+)

@@ -1,0 +1,255 @@
+"""How a parameter is made of HF tensors, and what one tensor-parallel rank holds of it.
+
+Each way of cutting answers three questions, for the sizes of an `Architecture`: which HF tensors
+there are (`tensors`), what Megatron-core holds of them on one rank (`slot`), and what vLLM holds of
+them on one rank (`engine`). HF's linear weights are [output rows, input columns], as both of these.
+
+Names of HF tensors lack the prefix of their layer here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
+
+from dapo_megatron.model.architecture import Architecture
+from dapo_megatron.types import ConfigError, Region, whole
+
+Shape = tuple[int, ...]
+
+ENGINE_VOCAB_MULTIPLE = 64
+"""vLLM pads the vocabulary to it before cutting (vocab_parallel_embedding.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The box `region` of the HF tensor `name`, kept in a parameter's rows from `first_row` on:
+    as many rows as the box has, each over the parameter's full width."""
+
+    name: str
+    global_shape: Shape
+    region: Region
+    first_row: int = 0
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the local parameter."""
+        return slice(self.first_row, self.first_row + self.region.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A local parameter: its shape and what fills it. Rows in no part are padding."""
+
+    shape: Shape
+    parts: tuple[Part, ...]
+
+
+class Cut(Protocol):
+    """One way of cutting."""
+
+    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
+        """HF tensors and their shapes."""
+
+    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+        """Megatron-core's local parameter."""
+
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+        """vLLM's part of each HF tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The same on every rank: norms, routers. `sizes` names fields of the architecture, or of its
+    parts with a dot."""
+
+    name: str
+    sizes: tuple[str, ...]
+
+    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
+        return {self.name: tuple(attrgetter(size)(arch) for size in self.sizes)}
+
+    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+        [shape] = self.tensors(arch).values()
+        return Slot(shape, (Part(self.name, shape, whole(shape)),))
+
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+        return {name: whole(shape) for name, shape in self.tensors(arch).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """[hidden, `inputs`]: equal columns to each rank."""
+
+    name: str
+    inputs: str
+
+    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
+        return {self.name: (arch.hidden, getattr(arch, self.inputs))}
+
+    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+        [(name, shape)] = self.tensors(arch).items()
+        region = self.engine(arch, tp_rank, tp_size)[name]
+        return Slot(region.shape, (Part(name, shape, region),))
+
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+        [(name, (rows, columns))] = self.tensors(arch).items()
+        size = _share(columns, tp_size, name)
+        return {name: Region((0, tp_rank * size), (rows, size))}
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp:
+    """Gate and up projection, [`rows`, hidden] each: equal rows of both to each rank, which stacks
+    its gate rows over its up rows."""
+
+    gate: str
+    up: str
+    rows: str
+
+    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
+        shape = (getattr(arch, self.rows), arch.hidden)
+        return {self.gate: shape, self.up: shape}
+
+    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+        shapes, regions = self.tensors(arch), self.engine(arch, tp_rank, tp_size)
+        rows, hidden = regions[self.gate].shape
+        return Slot(
+            (2 * rows, hidden),
+            (
+                Part(self.gate, shapes[self.gate], regions[self.gate], 0),
+                Part(self.up, shapes[self.up], regions[self.up], rows),
+            ),
+        )
+
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+        return {
+            name: _rows(shape, tp_rank * size, size)
+            for name, shape in self.tensors(arch).items()
+            for size in [_share(shape[0], tp_size, name)]
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """[heads x `head_rows`, `inputs`]: equally many whole heads to each rank."""
+
+    name: str
+    head_rows: str
+    inputs: str
+
+    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
+        rows, inputs = attrgetter(self.head_rows, self.inputs)(arch)
+        return {self.name: (arch.num_heads * rows, inputs)}
+
+    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+        [(name, shape)] = self.tensors(arch).items()
+        region = self.engine(arch, tp_rank, tp_size)[name]
+        return Slot(region.shape, (Part(name, shape, region),))
+
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+        [(name, shape)] = self.tensors(arch).items()
+        heads = _share(arch.num_heads, tp_size, "attention heads")
+        rows = heads * shape[0] // arch.num_heads
+        return {name: _rows(shape, tp_rank * rows, rows)}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroups:
+    """Query, key and value projection, their weights [rows, hidden] or biases [rows].
+
+    Megatron's fused parameter is, per key-value head: its query heads, then its key, then its
+    value. Ranks get equal intervals of these rows. With more ranks than key-value heads an interval
+    ends inside a group; attention then gathers the fused activations (transformer/attention.py,
+    get_query_key_value_tensors). vLLM cuts by heads, and copies key-value heads to several ranks.
+    """
+
+    query: str
+    key: str
+    value: str
+    is_bias: bool = False
+
+    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
+        width = () if self.is_bias else (arch.hidden,)
+        return {
+            self.query: (arch.query_rows, *width),
+            self.key: (arch.group_rows, *width),
+            self.value: (arch.group_rows, *width),
+        }
+
+    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+        shapes = self.tensors(arch)
+        size = _share(arch.query_rows + 2 * arch.group_rows, tp_size, "the fused query-key-value")
+        mine = range(tp_rank * size, (tp_rank + 1) * size)
+        parts, row = [], 0
+        for name, first, rows in self._segments(arch):
+            start, stop = max(row, mine.start), min(row + rows, mine.stop)
+            if start < stop:
+                region = _rows(shapes[name], first + start - row, stop - start)
+                parts.append(Part(name, shapes[name], region, start - mine.start))
+            row += rows
+        return Slot((size, *shapes[self.query][1:]), tuple(parts))
+
+    def _segments(self, arch: Architecture) -> Iterator[tuple[str, int, int]]:
+        """The fused rows in order: HF name, first row there, number of rows."""
+        head, queries = arch.head_dim, arch.query_rows // arch.num_groups
+        for group in range(arch.num_groups):
+            yield self.query, group * queries, queries
+            yield self.key, group * head, head
+            yield self.value, group * head, head
+
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+        shapes = self.tensors(arch)
+        queries = _share(arch.num_heads, tp_size, "attention heads") * arch.head_dim
+        if tp_size > arch.num_groups:
+            copies = _share(tp_size, arch.num_groups, "key-value heads on engine ranks")
+            first, groups = tp_rank // copies, 1
+        else:
+            groups = _share(arch.num_groups, tp_size, "key-value heads")
+            first = tp_rank * groups
+        regions = {self.query: _rows(shapes[self.query], tp_rank * queries, queries)}
+        for name in (self.key, self.value):
+            regions[name] = _rows(shapes[name], first * arch.head_dim, groups * arch.head_dim)
+        return regions
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """[vocabulary, hidden]: equal rows to each rank, once the vocabulary is padded."""
+
+    name: str
+
+    def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
+        return {self.name: (arch.vocab, arch.hidden)}
+
+    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+        [(name, shape)] = self.tensors(arch).items()
+        rows = -(-arch.vocab // tp_size)
+        region = _filled(shape, tp_rank * rows, rows)
+        parts = (Part(name, shape, region),) if region else ()
+        return Slot((rows, arch.hidden), parts)
+
+    def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
+        [(name, shape)] = self.tensors(arch).items()
+        padded = -(-arch.vocab // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+        rows = _share(padded, tp_size, "the padded vocabulary")
+        region = _filled(shape, tp_rank * rows, rows)
+        return {name: region} if region else {}
+
+
+def _rows(shape: Shape, first: int, rows: int) -> Region:
+    """`rows` rows of a tensor of `shape`."""
+    return Region((first, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+
+
+def _filled(shape: Shape, first: int, rows: int) -> Region | None:
+    """Of `rows` rows those that a tensor of `shape` has; the others are padding."""
+    return _rows(shape, first, rows).intersect(whole(shape))
+
+
+def _share(total: int, ranks: int, what: str) -> int:
+    if total % ranks:
+        raise ConfigError(f"tensor_parallel: {total} ({what}) cannot be shared equally by {ranks}")
+    return total // ranks

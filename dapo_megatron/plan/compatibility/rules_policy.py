@@ -1,0 +1,370 @@
+"""Rules of the policy's computation: kernels, rotary embedding, FP8, head.
+
+Megatron's own refusals of combinations (0.16.1: TransformerConfig, OptimizerConfig,
+fp8_utils.get_fp8_context) are told here in the words of our keys, before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dapo_megatron.plan.compatibility.rule import (
+    EXPERTS,
+    FAMILIES,
+    LATENT,
+    Machine,
+    Rule,
+    Run,
+    Verdict,
+)
+
+BFLOAT16 = "policy.precision=bfloat16"
+TE = "policy.kernels=transformer_engine"
+HOPPER = Machine((9, 0), (13, 0), frozenset({"transformer_engine", "apex", "triton"}))
+NO_GPU = Machine()
+
+
+def _fp8(recipe: str, more: str = "") -> str:
+    return "policy.fp8={recipe: " + recipe + (f", {more}" if more else "") + "}"
+
+
+# ------------------------------------------------------------------ conditions
+
+
+def _asks_te(run: Run) -> bool:
+    return run.config.policy.kernels == "transformer_engine"
+
+
+def _asks_triton(run: Run) -> bool:
+    return run.config.policy.logprob_head == "triton"
+
+
+def _fp8_on(run: Run) -> bool:
+    return run.config.policy.fp8 is not None
+
+
+def _uneven_for_fp8(run: Run) -> str:
+    """Dimensions of weights, on one tensor-parallel rank, that the matmuls cannot take."""
+    fp8 = run.config.policy.fp8
+    if fp8 is None:
+        return ""
+    multiple = 128 if fp8.recipe == "blockwise" else 16
+    wrong = [f"{name} {size}" for name, size in _dimensions(run) if size % multiple]
+    return f"{', '.join(wrong)} of a rank, not multiples of {multiple}" if wrong else ""
+
+
+def _dimensions(run: Run) -> Iterator[tuple[str, int]]:
+    hf, size = run.hf, run.config.policy.tensor_parallel
+    heads = int(hf.get("num_attention_heads") or 1)
+    groups = int(hf.get("num_key_value_heads") or heads)
+    hidden = int(hf.get("hidden_size") or 0)
+    # Only Qwen3's config.json may leave it out and mean another number.
+    default = 128 if run.family.startswith("qwen3") else hidden // heads
+    head_dim = int(hf.get("head_dim") or default)
+    yield "hidden_size", hidden
+    yield "query columns", heads * head_dim // size
+    yield "query, key and value rows", (heads + 2 * max(groups, size)) * head_dim // size
+    if run.family in EXPERTS:
+        # Experts are never cut.
+        yield "moe_intermediate_size", int(hf.get("moe_intermediate_size") or 0)
+    else:
+        yield "intermediate_size", int(hf.get("intermediate_size") or 0) // size
+
+
+def _too_many_in_bfloat16(run: Run) -> str:
+    fp8, policy = run.config.policy.fp8, run.config.policy
+    if fp8 is None:
+        return ""
+    per_stage = int(run.hf.get("num_hidden_layers") or 1) // policy.pipeline_parallel
+    most = max(fp8.bf16_first_layers, fp8.bf16_last_layers)
+    return f"{most}, and a stage has {per_stage} layers" if most > per_stage else ""
+
+
+def _no_fp8_here(run: Run) -> str:
+    machine, fp8 = run.machine, run.config.policy.fp8
+    if fp8 is None or machine is None:
+        return ""
+    if machine.capability is None:
+        return "there is no GPU"
+    if "transformer_engine" not in machine.packages:
+        return "transformer_engine is not installed"
+    if machine.capability < (9, 0):
+        return "this one has {}.{}".format(*machine.capability)
+    if fp8.recipe == "blockwise" and machine.cuda < (12, 9):
+        return f"torch is built with CUDA {'.'.join(map(str, machine.cuda))}"
+    return ""
+
+
+# ------------------------------------------------------------------ the rules
+
+_KERNELS = (
+    Rule(
+        "kernels-precision",
+        ("policy.kernels", "policy.precision"),
+        Verdict.REFUSED,
+        lambda run: _asks_te(run) and run.config.policy.precision != "bfloat16",
+        "transformer_engine needs policy.precision bfloat16 (its fused attention has no other)",
+        "set that, or policy.kernels auto or local",
+        (TE, "policy.precision=float32"),
+    ),
+    Rule(
+        "kernels-latent",
+        ("policy.kernels", "model"),
+        Verdict.REFUSED,
+        _asks_te,
+        "latent attention runs in Megatron's own layers alone",
+        "set policy.kernels auto or local",
+        (TE, BFLOAT16),
+        families=LATENT,
+    ),
+    Rule(
+        "kernels-machine",
+        ("policy.kernels", "machine"),
+        Verdict.REFUSED,
+        lambda run: _asks_te(run) and run.lacks("transformer_engine"),
+        "transformer_engine needs an NVIDIA GPU and the package (requirements.txt)",
+        "set policy.kernels auto or local",
+        (TE, BFLOAT16),
+        example_machine=NO_GPU,
+    ),
+    Rule(
+        "kernels-padded-context",
+        ("policy.kernels", "policy.context_parallel", "train.packing"),
+        Verdict.REFUSED,
+        lambda run: (
+            run.fused and run.config.policy.context_parallel > 1 and not run.config.train.packing
+        ),
+        "under context parallelism Transformer Engine's attention gets packed rows alone",
+        "set train.packing true, or policy.kernels local",
+        (TE, BFLOAT16, "policy.context_parallel=2", "train.packing=false"),
+    ),
+    Rule(
+        "kernels-selective-recompute",
+        ("policy.kernels", "policy.recompute"),
+        Verdict.WARNED,
+        lambda run: run.fused and run.config.policy.recompute == "selective",
+        "fused attention keeps no scores that selective recomputation could save; it costs a "
+        "second forward of attention for nothing",
+        "set policy.recompute none, or full where memory is short",
+        (TE, BFLOAT16, "policy.recompute=selective"),
+    ),
+    Rule(
+        "kernels-not-run",
+        ("policy.kernels",),
+        Verdict.NOT_RUN,
+        lambda run: run.fused and (_asks_te(run) or run.on_gpu),
+        "the layers of Transformer Engine",
+        "",
+        (TE, BFLOAT16),
+    ),
+    Rule(
+        "experts-not-run",
+        ("policy.kernels", "policy.expert_parallel"),
+        Verdict.NOT_RUN,
+        lambda run: run.fused and (_asks_te(run) or run.on_gpu),
+        "grouped matmuls of experts",
+        "",
+        (TE, BFLOAT16),
+        families=("qwen3_moe",),
+    ),
+    Rule(
+        "rope-kernels",
+        ("policy.fused_rope", "policy.kernels"),
+        Verdict.REFUSED,
+        lambda run: run.config.policy.fused_rope and not run.fused,
+        "the fused rotary embedding is one of Transformer Engine's kernels, which this run does "
+        "not use (policy.kernels, policy.precision, or no GPU)",
+        "set policy.fused_rope false",
+        ("policy.fused_rope=true", "policy.kernels=local", BFLOAT16),
+        families=tuple(name for name in FAMILIES if name not in LATENT),
+    ),
+    Rule(
+        "rope-latent",
+        ("policy.fused_rope", "model"),
+        Verdict.REFUSED,
+        lambda run: run.config.policy.fused_rope,
+        "latent attention turns its queries and keys by itself, in its own order of columns",
+        "set policy.fused_rope false",
+        ("policy.fused_rope=true", BFLOAT16),
+        families=LATENT,
+    ),
+    Rule(
+        "rope-spikes",
+        ("policy.fused_rope",),
+        Verdict.WARNED,
+        lambda run: run.config.policy.fused_rope,
+        "spikes of log-probs with it are on record (NVIDIA-NeMo/RL issue 1801)",
+        "compare with tools/gpu_check.py --only rope on your GPU, and watch mismatch/gap_max",
+        ("policy.fused_rope=true", TE, BFLOAT16),
+    ),
+)
+
+_FP8 = (
+    Rule(
+        "fp8-kernels",
+        ("policy.fp8", "policy.kernels"),
+        Verdict.REFUSED,
+        lambda run: _fp8_on(run) and run.config.policy.kernels == "local",
+        "only Transformer Engine's layers compute in FP8",
+        "set policy.kernels auto or transformer_engine, or policy.fp8 null",
+        (_fp8("current"), "policy.kernels=local", BFLOAT16),
+    ),
+    Rule(
+        "fp8-precision",
+        ("policy.fp8", "policy.precision"),
+        Verdict.REFUSED,
+        lambda run: _fp8_on(run) and run.config.policy.precision != "bfloat16",
+        "FP8 layers give and take bfloat16",
+        "set policy.precision bfloat16, or policy.fp8 null",
+        (_fp8("current"), "policy.precision=float32"),
+    ),
+    Rule(
+        "fp8-latent",
+        ("policy.fp8", "model"),
+        Verdict.REFUSED,
+        _fp8_on,
+        "latent attention runs in Megatron's own layers alone, which have no FP8",
+        "set policy.fp8 null",
+        (_fp8("current"), BFLOAT16),
+        families=LATENT,
+    ),
+    Rule(
+        "fp8-dimensions",
+        ("policy.fp8", "policy.tensor_parallel", "model"),
+        Verdict.REFUSED,
+        _uneven_for_fp8,
+        "FP8 matmuls take dimensions in multiples of 16 (blockwise: of its blocks of 128), on "
+        "each tensor-parallel rank",
+        "lower policy.tensor_parallel, take another policy.fp8.recipe, or set policy.fp8 null",
+        (_fp8("blockwise"), BFLOAT16),
+        example_hf={"intermediate_size": 1088},
+    ),
+    Rule(
+        "fp8-delayed-ends",
+        ("policy.fp8.recipe", "policy.fp8.bf16_first_layers", "policy.fp8.bf16_last_layers"),
+        Verdict.REFUSED,
+        lambda run: (
+            (fp8 := run.config.policy.fp8) is not None
+            and fp8.recipe == "delayed"
+            and fp8.bf16_first_layers + fp8.bf16_last_layers > 0
+        ),
+        "Megatron-core keeps no layers in bfloat16 under delayed scaling (maxima are reduced once "
+        "for all layers)",
+        "set both to 0, or policy.fp8.recipe current",
+        (_fp8("delayed", "bf16_first_layers: 1"), BFLOAT16),
+    ),
+    Rule(
+        "fp8-ends-per-stage",
+        ("policy.fp8.bf16_first_layers", "policy.fp8.bf16_last_layers", "policy.pipeline_parallel"),
+        Verdict.REFUSED,
+        _too_many_in_bfloat16,
+        "at most the layers of one pipeline stage can stay in bfloat16 at either end",
+        "lower them, or policy.pipeline_parallel",
+        (_fp8("current", "bf16_last_layers: 999"), BFLOAT16),
+    ),
+    Rule(
+        "fp8-machine",
+        ("policy.fp8", "machine"),
+        Verdict.REFUSED,
+        _no_fp8_here,
+        "FP8 needs Transformer Engine and a GPU of compute capability 9.0 up, blockwise CUDA 12.9",
+        "set policy.fp8 null",
+        (_fp8("blockwise"), BFLOAT16),
+        example_machine=replace(HOPPER, cuda=(12, 8)),
+    ),
+    Rule(
+        "fp8-delayed-moves",
+        ("policy.fp8.recipe",),
+        Verdict.WARNED,
+        lambda run: (fp8 := run.config.policy.fp8) is not None and fp8.recipe == "delayed",
+        "delayed scales move with every micro-batch that has gradients, so ratios of the first "
+        "update are 1 in its first micro-batch alone; the first scales are those of the random "
+        "tokens that the first sync is checked with",
+        "set policy.fp8.recipe current or blockwise, or watch policy/approx_kl",
+        (_fp8("delayed"), BFLOAT16),
+    ),
+    Rule(
+        "fp8-parameters-delayed",
+        ("policy.fp8.parameters", "policy.fp8.recipe"),
+        Verdict.REFUSED,
+        lambda run: (
+            (fp8 := run.config.policy.fp8) is not None
+            and fp8.parameters
+            and fp8.recipe == "delayed"
+        ),
+        "weights would be read from the checkpoint before there is a scale to round them by",
+        "set policy.fp8.recipe current or blockwise, or policy.fp8.parameters false",
+        (_fp8("delayed", "parameters: true"), BFLOAT16),
+    ),
+    Rule(
+        "fp8-parameters-cpu-offload",
+        ("policy.fp8.parameters", "optimizer.cpu_offload"),
+        Verdict.REFUSED,
+        lambda run: (
+            (fp8 := run.config.policy.fp8) is not None
+            and fp8.parameters
+            and run.config.optimizer.cpu_offload > 0
+        ),
+        "Megatron-core's optimizer in host memory cannot read weights that are in FP8 alone",
+        "set one of them off",
+        (_fp8("current", "parameters: true"), BFLOAT16, "optimizer.cpu_offload=0.5"),
+    ),
+    Rule(
+        "fp8-not-run",
+        ("policy.fp8",),
+        Verdict.NOT_RUN,
+        _fp8_on,
+        "FP8 training, with any recipe, layers kept in bfloat16, and FP8 parameters",
+        "",
+        (_fp8("current"), BFLOAT16),
+    ),
+    Rule(
+        "fp8-experts-not-run",
+        ("policy.fp8", "policy.expert_parallel"),
+        Verdict.NOT_RUN,
+        _fp8_on,
+        "FP8 in experts, whose tokens are padded to multiples of 16 for each",
+        "",
+        (_fp8("current"), BFLOAT16),
+        families=("qwen3_moe",),
+    ),
+)
+
+_HEAD = (
+    Rule(
+        "head-float64",
+        ("policy.logprob_head", "policy.precision"),
+        Verdict.REFUSED,
+        lambda run: _asks_triton(run) and run.config.policy.precision == "float64",
+        "the Triton kernels reduce in float32",
+        "set policy.logprob_head torch",
+        ("policy.logprob_head=triton", "policy.precision=float64"),
+    ),
+    Rule(
+        "head-machine",
+        ("policy.logprob_head", "machine"),
+        Verdict.REFUSED,
+        lambda run: (
+            _asks_triton(run)
+            and run.lacks("triton")
+            and run.machine is not None
+            and run.machine.environment.get("TRITON_INTERPRET") != "1"
+        ),
+        "triton needs an NVIDIA GPU and the package (torch for CUDA brings it)",
+        "set policy.logprob_head torch",
+        ("policy.logprob_head=triton",),
+        example_machine=NO_GPU,
+    ),
+    Rule(
+        "head-not-run",
+        ("policy.logprob_head",),
+        Verdict.NOT_RUN,
+        _asks_triton,
+        "the Triton kernels of the log-prob head (Triton's interpreter has run them on CPU)",
+        "",
+        ("policy.logprob_head=triton",),
+    ),
+)
+
+POLICY_RULES: tuple[Rule, ...] = (*_KERNELS, *_FP8, *_HEAD)

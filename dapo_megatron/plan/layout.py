@@ -1,0 +1,383 @@
+"""Layouts: which fit a model and a number of processes, and what follows from one.
+
+A layout that cannot work is refused before anything starts, with every key at fault and the nearest
+layouts that do fit. Nothing heavy is imported. Rules that are Megatron-core's (0.16.1, its
+TransformerConfig and initialize_model_parallel) are told in the words of our keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from math import lcm
+from typing import Any
+
+from dapo_megatron.config import Config, PolicyConfig, read_model_config, refuse
+from dapo_megatron.plan.layout_search import divisors, nearest
+
+# ------------------------------------------------------------------ what follows from a layout
+
+
+def data_parallel(policy: PolicyConfig, world_size: int) -> int:
+    """Copies of the model that `world_size` processes hold (context-parallel ranks share one)."""
+    return world_size // _model_ranks(policy)
+
+
+def _model_ranks(policy: PolicyConfig) -> int:
+    return policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
+
+
+def sequence_multiple(policy: PolicyConfig) -> int:
+    """Tokens to whose multiple each sequence is padded.
+
+    With context parallelism of size n a sequence is cut into 2n equal chunks, of which rank r
+    holds chunks r and 2n - 1 - r: so under a causal mask all ranks have the same work.
+    """
+    return 2 * policy.context_parallel if policy.context_parallel > 1 else 1
+
+
+def row_multiple(policy: PolicyConfig) -> int:
+    """Tokens to whose multiple a whole row is padded, over its context-parallel ranks: each of
+    them splits its part by tokens over the tensor-parallel ranks if `sequence_parallel`, and what
+    is then one rank's must suit FP8."""
+    by_tokens = policy.tensor_parallel if policy.sequence_parallel else 1
+    ranks = policy.context_parallel * by_tokens
+    return lcm(sequence_multiple(policy), ranks * _fp8_multiple(policy, by_tokens))
+
+
+def _fp8_multiple(policy: PolicyConfig, by_tokens: int) -> int:
+    """Tokens on a rank, without FP8 any number. Its matrix products want 16 (Transformer Engine,
+    get_align_size_for_quantization); scales of 128 tokens survive gathering over tensor-parallel
+    ranks where each has whole blocks of them, else they are made twice (Float8BlockQuantizer)."""
+    if policy.fp8 is None:
+        return 1
+    return 128 if policy.fp8.recipe == "blockwise" and by_tokens > 1 else 16
+
+
+def stage_layers(policy: PolicyConfig, num_layers: int) -> list[list[range]]:
+    """Global layer numbers, from 0, as [pipeline stage][virtual chunk].
+
+    Chunks are dealt out in turns: chunk 0 of every stage, then chunk 1 of every stage, ...
+    (transformer_block.get_num_layers_to_build, transformer_layer.get_transformer_layer_offset).
+    Raises ConfigError where the layers cannot be split so.
+    """
+    refuse(pipeline_problems(policy, num_layers))
+    num_chunks = policy.virtual_pipeline_parallel or 1
+    sizes = [size // num_chunks for size in _stage_sizes(policy, num_layers)]
+    stages: list[list[range]] = [[] for _ in sizes]
+    first = 0
+    for _ in range(num_chunks):
+        for stage, size in zip(stages, sizes, strict=True):
+            stage.append(range(first, first + size))
+            first += size
+    return stages
+
+
+def describe(policy: PolicyConfig, world_size: int) -> str:
+    """A layout for people: `tensor 2 (sequence) x pipeline 2 x data 4, expert 2, bfloat16`.
+
+    Sizes of 1 are left out, but for the data-parallel one.
+    """
+    notes = {
+        "x{} interleaved": policy.virtual_pipeline_parallel,
+        "{} layers first": policy.first_stage_layers,
+        "{} layers last": policy.last_stage_layers,
+    }
+    split = ", ".join(text.format(value) for text, value in notes.items() if value)
+    sizes = [
+        ("tensor", policy.tensor_parallel, "sequence" if policy.sequence_parallel else ""),
+        ("pipeline", policy.pipeline_parallel, split),
+        ("context", policy.context_parallel, ""),
+    ]
+    axes = [
+        f"{name} {size}" + (f" ({note})" if note else "") for name, size, note in sizes if size > 1
+    ]
+    axes.append(f"data {data_parallel(policy, world_size)}")
+    expert = f", expert {policy.expert_parallel}" if policy.expert_parallel > 1 else ""
+    return f"{' x '.join(axes)}{expert}, {policy.precision}"
+
+
+# ------------------------------------------------------------------ refusing
+
+
+def check_layout(config: Config, world_size: int, *, has_engine: bool = True) -> None:
+    """Refuse a layout that does not fit the number of processes or the model.
+
+    Reads `model.path/config.json` alone. Without an engine (`doctor layouts`),
+    engine.tensor_parallel is not looked at. Raises ConfigError with every problem, its numbers,
+    and, where the policy's layout is at fault, up to three near it that fit.
+    """
+    hf = read_model_config(config)
+    of_policy = list(policy_problems(config.policy, world_size, hf))
+    problems = [*of_policy, *_row_problems(config, hf), *_model_problems(config, hf)]
+    if has_engine:
+        problems += _engine_problems(config, world_size, hf)
+    if of_policy:
+        problems.append(_way_out(config, world_size, hf))
+    refuse(problems)
+
+
+def _way_out(config: Config, world: int, hf: Mapping[str, Any]) -> str:
+    near = nearest_layouts(config, world, hf)
+    if not near:
+        bound = config.train.max_tokens_per_microbatch
+        return (
+            f"no layout of {world} processes fits this model and "
+            f"train.max_tokens_per_microbatch = {bound}"
+        )
+    return "\n  ".join([f"layouts that fit {world} processes:", *near])
+
+
+def policy_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the policy's layout for this model on `world` processes."""
+    num_ranks = _model_ranks(policy)
+    if world % num_ranks:
+        yield (
+            f"policy.tensor_parallel x pipeline_parallel x context_parallel = {num_ranks} does not "
+            f"divide the {world} processes (run.processes, or the launcher's)"
+        )
+    yield from _tensor_problems(policy, hf)
+    yield from pipeline_problems(policy, _num_layers(hf))
+    yield from _expert_problems(policy, world, hf)
+
+
+def _tensor_problems(policy: PolicyConfig, hf: Mapping[str, Any]) -> Iterator[str]:
+    size = policy.tensor_parallel
+    heads, groups = _heads(hf)
+    if heads % size:
+        yield (
+            f"policy.tensor_parallel: {size} does not divide the model's {heads} attention heads"
+        )
+    elif groups % size and size % groups:
+        yield (
+            f"policy.tensor_parallel: {size} neither divides nor is a multiple of the model's "
+            f"{groups} key-value heads"
+        )
+    elif (rows := 2 * groups * _head_dim(hf)) % size:
+        # Megatron cuts query, key and value rows as one, and gathers them again.
+        yield f"policy.tensor_parallel: {size} does not divide the model's {rows} key-value rows"
+    # The policy cuts no expert, and all layers of such a model have experts.
+    width = hf.get("intermediate_size", 0)
+    if width % size and not num_experts(hf):
+        yield f"policy.tensor_parallel: {size} does not divide the intermediate_size {width}"
+    if policy.sequence_parallel and size == 1:
+        yield (
+            "policy.sequence_parallel: splits over the tensor-parallel ranks, and "
+            "policy.tensor_parallel is 1; use false"
+        )
+
+
+def pipeline_problems(policy: PolicyConfig, num_layers: int) -> Iterator[str]:
+    """What is wrong with how the layers are split over pipeline stages and their chunks."""
+    num_stages, num_chunks = policy.pipeline_parallel, policy.virtual_pipeline_parallel
+    ends = _ends(policy)
+    if num_stages == 1:
+        given = ends | ({"virtual_pipeline_parallel": num_chunks} if num_chunks else {})
+        for key, value in given.items():
+            yield f"policy.{key}: {value} needs policy.pipeline_parallel above 1; use null"
+        return
+    middle_stages = num_stages - len(ends)
+    middle_layers = num_layers - sum(ends.values())
+    if middle_stages and (middle_layers < middle_stages or middle_layers % middle_stages):
+        if not ends:
+            yield (
+                f"policy.pipeline_parallel: {num_stages} does not divide the model's {num_layers} "
+                "layers (first_stage_layers and last_stage_layers make stages that differ)"
+            )
+        else:
+            yield (
+                f"policy.{' + '.join(ends)} = {sum(ends.values())} of the model's {num_layers} "
+                f"layers leaves {middle_layers} to {middle_stages} equal stages"
+            )
+    elif not middle_stages and middle_layers:
+        yield (
+            f"policy.first_stage_layers + last_stage_layers = {sum(ends.values())} must be the "
+            f"model's {num_layers} layers when there are two stages; give one of them alone"
+        )
+    elif num_chunks and not middle_stages:
+        # get_transformer_layer_offset divides by the number of stages in between.
+        yield (
+            "policy.first_stage_layers and last_stage_layers: Megatron-core cannot interleave two "
+            "stages with both; give one of them alone, the other follows"
+        )
+    elif num_chunks:
+        sizes = _stage_sizes(policy, num_layers)
+        if any(size % num_chunks for size in sizes):
+            yield (
+                f"policy.virtual_pipeline_parallel: {num_chunks} does not divide the layers of "
+                f"each pipeline stage ({', '.join(map(str, sizes))})"
+            )
+
+
+def _expert_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
+    count, size = num_experts(hf), policy.expert_parallel
+    if not count:
+        if size > 1:
+            yield f"policy.expert_parallel: {size}, but the model has no experts; use 1"
+        return
+    if count % size:
+        yield f"policy.expert_parallel: {size} does not divide the model's {count} experts"
+    ranks = world // policy.pipeline_parallel
+    if world % _model_ranks(policy) == 0 and ranks % size:
+        yield (
+            f"policy.expert_parallel: {size} does not divide the {ranks} processes of a pipeline "
+            "stage (tensor x context x data parallel)"
+        )
+    if policy.tensor_parallel > 1 and not policy.sequence_parallel:
+        yield (
+            f"policy.sequence_parallel: must be true for a model with experts at "
+            f"policy.tensor_parallel = {policy.tensor_parallel}"
+        )
+
+
+def _row_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Whether a row, of all context-parallel ranks together, can hold the longest sequence."""
+    policy, bound = config.policy, config.train.max_tokens_per_microbatch
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    whole, multiple = row_multiple(policy), sequence_multiple(policy)
+    room = bound * policy.context_parallel // whole * whole
+    if room < longest:
+        ranks = policy.context_parallel
+        shared = f" on {ranks} context-parallel ranks" if ranks > 1 else ""
+        rows = f" (rows of {room}, a multiple of {whole})" if whole > 1 else ""
+        yield (
+            f"train.max_tokens_per_microbatch: {bound}{shared}{rows} cannot hold one sequence of "
+            f"{longest} tokens (max_prompt_tokens + max_response_tokens); use at least "
+            f"{round_up(longest, whole) // ranks}"
+        )
+    limit = hf.get("max_position_embeddings")
+    padded = round_up(longest, multiple)
+    if limit and longest <= limit < padded:
+        yield (
+            f"policy.context_parallel: {policy.context_parallel} pads sequences to multiples of "
+            f"{multiple}, the longest to {padded} tokens, beyond the model's {limit} positions; "
+            f"lower rollout.max_response_tokens by {longest - limit // multiple * multiple}"
+        )
+
+
+def _model_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
+    """What no other layout would mend."""
+    limit = hf.get("max_position_embeddings")
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if limit and config.max_sequence_tokens > max(limit, longest):
+        yield (
+            f"evaluation.max_response_tokens: with rollout.max_prompt_tokens, "
+            f"{config.max_sequence_tokens} exceeds the model's {limit} positions"
+        )
+    if limit and longest > limit:
+        yield (
+            f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
+            f"{limit} positions (max_position_embeddings)"
+        )
+    if config.policy.moe_aux_loss > 0 and not num_experts(hf):
+        yield (
+            f"policy.moe_aux_loss: {config.policy.moe_aux_loss}, but the model has no experts to "
+            "balance; use 0"
+        )
+
+
+def _engine_problems(config: Config, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
+    size = config.engine_tensor_parallel
+    origin = ""
+    if config.engine.tensor_parallel is None:
+        if any(_tensor_problems(config.policy, hf)) or world % size:
+            return  # said of the policy already
+        origin = " (null: as policy.tensor_parallel)"
+    whole_experts = config.engine.expert_parallel
+    if whole_experts and not num_experts(hf):
+        yield "engine.expert_parallel: the model has no experts; leave it false"
+    fitting = [n for n in divisors(world) if not any(_engine_misfits(n, world, hf, whole_experts))]
+    for misfit in _engine_misfits(size, world, hf, whole_experts):
+        yield (
+            f"engine.tensor_parallel: {size}{origin} {misfit}; of {world} processes an engine can "
+            f"have {' or '.join(map(str, fitting))}"
+        )
+
+
+def _engine_misfits(
+    size: int, world: int, hf: Mapping[str, Any], whole_experts: bool
+) -> Iterator[str]:
+    if world % size:
+        yield f"does not divide the {world} processes"
+    heads, groups = _heads(hf)
+    # The engine can copy a key-value head to several ranks.
+    if heads % size or (groups % size and size % groups):
+        yield (
+            f"does not divide the model's {heads} attention heads, or neither divides nor is a "
+            f"multiple of its {groups} key-value heads"
+        )
+    if num_experts(hf) and whole_experts:
+        if num_experts(hf) % size:
+            yield f"does not divide the {num_experts(hf)} experts"
+        return
+    key = "moe_intermediate_size" if num_experts(hf) else "intermediate_size"
+    if hf.get(key, 0) % size:
+        yield f"does not divide the {key} {hf[key]}"
+
+
+# ------------------------------------------------------------------ layouts that fit
+
+
+def nearest_layouts(config: Config, world_size: int, hf: Mapping[str, Any]) -> list[str]:
+    """Up to three policy layouts near the asked one that fit `world_size` processes and the model,
+    nearest first, each as overrides for the command line with only what changes."""
+
+    def fits(policy: PolicyConfig) -> bool:
+        changed = config.model_copy(update={"policy": policy})
+        problems = chain(policy_problems(policy, world_size, hf), _row_problems(changed, hf))
+        if config.engine.tensor_parallel is None:  # it follows the policy
+            problems = chain(problems, _engine_problems(changed, world_size, hf))
+        return not any(problems)
+
+    return nearest(config.policy, world_size, _num_layers(hf), num_experts(hf), fits)
+
+
+# ------------------------------------------------------------------ small things
+
+
+def _ends(policy: PolicyConfig) -> dict[str, int]:
+    ends = {
+        "first_stage_layers": policy.first_stage_layers,
+        "last_stage_layers": policy.last_stage_layers,
+    }
+    return {key: value for key, value in ends.items() if value is not None}
+
+
+def _stage_sizes(policy: PolicyConfig, num_layers: int) -> list[int]:
+    """Layers per pipeline stage of a split without problems."""
+    ends = _ends(policy)
+    middle_stages = policy.pipeline_parallel - len(ends)
+    sizes = [(num_layers - sum(ends.values())) // max(middle_stages, 1)] * middle_stages
+    if policy.first_stage_layers is not None:
+        sizes.insert(0, policy.first_stage_layers)
+    if policy.last_stage_layers is not None:
+        sizes.append(policy.last_stage_layers)
+    return sizes
+
+
+def _heads(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """Attention heads, and key-value heads."""
+    heads = hf.get("num_attention_heads", 1)
+    return heads, hf.get("num_key_value_heads") or heads
+
+
+def _head_dim(hf: Mapping[str, Any]) -> int:
+    # The family's default, as bridge/families has it (which is heavy to import).
+    default = 128 if hf.get("model_type") == "qwen3" else None
+    return int(hf.get("head_dim", default) or hf.get("hidden_size", 1) // _heads(hf)[0])
+
+
+def _num_layers(hf: Mapping[str, Any]) -> int:
+    return int(hf.get("num_hidden_layers", 1))
+
+
+def num_experts(hf: Mapping[str, Any]) -> int:
+    """0 for a dense model. Qwen3-MoE has the first name in published checkpoints, the second as
+    transformers 5 writes it; DeepSeek-V3 the third."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return int(next((hf[name] for name in names if hf.get(name)), 0))
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The first multiple of `multiple` from `number` on."""
+    return -(-number // multiple) * multiple

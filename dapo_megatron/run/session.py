@@ -1,0 +1,202 @@
+"""One rank of one run, from joining the others to the summary."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from dapo_megatron.checkpoints import read_state, restoring
+from dapo_megatron.cluster import exit_reason
+from dapo_megatron.cluster.attempt import begin_attempt, end_attempt
+from dapo_megatron.cluster.collectives import on_rank0
+from dapo_megatron.cluster.launch import started_at
+from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.files import write_json
+from dapo_megatron.types import CheckpointError, DapoError, Fenced, Stopped
+
+if TYPE_CHECKING:
+    from dapo_megatron.protocols import Parts
+    from dapo_megatron.tracking import RunRecorder, SilentRecorder
+
+from dapo_megatron.run.context import Session, _tell, open_session
+
+
+def train(config: Config, replay: Path | None = None) -> None:
+    """Train, on this rank of a launched job; with `replay`, on what that run's folder recorded."""
+    with open_session(config, with_folder=True) as session:
+        _train(session, replay)
+
+
+def _train(session: Session, replay: Path | None) -> None:
+    from dapo_megatron import loop
+    from dapo_megatron.rollout.partial_step import OpenStep
+    from dapo_megatron.run import record
+
+    config, ranks, folder = session.config, session.ranks, session.folder
+    notes = _compatibility(config, has_engine=replay is None)
+    state = read_state(session.resume_from) if session.resume_from else None
+    with restoring(session.resume_from):
+        progress = loop.Progress(**state["progress"]) if state is not None else loop.Progress()
+        if state is not None and replay is None and "replay" in state["coordinator"]:
+            raise CheckpointError(
+                f"resume: {session.resume_from} is of a replay, which keeps no prompts and no "
+                f"books; go on with --replay {state['coordinator']['replay']}, or use it as "
+                "model.path"
+            )
+        open_step = OpenStep.from_state(state and state.get("open_step"), config)
+    on_rank0(ranks, lambda: begin_attempt(folder.attempts, progress.step))
+    recorder = record.open_recorder(session, progress.step)
+    for note in notes:
+        recorder.note(f"  {note}")
+    with ExitStack() as at_end, _true_status(session, recorder), ExitStack() as stack:
+        stack.enter_context(recorder.live(session.watch))
+        if replay is None:
+            parts = _live_parts(session, recorder, stack)
+        else:
+            config, parts = _replay_parts(session, recorder, replay)
+        if state is not None and session.resume_from is not None:
+            parts.policy.load(session.resume_from)
+            with restoring(session.resume_from):
+                parts.coordinator.restore(state["coordinator"])
+        started = started_at() - progress.seconds
+        session.stop.hold()
+        try:
+            progress = loop.train(config, parts, progress, open_step, started=started)
+        except Stopped:
+            at_end.callback(ranks.barrier)
+            raise
+        # MLflow may take its time, and a launcher gives the last rank little after the others.
+        at_end.callback(ranks.barrier)
+        summary = _conclude(session, progress, parts.memory.highest_gib())
+        recorder.keep(folder.summary)
+    recorder.summary(summary, folder.path)
+
+
+def _compatibility(config: Config, *, has_engine: bool) -> list[str]:
+    """What this config has to be told on this machine. Raises ConfigError."""
+    import torch
+
+    from dapo_megatron.plan.compatibility import Machine, check
+
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    machine = Machine.here(capability, torch.version.cuda)
+    return check(config, read_model_config(config), machine, has_engine=has_engine)
+
+
+def _live_parts(
+    session: Session, recorder: RunRecorder | SilentRecorder, stack: ExitStack
+) -> Parts:
+    """Engine, graders and prompts; what must be closed goes on `stack`."""
+    from dapo_megatron.run import build, record
+
+    prompts = build.load_prompts(session.config)
+    for note in prompts.notes:
+        recorder.note(f"  {note}")
+    record.keep_reports(session, recorder)
+    record.keep_tokenizer(session, recorder)
+    core = build.build_core(session.config, session.ranks, session.stop)
+    stack.callback(core.close)
+    session.watch.tell("in flight", core.driver.in_flight)
+    return build.build_parts(session, core, prompts, recorder)
+
+
+def _replay_parts(
+    session: Session, recorder: RunRecorder | SilentRecorder, replay: Path
+) -> tuple[Config, Parts]:
+    """For the rollouts recorded in `replay`. Other weights than sampled them may be trained on
+    them: the gap is measured, and never ends the run."""
+    from dapo_megatron.run import build
+
+    recorder.note(f"  replays {replay}, without an engine")
+    config = session.config
+    sync = config.sync.model_copy(update={"max_gap": math.inf, "max_mean_gap": None})
+    parts = build.build_replay(session, recorder, replay)
+    return config.model_copy(update={"sync": sync}), parts
+
+
+@contextmanager
+def _true_status(session: Session, recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
+    """Close the run as what it was: FINISHED, FAILED or KILLED. What ended it is told first:
+    MLflow may take longer than a launcher waits."""
+    status = "FAILED"
+    try:
+        yield
+        status = "FINISHED"
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt | Stopped)
+        status = "KILLED" if stopped else "FAILED"
+        _tell(error, session.ranks.rank, session.terminal, session.folder.logs)
+        # A node that was lost is nobody's fault; a DapoError is everybody's, and rank 0 notes it.
+        if not exit_reason.is_secondary(str(error)) and (
+            session.ranks.rank == 0 or not isinstance(error, DapoError)
+        ):
+            end_attempt(session.folder.attempts, "stopped" if stopped else "crashed")
+        raise
+    finally:
+        if not isinstance(sys.exc_info()[1], Fenced):  # else the MLflow run is another attempt's
+            recorder.finish(status)
+
+
+def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
+    """Evaluate the model, or the weights of a checkpoint, of any layout; the figures on rank 0."""
+    from dapo_megatron.checkpoints.formats import read_into
+    from dapo_megatron.run import build
+
+    with open_session(config, with_folder=False) as session:
+        ranks = session.ranks
+        store = build.open_checkpoint(config, Path(checkpoint)) if checkpoint else None
+        prompts = build.load_prompts(config)
+        core = build.build_core(config, ranks)
+        try:
+            if store is not None:
+                core.policy.rewrite(partial(read_into, store))
+            core.sync(0)
+            figures = build.build_evaluator(config, prompts, core).run()
+        finally:
+            core.close()
+        return figures if ranks.rank == 0 else None
+
+
+def _conclude(session: Session, progress: Any, highest_gib: float) -> dict[str, Any]:
+    """Write the summary: from now on the run is a finished one, whatever signal comes. See
+    `_summary`."""
+    summary = _summary(session, progress, highest_gib)
+    if session.ranks.rank == 0:
+        write_json(session.folder.summary, summary)
+    session.stop.lift_deadline()
+    return summary
+
+
+def _summary(session: Session, progress: Any, highest_gib: float) -> dict[str, Any]:
+    """`highest_gib`: largest resident memory of this rank. (Its children are left out: one that was
+    forked counts all it shares with its parent. A grading process takes 0.1 GiB.)"""
+    from dapo_megatron.tracking import commit, versions
+
+    peaks = session.ranks.all_gather(highest_gib, float)
+    return {
+        "accuracy_before": _accuracy(progress.first_evaluation),
+        "accuracy_after": _accuracy(progress.last_evaluation),
+        "steps": progress.step,
+        "seconds": progress.seconds,
+        "max_gap": progress.max_gap,
+        "peak_memory_gib": sum(peaks),
+        "evaluation_before": progress.first_evaluation,
+        "evaluation_after": progress.last_evaluation,
+        "seed": session.config.seed,
+        "num_processes": session.ranks.world_size,
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def _accuracy(figures: Mapping[str, float]) -> float | None:
+    """Mean over the evaluation sets of avg@k."""
+    values = [value for name, value in figures.items() if re.search(r"/avg@\d+$", name)]
+    return fmean(values) if values else None

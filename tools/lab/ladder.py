@@ -1,0 +1,312 @@
+"""Climb the paper's ladder (arXiv 2503.14476, table 1) on the tiny task: make ladder.
+
+    python tools/lab/ladder.py
+
+Each rung is an overlay in model_configs/ladder, run with some seeds; two runs go side by side, one
+process each. A run that is done, with the same configuration, is not done again: the tool goes on
+where it was stopped. It writes docs/ladder.svg and the figures of docs/ladder.md; the text above
+the mark in that file is ours and stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+from ladder_plot import Panel, Point, svg
+
+from dapo_megatron.config import Config
+from dapo_megatron.config.file import load_config
+from dapo_megatron.doctor.facts import facts
+from dapo_megatron.types import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIG = REPOSITORY / "model_configs" / "tiny_ladder.yaml"
+RUNGS = REPOSITORY / "model_configs" / "ladder"
+DOCS = REPOSITORY / "docs"
+MARK = "<!-- tools/lab/ladder.py writes what follows -->"
+LAST_STEPS = 5
+"""The end of a run, over which its last figures are averaged."""
+PAPER = {
+    "1_naive_grpo": 30,
+    "2_overlong_filtering": 36,
+    "3_clip_higher": 38,
+    "4_soft_overlong_punishment": 41,
+    "5_token_level_loss": 42,
+    "6_dynamic_sampling": 50,
+}
+"""Table 1 of the paper: AIME 2024 avg@32 in percent, one run each, Qwen2.5-32B."""
+PANELS = {
+    "accuracy/raw": "accuracy before filtering",
+    "policy/entropy": "entropy of the policy, nats",
+    "response_tokens/mean": "response tokens, mean",
+    "accuracy/perfect_fraction": "share of prompts with accuracy 1",
+}
+COLUMNS = {
+    "accuracy/raw": ("accuracy/raw", ".3f"),
+    "policy/entropy": ("entropy", ".3f"),
+    "response_tokens/mean": ("tokens", ".2f"),
+    "response_tokens/clipped_fraction": ("cut off", ".3f"),
+    "accuracy/perfect_fraction": ("all correct", ".3f"),
+    "groups/issued": ("prompts per step", ".1f"),
+    "time/step": ("seconds per step", ".1f"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rung with one seed."""
+
+    rung: Path
+    seed: int
+    config_file: Path
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the run, and of its folder."""
+        return f"{self.rung.stem}_seed{self.seed}"
+
+    def config(self, directory: Path) -> Config:
+        """What it is to run."""
+        return load_config(self.config_file, self._all_overrides(directory), [self.rung])
+
+    def command(self, directory: Path) -> list[str]:
+        """What runs it."""
+        start = [sys.executable, "-m", "dapo_megatron", "train", str(self.config_file)]
+        return [*start, "--overlay", str(self.rung), *self._all_overrides(directory)]
+
+    def _all_overrides(self, directory: Path) -> tuple[str, ...]:
+        own = (f"seed={self.seed}", f"run.name={self.name}", f"run.directory={directory}")
+        return (*self.overrides, "tracking.mlflow=false", "tracking.samples=false", *own)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run left."""
+
+    summary: dict[str, Any]
+    rows: list[dict[str, Any]]
+    """A row of metrics per step, from step 1."""
+
+    def end(self, metric: str) -> float:
+        """Mean of a metric over the last steps."""
+        values = [row[metric] for row in self.rows if row.get(metric) is not None]
+        return fmean(values[-LAST_STEPS:])
+
+    @property
+    def k(self) -> int:
+        """Samples per problem of the evaluations."""
+        names = self.summary["evaluation_after"]
+        return next(int(found[1]) for name in names if (found := re.search(r"/avg@(\d+)$", name)))
+
+    def evaluated(self, when: str, figure: str) -> float:
+        """avg, pass or cons at k, `before` or `after`; mean over the sets."""
+        found = self.summary[f"evaluation_{when}"]
+        return fmean(v for name, v in found.items() if name.endswith(f"/{figure}@{self.k}"))
+
+
+def is_done(run: Run, directory: Path) -> bool:
+    """Whether the run has ended well before, with the configuration of now."""
+    folder = directory / run.name
+    if not (folder / "summary.json").exists():
+        return False
+    try:
+        return load_config(folder / "config.yaml") == run.config(directory)
+    except ConfigError:  # of another version of this program
+        return False
+
+
+def do(run: Run, directory: Path, at_once: int) -> str:
+    """Run it, unless it is done; a line for the user. Raises RuntimeError if it fails."""
+    if is_done(run, directory):
+        return f"{run.name}: done before"
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / f"{run.name}.log"
+    threads = max(1, len(os.sched_getaffinity(0)) // at_once)
+    with log.open("w", encoding="utf-8") as file:
+        ended = subprocess.run(
+            run.command(directory),
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if ended.returncode:
+        last = log.read_text(encoding="utf-8").splitlines()[-3:]
+        raise RuntimeError("\n".join([f"{run.name} failed; see {log}", *last]))
+    outcome = read(run, directory)
+    return f"{run.name}: accuracy {outcome.evaluated('after', 'avg'):.3f}"
+
+
+def read(run: Run, directory: Path) -> Outcome:
+    """The figures of a finished run."""
+    folder = directory / run.name
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return Outcome(summary, [row for row in rows if row["step"] > 0])
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean, and from where to where the seeds go."""
+    mean = format(fmean(values), form)
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({format(min(values), form)} to {format(max(values), form)})"
+
+
+def table(outcomes: dict[str, list[Outcome]]) -> list[str]:
+    """Markdown: a row per rung; means over the seeds."""
+    k = next(iter(outcomes.values()))[0].k
+    evaluated = ("avg", "pass", "cons")
+    heads = ["rung", *(f"held out: {name}@{k}" for name in evaluated)]
+    heads += [head for head, _ in COLUMNS.values()] + ["paper: AIME24 avg@32"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    before = [
+        spread([one.evaluated("before", name) for runs in outcomes.values() for one in runs], ".3f")
+        for name in evaluated
+    ]
+    lines.append(f"| before training | {' | '.join(before)} |" + " |" * (len(COLUMNS) + 1))
+    for rung, runs in outcomes.items():
+        cells = [spread([one.evaluated("after", n) for one in runs], ".3f") for n in evaluated]
+        cells += [
+            spread([one.end(metric) for one in runs], form) for metric, (_, form) in COLUMNS.items()
+        ]
+        paper = str(PAPER.get(rung, ""))
+        lines.append(f"| {title(rung)} | {' | '.join(cells)} | {paper} |")
+    return lines
+
+
+def figures(outcomes: dict[str, list[Outcome]]) -> dict[str, dict[str, list[float]]]:
+    """Rung -> figure -> its value for each seed."""
+    evaluated = [
+        (figure, when) for figure in ("avg", "pass", "cons") for when in ("before", "after")
+    ]
+    return {
+        rung: {
+            f"{figure}@{runs[0].k}_{when}": [one.evaluated(when, figure) for one in runs]
+            for figure, when in evaluated
+        }
+        | {metric: [one.end(metric) for one in runs] for metric in COLUMNS}
+        for rung, runs in outcomes.items()
+    }
+
+
+def title(rung: str) -> str:
+    """3_clip_higher becomes "3 + clip higher"."""
+    number, _, words = rung.partition("_")
+    return f"{number} {'' if number == '1' else '+ '}{words.replace('_', ' ')}"
+
+
+def panels(outcomes: dict[str, list[Outcome]]) -> list[Panel]:
+    """The curves of each metric."""
+    return [
+        Panel(name, {title(rung): curve(runs, metric) for rung, runs in outcomes.items()})
+        for metric, name in PANELS.items()
+    ]
+
+
+def curve(runs: Iterable[Outcome], metric: str) -> list[Point]:
+    """(step, lowest, mean, highest) over the runs; steps in which it was not measured are left
+    out."""
+    by_step: dict[int, list[float]] = {}
+    for run in runs:
+        for row in run.rows:
+            if row.get(metric) is not None:
+                by_step.setdefault(row["step"], []).append(row[metric])
+    return [(step, min(v), fmean(v), max(v)) for step, v in sorted(by_step.items())]
+
+
+def write(docs: Path, outcomes: dict[str, list[Outcome]], made_by: dict[str, Any]) -> None:
+    """docs/ladder.svg, and docs/ladder.md from the mark on."""
+    docs.mkdir(parents=True, exist_ok=True)
+    names = [title(rung) for rung in outcomes]
+    (docs / "ladder.svg").write_text(svg(panels(outcomes), names, "rollout step"), "utf-8")
+    page = docs / "ladder.md"
+    ours = page.read_text(encoding="utf-8").partition(MARK)[0] if page.exists() else "# Ladder\n\n"
+    facts_of_runs = ", ".join(f"{name} {value}" for name, value in made_by.items())
+    lines = [
+        f"Made by `make ladder`: {facts_of_runs}.",
+        "",
+        *table(outcomes),
+        "",
+        "Mean of the seeds (lowest to highest). Held out: after the last step. The other columns "
+        f"are means of the last {LAST_STEPS} steps, before any filtering; prompts per step are "
+        "those issued.",
+        "",
+        "![accuracy, entropy, length and share of perfect prompts over the steps](ladder.svg)",
+        "",
+        "Lines are means over the seeds, bands go from the lowest to the highest.",
+    ]
+    page.write_text(ours + "\n".join([MARK, "", *lines]) + "\n", encoding="utf-8")
+
+
+def climb(runs: Sequence[Run], directory: Path, at_once: int) -> None:
+    """Do all runs, telling of each. Ends the program if one fails; the others are kept."""
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            for said in pool.map(lambda run: do(run, directory, at_once), runs):
+                print(said, flush=True)
+        except (RuntimeError, ConfigError) as error:
+            pool.shutdown(cancel_futures=True)
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+def about(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """What made the figures."""
+    summaries = [one.summary for one in outcomes]
+    return {
+        "seeds": len({summary["seed"] for summary in summaries}),
+        "steps": max(summary["steps"] for summary in summaries),
+        "commit": "/".join(sorted({_short(str(summary["commit"])) for summary in summaries})),
+        "seconds of the longest run": round(max(summary["seconds"] for summary in summaries)),
+    }
+
+
+def _short(commit: str) -> str:
+    return commit[:12] + ("-dirty" if commit.endswith("-dirty") else "")
+
+
+def main(
+    config: Annotated[Path, typer.Option(help="The run that the rungs are laid over.")] = CONFIG,
+    rungs: Annotated[Path, typer.Option(help="Folder of overlays, climbed by name.")] = RUNGS,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per rung, seeds 0, 1, ...")] = 3,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only rungs with it in the name.")] = "",
+    directory: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/ladder"),
+    docs: Annotated[Path, typer.Option(help="Where table and plot go.")] = DOCS,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 2,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="For every run.")
+    ] = None,
+) -> None:
+    """Run every rung with every seed, then write table and plot; the last line is JSON."""
+    chosen = [path.resolve() for path in sorted(rungs.glob("*.yaml")) if only in path.stem]
+    if not chosen:
+        raise typer.BadParameter(f"no overlay in {rungs} has {only!r} in its name")
+    directory, config, more = directory.resolve(), config.resolve(), tuple(overrides or ())
+    # A seed of every rung first: what is stopped early can still be compared.
+    runs = [Run(rung, seed, config, more) for seed in range(seeds) for rung in chosen]
+    climb(runs, directory, at_once)
+    outcomes: dict[str, list[Outcome]] = {rung.stem: [] for rung in chosen}
+    for run in runs:
+        outcomes[run.rung.stem].append(read(run, directory))
+    made_by = about(one for of_rung in outcomes.values() for one in of_rung)
+    write(docs, outcomes, made_by)
+    print(json.dumps({**facts(), **made_by, "rungs": figures(outcomes)}))
+
+
+if __name__ == "__main__":
+    typer.run(main)

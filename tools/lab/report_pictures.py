@@ -1,0 +1,91 @@
+"""The pictures of reports in README.md and docs/report.md, by Chromium (make test-browser has it).
+
+    python tools/lab/report_pictures.py runs/tiny_cpu --compared runs/seed1 --compared runs/seed2
+
+A picture stands for what the report of a real run shows; it is made again when the page changes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+from dapo_megatron.report.command import report
+from dapo_megatron.report.payload import Options
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SETTLE_MS = 2500
+"""Until charts are drawn, on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """`section`: id of what is scrolled to the top; `anchor`: as after the # of a link."""
+
+    name: str
+    section: str = ""
+    height: int = 900
+    dark: bool = False
+    anchor: str = ""
+    of_compared: bool = False
+
+
+PICTURES = (
+    Picture("report_health", height=1580),
+    Picture("report_groups", section="groups", height=690),
+    Picture("report_time", section="timeline", height=560),
+    Picture("report_rollouts", section="rollouts", height=640, dark=True),
+    Picture("report_viewer", anchor="#ticket=2&sample=2&beside=0", height=560),
+    Picture("report_compared", section="training", height=1080, of_compared=True),
+)
+
+
+def main(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER")],
+    compared: Annotated[list[Path], typer.Option(help="A run laid over others; repeatable.")],
+    output: Annotated[Path, typer.Option(help="Folder of the pictures.")] = REPOSITORY / "docs",
+) -> None:
+    """Write every picture anew."""
+    program = shutil.which("chromium") or sys.exit("no chromium on the PATH: make test-browser")
+    with tempfile.TemporaryDirectory() as work, sync_playwright() as playwright:
+        one, several = Path(work) / "one.html", Path(work) / "several.html"
+        report([run_folder], one, Options(tickets=(2,)))
+        report(compared, several, Options(completions=100))
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        for picture in PICTURES:
+            page = browser.new_page(
+                viewport={"width": 1280, "height": picture.height},
+                color_scheme="dark" if picture.dark else "light",
+            )
+            page.goto((several if picture.of_compared else one).as_uri() + picture.anchor)
+            path = output / f"{picture.name}.png"
+            _take(page, picture.section, path)
+            page.close()
+            print(f"{path}  {path.stat().st_size / 1000:.0f} kB")
+        browser.close()
+
+
+def _take(page: Page, section: str, path: Path) -> None:
+    page.wait_for_selector('body[data-ready="true"]', state="attached")
+    if section:
+        page.evaluate(
+            "id => window.scrollTo(0, document.getElementById(id).getBoundingClientRect().top "
+            "+ window.scrollY - document.querySelector('nav').offsetHeight)",
+            section,
+        )
+    page.wait_for_timeout(SETTLE_MS)
+    page.screenshot(path=path)
+    # A page has few colours: a palette takes a third of the room.
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,308 @@
+"""Four ways to collect the mixed groups of a step, on the same virtual engines and answers.
+
+Two are the real coordinator (carrying, and on-policy). The other two are small simulations of what
+is usual elsewhere: whole batches until enough groups are mixed, and a fixed over-sampling that
+trains on the groups that finish first and drops the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+
+import numpy as np
+from rollout_workload import Workload
+from virtual_engines import EngineModel, VirtualDriver
+
+from dapo_megatron.config import OverlongConfig, RolloutConfig
+from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.rollout.coordinator import Coordinator
+from dapo_megatron.rollout.driver import Order
+from dapo_megatron.types import Fate, Prompt, SampleRequest
+
+FAR = 10_000_000
+"""A ticket that no run reaches: groups from here on are an independent sample."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A cluster and a run on it. The default is that of issue 5."""
+
+    replicas: int = 32
+    engine: EngineModel = field(default_factory=EngineModel)
+    exchange_seconds: float = 1.0
+    training_seconds: float = 60.0
+    """Per step; nothing is generated meanwhile."""
+    prompts_per_step: int = 512
+    samples: int = 16
+    max_tokens: int = 20_480
+    prompt_tokens: int = 200
+    steps: int = 50
+    warmup: int = 10
+    """Steps left out of ages and lengths: the first ones have nothing carried."""
+    batch_prompts: int = 1_536
+    """Of the first two policies."""
+    lookahead: float = RolloutConfig.model_fields["lookahead"].default
+    max_overtake: int = RolloutConfig.model_fields["max_overtake"].default
+    max_age: int = RolloutConfig.model_fields["max_age"].default
+
+
+@dataclass
+class Log:
+    """What a policy did."""
+
+    seconds: float = 0.0
+    generation_seconds: float = 0.0
+    trained: list[list[int]] = field(default_factory=list)
+    """Tickets of each step."""
+    ages: list[list[int]] = field(default_factory=list)
+    """Likewise: the version trained minus that of the group's oldest token."""
+    filtered: list[int] = field(default_factory=list)
+    """Tickets left out by their verdict."""
+    num_issued: int = 0
+    carried: set[int] = field(default_factory=set)
+    """Tickets kept at the end."""
+
+
+Policy = Callable[[Setting, Workload, VirtualDriver], Log]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a policy is worth."""
+
+    seconds_per_step: float
+    busy: float
+    """Tokens generated over what all engines can generate in the time that they had."""
+    age_mean: float
+    age_max: int
+    prompts_per_step: float
+    lost_groups: int
+    """Mixed, or would have been, and neither trained on nor kept."""
+    wasted_tokens: float
+    """Share of tokens generated that were neither trained on, nor judged and filtered, nor kept."""
+    length_ratio: float
+    """Mean length in trained groups over that in all mixed groups."""
+    length_distance: float
+    """Kolmogorov-Smirnov distance of the two, of the mean lengths of groups."""
+    length_p: float
+    """Probability of that distance or more, were they equal."""
+
+
+def run(policy: Policy, setting: Setting, workload: Workload) -> Figures:
+    """The figures of one policy."""
+
+    def outcome(ticket: int, sample: int) -> tuple[int, bool]:
+        answers = workload.group(ticket)
+        return answers.lengths[sample], answers.correct[sample]
+
+    driver = VirtualDriver(
+        setting.engine, setting.replicas, outcome, exchange_seconds=setting.exchange_seconds
+    )
+    return figures(policy(setting, workload, driver), setting, workload, driver)
+
+
+def figures(log: Log, setting: Setting, workload: Workload, driver: VirtualDriver) -> Figures:
+    """The figures of a log."""
+    trained = {ticket for step in log.trained for ticket in step}
+    qualified = {t for t in range(log.num_issued) if workload.group(t).is_mixed}
+    used = trained | set(log.filtered) | log.carried
+    wasted = sum(tokens for t, tokens in driver.tokens_of.items() if t not in used)
+    steady = [workload.group(t).mean_length for step in log.trained[setting.warmup :] for t in step]
+    everything = mixed_lengths(workload, 2 * len(steady))
+    distance, p = kolmogorov_smirnov(steady, everything)
+    ages = [age for step in log.ages[setting.warmup :] for age in step]
+    capacity = setting.engine.capacity * setting.replicas
+    return Figures(
+        seconds_per_step=log.seconds / setting.steps,
+        busy=driver.num_generated / (capacity * log.generation_seconds),
+        age_mean=fmean(ages),
+        age_max=max(ages),
+        prompts_per_step=log.num_issued / setting.steps,
+        lost_groups=len(qualified - trained - log.carried),
+        wasted_tokens=wasted / driver.num_generated,
+        length_ratio=fmean(steady) / fmean(everything),
+        length_distance=distance,
+        length_p=p,
+    )
+
+
+def mixed_lengths(workload: Workload, num: int) -> list[float]:
+    """Mean lengths of `num` mixed groups that no policy has met."""
+    found: list[float] = []
+    ticket = FAR
+    while len(found) < num:
+        group = workload.group(ticket)
+        if group.is_mixed:
+            found.append(group.mean_length)
+        ticket += 1
+    return found
+
+
+def kolmogorov_smirnov(first: Iterable[float], second: Iterable[float]) -> tuple[float, float]:
+    """The two-sample test: largest distance of the empirical distributions, and the probability of
+    as much or more between samples of one distribution (asymptotic, Stephens' correction)."""
+    one, two = np.sort(list(first)), np.sort(list(second))
+    every = np.concatenate([one, two])
+    shares = [np.searchsorted(each, every, side="right") / each.size for each in (one, two)]
+    distance = float(np.abs(shares[0] - shares[1]).max())
+    size = np.sqrt(one.size * two.size / every.size)
+    scaled = (size + 0.12 + 0.11 / size) * distance
+    if scaled < 0.2:  # the series converges slowly, to 1
+        return distance, 1.0
+    terms = np.arange(1, 101)
+    series = 2 * np.sum((-1.0) ** (terms - 1) * np.exp(-2 * terms**2 * scaled**2))
+    return distance, float(min(max(series, 0.0), 1.0))
+
+
+# ---------------------------------------------------------------------------- what others do
+
+
+def whole_batches(setting: Setting, workload: Workload, driver: VirtualDriver) -> Log:
+    """A batch of prompts, all of it awaited, until N groups are mixed; the surplus is lost."""
+    return _in_batches(setting, workload, driver, stops_early=False)
+
+
+def first_finished(setting: Setting, workload: Workload, driver: VirtualDriver) -> Log:
+    """A batch of prompts (again, if it was not enough); the first N mixed groups to finish are
+    trained on, and everything else is dropped."""
+    return _in_batches(setting, workload, driver, stops_early=True)
+
+
+def _in_batches(
+    setting: Setting, workload: Workload, driver: VirtualDriver, *, stops_early: bool
+) -> Log:
+    log, wanted = Log(), setting.prompts_per_step
+    for _ in range(setting.steps):
+        started = driver.clock
+        mixed: list[int] = []
+        while len(mixed) < wanted:
+            batch = range(log.num_issued, log.num_issued + setting.batch_prompts)
+            log.num_issued += len(batch)
+            for ticket in _groups_in_finish_order(setting, driver, batch):
+                (mixed if workload.group(ticket).is_mixed else log.filtered).append(ticket)
+                if stops_early and len(mixed) == wanted:
+                    break
+        driver.interrupt()
+        train = sorted(mixed)[:wanted]
+        _close(log, setting, driver, started, train, [0] * len(train))
+    return log
+
+
+def _groups_in_finish_order(setting: Setting, driver: VirtualDriver, batch: range) -> Iterator[int]:
+    orders: list[list[Order]] = [[] for _ in range(setting.replicas)]
+    for ticket in batch:
+        orders[ticket % setting.replicas] += [
+            _order(setting, ticket, sample) for sample in range(setting.samples)
+        ]
+    missing = dict.fromkeys(batch, setting.samples)
+    while missing:
+        news = driver.advance(orders)
+        orders = [[] for _ in range(setting.replicas)]
+        for ticket, _ in news.sampled:
+            missing[ticket] -= 1
+            if not missing[ticket]:
+                del missing[ticket]
+                yield ticket
+
+
+def _order(setting: Setting, ticket: int, sample: int) -> Order:
+    prompt = _prompt(setting.prompt_tokens)
+    return Order(
+        prompt,
+        SampleRequest(
+            ticket=ticket,
+            sample=sample,
+            tokens=prompt.tokens,
+            seed=0,
+            max_tokens=setting.max_tokens,
+            temperature=1.0,
+            top_p=1.0,
+        ),
+    )
+
+
+# ---------------------------------------------------------------------------- what we do
+
+
+def ours(
+    setting: Setting, workload: Workload, driver: VirtualDriver, *, on_policy: bool = False
+) -> Log:
+    """The real coordinator."""
+    coordinator = Coordinator(
+        config=RolloutConfig(
+            prompts_per_step=setting.prompts_per_step,
+            samples_per_prompt=setting.samples,
+            temperature=1.0,
+            top_p=1.0,
+            max_prompt_tokens=setting.prompt_tokens,
+            max_response_tokens=setting.max_tokens,
+            on_policy=on_policy,
+            dynamic_sampling=True,
+            lookahead=setting.lookahead,
+            max_overtake=setting.max_overtake,
+            max_age=setting.max_age,
+        ),
+        overlong=OverlongConfig(
+            max_tokens=setting.max_tokens,
+            buffer_tokens=setting.max_tokens // 5,
+            penalty=True,
+            filter=False,
+            filtered_in_mean=False,
+        ),
+        stream=PromptStream([_prompt(setting.prompt_tokens)] * 1024, seed=0, shuffle=False),
+        driver=driver,
+        seed=0,
+    )
+    log = Log()
+    for step in range(setting.steps):
+        driver.version = step
+        started = driver.clock
+        collected = coordinator.collect(version=step, on_progress=lambda done: None)
+        ages = [
+            step - min(completion.oldest_version for completion in group.completions)
+            for group in collected.train
+        ]
+        log.filtered += [
+            group.ticket
+            for group, fate in collected.ended
+            if fate in (Fate.ALL_CORRECT, Fate.ALL_WRONG)
+        ]
+        train = [group.ticket for group in collected.train]
+        _close(log, setting, driver, started, train, ages)
+    log.num_issued = coordinator.ledger.next_ticket
+    log.carried = set(coordinator.ledger.open)
+    return log
+
+
+def _prompt(num_tokens: int) -> Prompt:
+    return Prompt("simulated", 0, tuple(range(num_tokens)), "", "")
+
+
+def _close(
+    log: Log,
+    setting: Setting,
+    driver: VirtualDriver,
+    started: float,
+    train: list[int],
+    ages: list[int],
+) -> None:
+    log.trained.append(train)
+    log.ages.append(ages)
+    log.generation_seconds += driver.clock - started
+    driver.sleep(setting.training_seconds)
+    log.seconds += driver.clock - started
+
+
+WHOLE_BATCHES = "whole batches until enough"
+FIRST_FINISHED = "over-sampling, first finished"
+CARRYING = "ours, carrying"
+ON_POLICY = "ours, on-policy"
+POLICIES: dict[str, Policy] = {
+    WHOLE_BATCHES: whole_batches,
+    FIRST_FINISHED: first_finished,
+    CARRYING: ours,
+    ON_POLICY: partial(ours, on_policy=True),
+}
