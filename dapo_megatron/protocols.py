@@ -50,8 +50,8 @@ The same number of micro-batches on every rank; some may be empty."""
 class Exchange(Protocol):
     """Exchange of plain values between ranks. One rank: returns its argument.
 
-    `of` is the type of the values, all of which collectives.py can send: a message that does not have
-    it is refused. Raises RankError naming the rank.
+    `of` is the type of the values, all of which collectives.py can send: a message that does not
+    have it is refused. Raises RankError naming the rank.
     """
 
     @property

@@ -335,8 +335,8 @@ def _mend_expert_parallel() -> None:
 
 
 def _shared_memory_name() -> str:
-    """Name of this start's shared memory, and of the folder that is its lock (cluster/scratch.py). All
-    ranks have the same MASTER_PORT."""
+    """Name of this start's shared memory, and of the folder that is its lock
+    (cluster/scratch.py). All ranks have the same MASTER_PORT."""
     return f"dapo-{os.geteuid()}-{os.environ['MASTER_PORT']}"
 
 

@@ -1,8 +1,8 @@
 """Model families: what a checkpoint of each holds, and which rank holds which part of it.
 
-One file per family declares its parameters and its config.json; `sharding.py` has the ways a parameter
-is cut, `tensors.py` makes the table of who holds what, `hf_config.py` reads config.json. A new family
-is a new file and its name in `families/registry.py`.
+One file per family declares its parameters and its config.json; `sharding.py` has the ways a
+parameter is cut, `tensors.py` makes the table of who holds what, `hf_config.py` reads config.json.
+A new family is a new file and its name in `families/registry.py`.
 """
 
 from dapo_megatron.model.architecture import Architecture, Latent, Place, Rope, Scoring

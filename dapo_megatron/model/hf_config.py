@@ -1,7 +1,7 @@
 """An HF config.json as an `Architecture`; what is not understood is refused by name.
 
-A field is read here, or must have a certain value, or is known to be harmless (families/names.py). Any other
-that says more than "none" may change what the model computes, and stops the run.
+A field is read here, or must have a certain value, or is known to be harmless (families/names.py).
+Any other that says more than "none" may change what the model computes, and stops the run.
 """
 
 from __future__ import annotations

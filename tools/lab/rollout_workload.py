@@ -113,8 +113,9 @@ class Recorded:
 
 
 def read_recorded(folder: Path) -> list[Answers]:
-    """Groups of a run's samples/step_*.jsonl (rollout/serialization.py); those with a completion without a grade
-    are left out. An on-policy run drops what is still running, so its long answers are too few.
+    """Groups of a run's samples/step_*.jsonl (rollout/serialization.py); those with a completion
+    without a grade are left out. An on-policy run drops what is still running, so its long answers
+    are too few.
 
     Raises ValueError if none is left, or if their numbers of completions differ.
     """
