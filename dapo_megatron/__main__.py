@@ -128,29 +128,17 @@ def plan(
     ] = None,
     json_file: JsonPath = None,
 ) -> None:
-    """What a run takes of each GPU, of host and disk, and its seconds per step; needs no GPU."""
-    from rich.console import Console
-
-    from dapo_megatron.plan import fitting
-    from dapo_megatron.plan import render as rendering
-    from dapo_megatron.plan.speed import Assumptions, estimate_speed
+    """Forecast memory of GPUs, host and disk, and seconds per step; needs no GPU."""
+    from dapo_megatron.plan import forecast
+    from dapo_megatron.plan.estimate import NodeSpec
+    from dapo_megatron.plan.speed import Assumptions
 
     checked = load_config(config, overrides or [], overlay or [])
-    if not (Path(checked.model.path) / "config.json").exists():
-        raise ConfigError(
-            f"model.path: {checked.model.path} has no config.json, all that a plan needs of the "
-            f"model: `hf download OWNER/NAME config.json --local-dir {checked.model.path}`"
-        )
-    machines = fitting.Machines(gpus_per_node, gpu_memory_gib, host_memory_gib)
-    check_compatibility(checked, read_model_config(checked))
-    fitting.check_layout_and_memory(checked, nodes, machines)
-    made = machines.plan(checked, nodes * gpus_per_node)
-    given = Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
-    speed = estimate_speed(made, given)
-    rendering.render(made, Console(), speed)
-    _write(json_file, rendering.to_json(made, speed))
-    if found := list(made.problems()):
-        refuse([*found, *fitting.way_out(checked, nodes, machines)])
+    num_processes = nodes * gpus_per_node
+    spec = NodeSpec(gpus_per_node, gpu_memory_gib, host_memory_gib)
+    assumptions = Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
+    forecast.check(checked, num_processes, spec)
+    refuse(forecast.forecast(checked, num_processes, spec, assumptions, json_file))
 
 
 @app.command()

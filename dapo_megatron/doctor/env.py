@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
-from dapo_megatron.doctor.check import Check, Status, render, to_json, worst
+from dapo_megatron.doctor.check_result import Check, Status, render, to_json, worst
 from dapo_megatron.doctor.machine import Machine, check_machine, check_variables, this_machine
 from dapo_megatron.doctor.packages import (
     REINSTALL,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.check_result import Check, Status
 
 FIELDS = (
     "index",

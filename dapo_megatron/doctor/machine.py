@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.check_result import Check, Status
 
 GIB = 2**30
 

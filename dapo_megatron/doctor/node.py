@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dapo_megatron.config import Config
-from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.gpus import GpuError, check_gpus, read_gpus
 from dapo_megatron.doctor.machine import GIB
 

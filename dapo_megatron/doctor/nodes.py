@@ -23,7 +23,7 @@ from rich.console import Console
 
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config, PreflightConfig
-from dapo_megatron.doctor.check import Check, Status, worst
+from dapo_megatron.doctor.check_result import Check, Status, worst
 from dapo_megatron.doctor.node import Look, look_at_node, node_name, odd_ones, within
 from dapo_megatron.doctor.nodes_report import Findings, as_json, render
 from dapo_megatron.files import read_json

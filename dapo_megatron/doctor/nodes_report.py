@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dapo_megatron.doctor.check import STYLES, Check, Status, worst
+from dapo_megatron.doctor.check_result import STYLES, Check, Status, worst
 
 
 @dataclass(frozen=True, slots=True)

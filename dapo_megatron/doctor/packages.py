@@ -11,7 +11,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.check_result import Check, Status
 
 
 class Installed(Protocol):

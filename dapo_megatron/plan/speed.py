@@ -9,15 +9,13 @@ the sequences do not all fit at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 
 from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_flops, token_flops
-from dapo_megatron.plan.estimate import Plan
-from dapo_megatron.plan.host_memory import offloaded
+from dapo_megatron.plan.estimate import MemoryEstimate
 from dapo_megatron.plan.layout import data_parallel
-from dapo_megatron.plan.stage import Stage
+from dapo_megatron.plan.stage import offloaded_bytes
 from dapo_megatron.types import ConfigError
 
 MEMORY_BANDWIDTH = {
@@ -59,7 +57,7 @@ class Assumptions:
     """On the mean; None: RESPONSE_SHARE of rollout.max_response_tokens."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """For people."""
+        """Return names and values as text."""
         return [(field.name, f"{getattr(self, field.name)}") for field in fields(self)]
 
 
@@ -77,14 +75,15 @@ class Speed:
 
     @property
     def step_seconds(self) -> float:
-        """Of a whole step."""
+        """Seconds of a whole step."""
         return sum(self.seconds.values())
 
 
-def estimate_speed(plan: Plan, assumptions: Assumptions | None = None) -> Speed:
-    """Of a run on the GPUs of a plan. Raises ConfigError on a GPU that is not known."""
+def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = None) -> Speed:
+    """Estimate seconds of a step on the GPUs of a memory estimate. Raises ConfigError on an unknown
+    GPU."""
     given = assumptions or Assumptions()
-    config, arch = plan.config, plan.arch
+    config, arch = estimate.config, estimate.arch
     peak = peak_flops(given.gpu)
     if peak is None or given.gpu not in MEMORY_BANDWIDTH:
         raise ConfigError(f"--gpu: {given.gpu} is not known; use {', '.join(MEMORY_BANDWIDTH)}")
@@ -93,7 +92,7 @@ def estimate_speed(plan: Plan, assumptions: Assumptions | None = None) -> Speed:
     length = ceil(prompt + response)
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     scored = ceil(response) * sequences
-    devices = plan.num_processes * peak * given.mfu
+    devices = estimate.num_processes * peak * given.mfu
 
     def train(*, backward: bool) -> float:
         counted = model_flops(arch, [length] * sequences, backward=backward, num_scored=scored)
@@ -106,10 +105,10 @@ def estimate_speed(plan: Plan, assumptions: Assumptions | None = None) -> Speed:
     prompts = config.rollout.prompts_per_step / keep
     return Speed(
         seconds={
-            "generate": _generate(plan, given, peak, prompts, prompt, response),
-            "logprobs": train(backward=False) * _unfilled(plan, length, sequences, 1),
-            "update": update * _unfilled(plan, length, sequences, minis),
-            "sync": _sync(plan, given),
+            "generate": _generate(estimate, given, peak, prompts, prompt, response),
+            "logprobs": train(backward=False) * _unfilled(estimate, length, sequences, 1),
+            "update": update * _unfilled(estimate, length, sequences, minis),
+            "sync": _sync(estimate, given),
         },
         prompts=prompts,
         response_tokens=response,
@@ -118,12 +117,12 @@ def estimate_speed(plan: Plan, assumptions: Assumptions | None = None) -> Speed:
     )
 
 
-def _unfilled(plan: Plan, length: int, sequences: int, minis: int) -> float:
-    """By what a pass takes longer because micro-batches are whole numbers, and stages of a pipeline
-    wait for the first and the last."""
-    policy = plan.config.policy
-    bound = plan.config.train.max_tokens_per_microbatch * policy.context_parallel
-    rows = sequences * length / minis / data_parallel(policy, plan.num_processes) / bound
+def _unfilled(estimate: MemoryEstimate, length: int, sequences: int, minis: int) -> float:
+    """Factor by which a pass takes longer because pipeline stages wait for the first and the last
+    micro-batch."""
+    policy = estimate.config.policy
+    bound = estimate.config.train.max_tokens_per_microbatch * policy.context_parallel
+    rows = sequences * length / minis / data_parallel(policy, estimate.num_processes) / bound
     num_micro = max(ceil(rows), 1)
     chunks = policy.virtual_pipeline_parallel or 1
     bubble = (policy.pipeline_parallel - 1) / chunks / num_micro
@@ -132,16 +131,16 @@ def _unfilled(plan: Plan, length: int, sequences: int, minis: int) -> float:
 
 
 def _generate(
-    plan: Plan,
+    estimate: MemoryEstimate,
     given: Assumptions,
     peak: float,
     prompts: float,
     prompt: float,
     response: float,
 ) -> float:
-    config, arch, engine = plan.config, plan.arch, plan.engine
+    config, arch, engine = estimate.config, estimate.arch, estimate.engine
     size = config.engine_tensor_parallel
-    replicas = plan.num_processes / size
+    replicas = estimate.num_processes / size
     sequences = prompts * config.rollout.samples_per_prompt / replicas
     context = prompt + response / 2
     at_once = max(min(config.engine.max_sequences, engine.sequences(context)), 1)
@@ -155,11 +154,11 @@ def _generate(
     reading = read / (MEMORY_BANDWIDTH[given.gpu] * given.bandwidth_share)
     prefill = model_flops(arch, [ceil(prompt)], backward=False) * prompts
     seconds = steps * (overhead + max(reading, flops / (peak * given.mfu)))
-    return seconds + prefill / (plan.num_processes * peak * given.mfu)
+    return seconds + prefill / (estimate.num_processes * peak * given.mfu)
 
 
-def _sync(plan: Plan, given: Assumptions) -> float:
-    """Each engine rank receives its weights; what was offloaded goes and comes back."""
-    moved = plan.engine.weights.num_bytes / given.link_bytes_per_second
-    stages: Sequence[Stage] = plan.stages
-    return moved + 2 * max(map(offloaded, stages)) / given.host_bytes_per_second
+def _sync(estimate: MemoryEstimate, given: Assumptions) -> float:
+    """Seconds for engine ranks to receive weights, and to move offloaded parts both ways."""
+    moved = estimate.engine.weights.num_bytes / given.link_bytes_per_second
+    offloaded = max(map(offloaded_bytes, estimate.stages))
+    return moved + 2 * offloaded / given.host_bytes_per_second

@@ -173,9 +173,16 @@ def optimizer_on_host(stage: Stage) -> int:
     return ceil((whole + gradient) * share)
 
 
-def optimizer_state(stage: Stage) -> int:
-    """Bytes of a rank's part, wherever it lives."""
-    return _optimizer_bytes(stage)[0]
+def offloaded_bytes(stage: Stage) -> int:
+    """Bytes of a rank that move to host memory while engines generate; gradients are discarded."""
+    parts = stage.policy.offload
+    num_bytes = weights(stage).num_bytes if "weights" in parts else 0
+    return num_bytes + (optimizer(stage).num_bytes if "optimizer" in parts else 0)
+
+
+def snapshot_bytes(stage: Stage) -> int:
+    """Bytes that a rank saves: weights and its part of the optimizer, wherever it lives."""
+    return weights(stage).num_bytes + _optimizer_bytes(stage)[0]
 
 
 def _optimizer_bytes(stage: Stage) -> tuple[int, str]:

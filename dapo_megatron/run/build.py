@@ -30,8 +30,8 @@ from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.model import hf_tensors, read_architecture
+from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
-from dapo_megatron.plan.saved import keep_plan
 from dapo_megatron.protocols import Parts, Planner, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -182,7 +182,7 @@ def build_parts(
     config, ranks = session.config, session.ranks
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
-        keep_plan(config, session.folder.plan, recorder.note, ranks.world_size, gpu_bytes)
+        save_estimate(config, session.folder.plan, recorder.note, ranks.world_size, gpu_bytes)
     timeline = Timeline(ranks, config.tracking.timeline_every, recorder.timeline)
     if core.engine.is_leader:
         engine = core.engine

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from dapo_megatron.doctor import packages
-from dapo_megatron.doctor.check import Check, Status, render, to_json, worst
+from dapo_megatron.doctor.check_result import Check, Status, render, to_json, worst
 from dapo_megatron.doctor.env import (
     Probe,
     check_environment,

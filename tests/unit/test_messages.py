@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.node import Look
 from dapo_megatron.rollout.driver import _Told
 from dapo_megatron.types import (

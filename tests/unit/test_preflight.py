@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.doctor import bandwidth, node, nodes, nodes_report
-from dapo_megatron.doctor.check import Check, Status, worst
+from dapo_megatron.doctor.check_result import Check, Status, worst
 from dapo_megatron.doctor.node import Port, check_infiniband, look_at_node, odd_ones, within
 from dapo_megatron.doctor.nodes import NodeFile, check_nodes
 from tests.helpers.configs import tiny_config
