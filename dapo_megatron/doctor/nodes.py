@@ -69,7 +69,7 @@ class Findings:
 
     @property
     def is_good(self) -> bool:
-        """Whether a run may start."""
+        """Absence of bad nodes and of failed checks: a run may start."""
         return not self.bad and worst(self.overall) is not Status.FAIL
 
     def to_json(self) -> str:

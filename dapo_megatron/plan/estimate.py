@@ -108,7 +108,7 @@ class MemoryEstimate:
         ]
 
     def fits(self) -> bool:
-        """Whether GPUs, host, and the KV cache for one full sequence suffice."""
+        """Return whether GPUs, host, and the KV cache for one full sequence suffice."""
         return not self.excesses() and self.sequences >= 1 and self.host_excess_gib <= 0
 
     @property

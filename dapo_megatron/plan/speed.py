@@ -28,26 +28,27 @@ MEMORY_BANDWIDTH = {
 }
 """Bytes a second, by NVIDIA's data sheets (SXM, 80 GB and more)."""
 PROMPT_SHARE = 0.1
-"""Of rollout.max_prompt_tokens: prompts of DAPO-Math-17k have about 200 of 2,048 tokens."""
+"""Mean prompt as a share of rollout.max_prompt_tokens: those of DAPO-Math-17k have about 200 of
+2,048 tokens."""
 RESPONSE_SHARE = 0.15
-"""Of rollout.max_response_tokens, on the mean: 2,900 of 20,480 tokens over the paper's run (figure
-7a; from 700 at its begin to 4,700 at its end)."""
+"""Mean response as a share of rollout.max_response_tokens: 2,900 of 20,480 tokens over the paper's
+run (figure 7a; from 700 at its start to 4,700 at its end)."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the estimate rests on; docs/plan.md has the sources."""
+    """Assumptions of the estimate; docs/plan.md has the sources."""
 
     gpu: str = "H100"
     mfu: float = 0.40
     """Share of the dense bfloat16 peak in logprobs and update; a target of this project is 0.45 on
     a 4B model, and long-context runs of Megatron-LM publish 0.35 to 0.45."""
     bandwidth_share: float = 0.6
-    """Of the memory bandwidth, that an engine step reaches."""
+    """Share of the memory bandwidth that an engine step reaches."""
     step_overhead_seconds: float = 0.010
-    """Of an engine step: scheduling, sampling, launches; more without CUDA graphs."""
+    """Overhead of an engine step: scheduling, sampling, launches."""
     eager_overhead_seconds: float = 0.020
-    """More of it with engine.enforce_eager: launches from Python."""
+    """Additional overhead with engine.enforce_eager: launches from Python."""
     link_bytes_per_second: float = 20e9
     """Into one GPU from others in a sync; a 400 Gb/s port carries 50e9."""
     host_bytes_per_second: float = 25e9
