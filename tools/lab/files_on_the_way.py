@@ -47,10 +47,14 @@ class Tracer:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         """See sys.setprofile."""
         code = frame.f_code
-        is_function = code.co_flags & CO_NEWLOCALS  # the code of a module has it not
-        if event == "call" and is_function and self.way:
-            if code.co_filename.startswith(self._package) and not _is_class_body(frame):
-                self.files[self.way].add(code.co_filename.removeprefix(self._package))
+        if (
+            event == "call"
+            and self.way
+            and code.co_filename.startswith(self._package)
+            and code.co_flags & CO_NEWLOCALS  # the code of a module has it not
+            and not _is_class_body(frame)
+        ):
+            self.files[self.way].add(code.co_filename.removeprefix(self._package))
 
     def during(self, way: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, whose calls are on this way."""
