@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.doctor.groups import Worlds
@@ -52,6 +51,7 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout, num_experts
 from dapo_megatron.policy.device import claim, has_cuda
+from dapo_megatron.run.build import loss_function
 from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import ConfigError, TokenBatch
 
@@ -83,8 +83,8 @@ def default_ranks() -> int:
 
 
 def command(config: Config, *, precision: str, only: str, json_file: Path | None) -> bool:
-    """Compare all cases, on this rank of a launched job. Return whether all agree (True except on
-    rank 0, which prints the table and writes `json_file`)."""
+    """Compare all cases, on this rank of a launched job. Rank 0 prints the table and writes
+    `json_file`. Return whether all agree, on other ranks True."""
     with quiet_rank("layouts") as session:
         claim(session.local_rank)
         read_architecture(config)  # refuses a model that is not supported
@@ -103,7 +103,7 @@ def command(config: Config, *, precision: str, only: str, json_file: Path | None
 
 
 class LayoutProof:
-    """LayoutProof on one rank of a launched job; rank 0 compares and reports."""
+    """Proof on one rank of a launched job; rank 0 compares and reports."""
 
     def __init__(self, config: Config, precision: str, only: str, session: QuietRank) -> None:
         self.config, self.precision, self.session = config, precision, session
@@ -119,12 +119,7 @@ class LayoutProof:
         self.tolerance = TOLERANCES[precision]
         self.exact = _reference_precision(precision)
         self.table = CaseTable(session.terminal, self.cases)
-        self.loss = make_loss(
-            clip_low=config.loss.clip_low,
-            clip_high=config.loss.clip_high,
-            dual_clip=config.loss.dual_clip,
-            tis_cap=config.loss.tis_cap,
-        )
+        self.loss = loss_function(config.loss)
         session.is_waiting = session.rank > 0
 
     def run(self, folder: Path) -> None:
