@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from dapo_megatron.run.context import exit_code, redirect_output
+from dapo_megatron.run.context import exit_code, redirect_output, report_error
 from dapo_megatron.types import DapoError
 
 
@@ -35,23 +36,17 @@ def quiet_rank(command: str) -> Iterator[QuietRank]:
     which ends the process. The log is kept only after any other error, for its traceback.
     """
     rank = int(os.environ["RANK"])
-    handle, name = tempfile.mkstemp(prefix=f"doctor_{command}_rank_{rank}_", suffix=".log")
-    os.close(handle)
-    log = Path(name)
+    logs = Path(tempfile.mkdtemp(prefix=f"doctor_{command}_logs_"))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    session = QuietRank(rank, local_rank, redirect_output(log))
+    session = QuietRank(rank, local_rank, redirect_output(logs / f"rank_{rank}.log"))
     try:
         yield session
     except DapoError as error:
-        log.unlink()
-        if rank == 0:
-            print(f"error: {error}", file=session.terminal, flush=True)
+        shutil.rmtree(logs)
+        report_error(error, rank, session.terminal, logs)
         raise SystemExit(exit_code(error)) from None
     except Exception as error:  # raised again, for its traceback in the log
         if not session.is_waiting:
-            where = f"{session.doing}, " if session.doing else ""
-            text = f"{type(error).__name__}: {error}"[:300].strip()
-            line = f"{where}rank {rank}: {text} (log: {log})"
-            print(line, file=session.terminal, flush=True)
+            report_error(error, rank, session.terminal, logs, doing=session.doing)
         raise
-    log.unlink()
+    shutil.rmtree(logs)
