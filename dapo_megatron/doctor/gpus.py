@@ -127,13 +127,13 @@ def describe(gpus: Sequence[Gpu]) -> str:
 
 def check_gpus(gpus: Sequence[Gpu], num_tasks: int, *, is_used: bool) -> Iterator[Check]:
     """Check that each task of the node has a GPU, sound and free; `is_used`: torch uses them."""
-    found = describe(gpus)
+    kinds = describe(gpus)
     if len(gpus) < num_tasks and (is_used or gpus):
         remedy = "exclude the node; `nvidia-smi -L` and Xid lines of dmesg tell the administrators"
         status = Status.FAIL if is_used else Status.WARN
-        yield Check("GPUs", status, f"{found}, for {num_tasks} tasks of this node", remedy)
+        yield Check("GPUs", status, f"{kinds}, for {num_tasks} tasks of this node", remedy)
     else:
-        yield Check("GPUs", Status.OK, found)
+        yield Check("GPUs", Status.OK, kinds)
     problems = [check for gpu in gpus for check in _check(gpu)]
     yield from problems
     if gpus and not problems:
@@ -155,7 +155,7 @@ def _check(gpu: Gpu) -> Iterator[Check]:
         yield Check(name, Status.FAIL, "its memory has no spare rows left", "have it replaced")
     for bit, (text, status) in REASONS.items():
         if (gpu.reasons or 0) & bit:
-            yield Check(name, status, text, "exclude the node; cooling and power want looking at")
+            yield Check(name, status, text, "exclude the node; check its cooling and power")
     yield from _check_clocks(gpu, name)
     if gpu.processes:
         remedy = "end them if they are yours, or exclude the node"

@@ -120,20 +120,20 @@ def stack_of(installed: Installed, *, has_gpu: bool) -> str:
 def check_packages(installed: Installed, stack: str) -> Iterator[Check]:
     """Check that each direct dependency is installed, of the tested version, with its files."""
     for package, pin in (SHARED_PINS | (CPU_PINS if stack == "cpu" else GPU_PINS)).items():
-        found = installed.version(package)
-        if found is None:
+        version = installed.version(package)
+        if version is None:
             yield Check(
                 package, Status.FAIL, f"not installed, want {pin.version}", REINSTALL[stack]
             )
         elif installed.folder(pin.module) is None:
-            finding = f"{found} is registered, but module {pin.module} is not there"
+            finding = f"{version} is registered, but module {pin.module} is not there"
             yield Check(package, Status.FAIL, finding, REINSTALL[stack])
-        elif found.split("+")[0] != pin.version:
+        elif version.split("+")[0] != pin.version:
             status = Status.FAIL if package in EXACT else Status.WARN
-            finding = f"{found}, tested with {pin.version}"
+            finding = f"{version}, tested with {pin.version}"
             yield Check(package, status, finding, REINSTALL[stack])
         else:
-            yield Check(package, Status.OK, found)
+            yield Check(package, Status.OK, version)
 
 
 def check_torch_siblings(installed: Installed, stack: str) -> Iterator[Check]:
@@ -141,15 +141,15 @@ def check_torch_siblings(installed: Installed, stack: str) -> Iterator[Check]:
     if stack != "cpu":
         return  # pinned like any other package there
     for package in ("torchvision", "torchaudio", "torchcodec"):
-        found = installed.version(package)
-        if found is None:
+        version = installed.version(package)
+        if version is None:
             continue
         remedy = f"pip uninstall {package} (text needs none of it)"
-        if found.endswith("+cpu"):
-            yield Check(package, Status.WARN, f"{found} is not part of this stack", remedy)
+        if version.endswith("+cpu"):
+            yield Check(package, Status.WARN, f"{version} is not part of this stack", remedy)
             continue
         finding = (
-            f"{found} is not built for a CPU torch: importing it fails with an error such as "
+            f"{version} is not built for a CPU torch: importing it fails with an error such as "
             "'operator torchvision::nms does not exist', in transformers and vLLM too"
         )
         yield Check(package, Status.FAIL, finding, remedy)
@@ -158,25 +158,25 @@ def check_torch_siblings(installed: Installed, stack: str) -> Iterator[Check]:
 def check_apex(installed: Installed) -> Check:
     """Check that `apex` is NVIDIA's, by its files: an unrelated package has the same name."""
     folder = installed.folder("apex")
-    found = installed.version("apex")
-    if folder is None and found is None:
+    version = installed.version("apex")
+    if folder is None and version is None:
         return Check("apex", Status.OK, "absent (not needed)")
     if folder is None or not (folder / "optimizers").is_dir():
         return Check(
             "apex",
             Status.FAIL,
-            f"apex {found or ''} is a stranger's package, not NVIDIA's",
+            f"apex {version or ''} is a stranger's package, not NVIDIA's",
             "pip uninstall apex; NVIDIA's is built by tools/build_extensions.sh VENV apex",
         )
     if installed.folder("amp_C") is None:
         return Check(
             "apex",
             Status.WARN,
-            f"NVIDIA Apex {found or ''} without its CUDA extensions (no module amp_C)",
+            f"NVIDIA Apex {version or ''} without its CUDA extensions (no module amp_C)",
             "tools/build_extensions.sh VENV apex builds its CUDA extensions, too; or uninstall it: "
             "Transformer Engine's optimizer comes first",
         )
-    return Check("apex", Status.OK, f"NVIDIA Apex {found or ''} with CUDA extensions")
+    return Check("apex", Status.OK, f"NVIDIA Apex {version or ''} with CUDA extensions")
 
 
 def check_vllm_builds(installed: Installed) -> Iterator[Check]:
