@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from dapo_megatron.config import Config
-from dapo_megatron.plan.layout import num_experts
 from dapo_megatron.run.context import redirect_output
 from dapo_megatron.types import ConfigError, DapoError
 
@@ -32,15 +31,13 @@ def layouts(config: Config, *, precision: str, only: str, json_file: Path | None
     try:
         from dapo_megatron.doctor.layouts import Proof
         from dapo_megatron.doctor.shrink import write_random_model
-        from dapo_megatron.model import read_architecture
         from dapo_megatron.policy.device import claim
 
         claim(int(os.environ.get("LOCAL_RANK", rank)))
-        read_architecture(config)  # refuses a model that is not supported
         proof = Proof(config, precision, only, terminal)
         with tempfile.TemporaryDirectory(prefix="doctor_layouts_") as folder:
             if rank == 0:
-                write_random_model(proof.hf, Path(folder))
+                write_random_model(proof.arch, Path(folder))
                 _introduce(proof)
             # Of rank 0, on one machine, or where all of them see the same TMPDIR.
             proof.run(Path(proof.worlds.tell("model", folder.encode()).decode()))
@@ -77,12 +74,11 @@ def check_options(precision: str | None, json_file: Path | None) -> str:
 
 def _introduce(proof: Proof) -> None:
     """What is about to be proved, and whether the config's own layout is among it."""
-    report, hf, config = proof.report, proof.hf, proof.config
-    experts = f", {num_experts(hf)} experts" if num_experts(hf) else ""
+    report, arch, config = proof.report, proof.arch, proof.config
+    experts = f", {arch.num_experts} experts" if arch.num_experts else ""
     report.note(
-        f"{config.model.path} shrunk: {hf['model_type']}, {hf['num_hidden_layers']} layers of "
-        f"{hf['hidden_size']}, {hf['num_attention_heads']} heads on {hf['num_key_value_heads']}, "
-        f"vocabulary {hf['vocab_size']}{experts}"
+        f"{config.model.path} shrunk: {arch.family}, {arch.num_layers} layers of {arch.hidden}, "
+        f"{arch.num_heads} heads on {arch.num_groups}, vocabulary {arch.vocab}{experts}"
     )
     tolerance = proof.tolerance
     report.note(
@@ -98,7 +94,7 @@ def _left_out(proof: Proof) -> str:
     """That the config's own layout is not among the cases, and how it would be; or nothing."""
     from dapo_megatron.doctor.matrix import layout_name, smallest_world
 
-    policy, needed = proof.config.policy, smallest_world(proof.config.policy, proof.hf)
+    policy, needed = proof.config.policy, smallest_world(proof.config.policy, proof.arch)
     if needed <= proof.worlds.num_ranks:
         return ""
     return f"not tried: yours ({layout_name(policy, needed)}) needs --ranks {needed}"

@@ -33,7 +33,7 @@ import torch
 
 from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.cluster.collectives import decode, encode
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
 from dapo_megatron.doctor.facts import facts
 from dapo_megatron.doctor.groups import Worlds
 from dapo_megatron.doctor.matrix import Case, matrix, reference
@@ -41,6 +41,7 @@ from dapo_megatron.doctor.measure import Measured, compare, measure
 from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
 from dapo_megatron.doctor.shrink import shrink
 from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
+from dapo_megatron.model import read_architecture, to_hf_config
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.policy import MegatronPolicy
 from dapo_megatron.types import ConfigError, TokenBatch
@@ -53,11 +54,11 @@ class Proof:
 
     def __init__(self, config: Config, precision: str, only: str, terminal: TextIO) -> None:
         self.config, self.precision = config, precision
-        self.hf = shrink(read_model_config(config), config.policy)
+        self.arch = shrink(read_architecture(config), config.policy)
         self.worlds = Worlds()
         self.cases = [
             case
-            for case in matrix(config, self.hf, self.worlds.num_ranks, precision)
+            for case in matrix(config, self.arch, self.worlds.num_ranks, precision)
             if only in case.name
         ]
         if not self.cases:
@@ -97,7 +98,7 @@ class Proof:
         body = {
             **facts(),
             "model_path": self.config.model.path,
-            "model": self.hf,
+            "model": to_hf_config(self.arch),
             "precision": self.precision,
             "reference": f"one process, {self.exact}, one sequence per micro-batch, no packing",
             "tolerance": asdict(self.tolerance),
@@ -126,7 +127,7 @@ class Proof:
 
     def _share_minibatch(self, folder: Path) -> TokenBatch:
         """The mini-batch, its old log-probs near those of the reference; on every rank."""
-        mini = random_minibatch(self.hf["vocab_size"], self.config.loss.aggregation)
+        mini = random_minibatch(self.arch.vocab, self.config.loss.aggregation)
         logprobs = self._run_case(
             self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dapo_megatron.config import Config, PolicyConfig, read_model_config
+from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.config.rules import check_values
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
@@ -42,12 +42,12 @@ class Machines:
 def check_layout_and_memory(config: Config, nodes: int, machines: Machines) -> None:
     """layout.check_layout of a rank per GPU, whose suggestions know nothing of memory; what does
     know is added where the policy's layout is at fault. Raises ConfigError."""
-    read_architecture(config)
+    arch = read_architecture(config)
     world = nodes * machines.gpus_per_node
     try:
-        check_layout(config, world)
+        check_layout(config, arch, world)
     except ConfigError as error:
-        if not any(policy_problems(config.policy, world, read_model_config(config))):
+        if not any(policy_problems(config.policy, world, arch)):
             raise
         raise ConfigError("\n".join([str(error), *way_out(config, nodes, machines)])) from None
 
@@ -93,18 +93,18 @@ def fitting_layouts(
     """Up to `count` layouts near the asked one that suit model, number of ranks and memory, nearest
     first, as overrides with only what changes; with room to spare on each GPU. And how many were
     planned to find them."""
-    hf, arch = read_model_config(config), read_architecture(config)
+    arch = read_architecture(config)
     num_tried = 0
 
     def fits(policy: PolicyConfig) -> bool:
         nonlocal num_tried
-        if num_tried == NUM_TRIED or any(policy_problems(policy, world, hf)):
+        if num_tried == NUM_TRIED or any(policy_problems(policy, world, arch)):
             return False
         changed = config.model_copy(update={"policy": policy})
         try:
             check_values(changed)
-            check_layout(changed, world)
-            check_compatibility(changed, hf)
+            check_layout(changed, arch, world)
+            check_compatibility(changed, arch)
         except ConfigError:
             return False
         num_tried += 1

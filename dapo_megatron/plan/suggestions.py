@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.config import Config, Section, read_model_config
+from dapo_megatron.config import Config, Section
 from dapo_megatron.config.rules import check_values
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout, round_up, row_multiple
 from dapo_megatron.plan.parts import GIB
@@ -35,12 +36,12 @@ def knobs(plan: Plan, phase: str) -> list[Knob]:
     from dapo_megatron.plan.estimate import make_plan
 
     found = []
-    hf = read_model_config(plan.config)
+    arch = read_architecture(plan.config)
     for change, config, num_processes in _candidates(plan.config, plan.num_processes):
         try:
             check_values(config)
-            check_layout(config, num_processes)
-            check_compatibility(config, hf)
+            check_layout(config, arch, num_processes)
+            check_compatibility(config, arch)
             other = make_plan(
                 config,
                 num_processes,
