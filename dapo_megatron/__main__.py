@@ -18,8 +18,9 @@ from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
-from dapo_megatron.config import Config, num_processes, read_model_config, refuse
+from dapo_megatron.config import Config, num_processes, refuse
 from dapo_megatron.config.file import load_config
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
@@ -281,8 +282,9 @@ def _load(
     has_engine: bool = True,
 ) -> Config:
     config = load_config(path, overrides or [], overlays or [])
-    check_layout(config, num_processes(config), has_engine=has_engine)
-    check_compatibility(config, read_model_config(config), has_engine=has_engine)
+    arch = read_architecture(config)
+    check_layout(config, arch, num_processes(config), has_engine=has_engine)
+    check_compatibility(config, arch, has_engine=has_engine)
     lists = {"data.train": config.data.train, "evaluation.sets": config.evaluation.sets}
     for key, sources in lists.items():
         for number, source in enumerate(sources):
@@ -316,12 +318,9 @@ def _on_ranks(processes: int) -> None:
     """Outside a launcher: run this very command on so many ranks, then exit. Under one, refuse to
     start without the secret that ranks need to join each other."""
     if not is_launched():
-        raise typer.Exit(launch(_this_command(), processes))
+        command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
+        raise typer.Exit(launch(command, processes))
     run_secret(int(os.environ["WORLD_SIZE"]))
-
-
-def _this_command() -> list[str]:
-    return [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
 
 
 @contextmanager

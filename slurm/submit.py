@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dapo_megatron.config import Config, FileSource, read_model_config
+from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config.file import load_config
+from dapo_megatron.model import Architecture, read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout, describe
 from dapo_megatron.types import ConfigError
@@ -101,8 +102,9 @@ def seconds_of(time: str) -> int | None:
 def problems(config: Config, request: Request) -> Iterator[str]:
     """Everything that would make the job fail, or lose work."""
     try:
-        check_compatibility(config, read_model_config(config))
-        _check_layout(config, request)
+        arch = read_architecture(config)
+        check_compatibility(config, arch)
+        _check_layout(config, arch, request)
     except ConfigError as error:
         yield str(error)
     yield from _time_problems(config, request)
@@ -110,9 +112,9 @@ def problems(config: Config, request: Request) -> Iterator[str]:
     yield from _missing_files(config, request.environment)
 
 
-def _check_layout(config: Config, request: Request) -> None:
+def _check_layout(config: Config, arch: Architecture, request: Request) -> None:
     if not request.gpus_per_node:
-        check_layout(config, request.world_size)
+        check_layout(config, arch, request.world_size)
         return
     # Imports torch, which takes seconds.
     from dapo_megatron.plan.suggestions import check_layout_and_memory

@@ -42,6 +42,7 @@ from dapo_megatron.checkpoints.formats.describe import describe, rows
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
 from dapo_megatron.checkpoints.formats.writer import StoreWriter, fill
 from dapo_megatron.config import PolicyConfig, refuse
+from dapo_megatron.model import Architecture
 from dapo_megatron.plan.layout import policy_problems, stage_layers
 from dapo_megatron.types import CheckpointError, DapoError
 
@@ -114,7 +115,7 @@ def to_megatron(
     with told(json_file) as figures:
         store = open_store(source, ignore or ())
         sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
-        layout = make_layout(store.config, sizes, (first_stage_layers, last_stage_layers))
+        layout = make_layout(store.arch, sizes, (first_stage_layers, last_stage_layers))
 
         def writer(folder: Path, tensors: Mapping[str, TensorInfo]) -> MegatronWriter:
             return MegatronWriter(folder, store.arch, layout, tensors)
@@ -275,7 +276,7 @@ def read_back(source: Store, written: Store, *, same_dtype: bool) -> None:
 
 
 def make_layout(
-    hf: Mapping[str, Any], sizes: tuple[int, int, int], ends: tuple[int | None, int | None]
+    arch: Architecture, sizes: tuple[int, int, int], ends: tuple[int | None, int | None]
 ) -> MegatronLayout:
     """The layout of the options, tensor x pipeline x expert parallel; exactly those that training
     accepts are. Raises ConfigError with every option at fault and the nearest values that fit."""
@@ -286,28 +287,28 @@ def make_layout(
         ("--pipeline-parallel", pipeline, ends),
         ("--expert-parallel", expert, (None, None)),
     ):
-        if found := misfits(hf, option, asked, given):
-            fitting = [n for n in range(1, MAX_SIZE + 1) if not misfits(hf, option, n, given)]
+        if found := misfits(arch, option, asked, given):
+            fitting = [n for n in range(1, MAX_SIZE + 1) if not misfits(arch, option, n, given)]
             near = sorted(fitting, key=lambda n: (abs(log2(n / asked)), n))[:3]
             options = [f"{option} {n}" for n in sorted(near)]
             if option == "--pipeline-parallel":
-                options = [*uneven(hf, pipeline), *options]
+                options = [*uneven(arch, pipeline), *options]
             problems += [*found, f"  that fit: {', '.join(options) or 'none'}"]
     refuse(problems)
     policy = policy_of("--pipeline-parallel", pipeline, ends)
-    stages = stage_layers(policy, hf["num_hidden_layers"])
+    stages = stage_layers(policy, arch.num_layers)
     return MegatronLayout(tensor, tuple(len(layers) for [layers] in stages), expert)
 
 
 def misfits(
-    hf: Mapping[str, Any], option: str, size: int, ends: tuple[int | None, int | None]
+    arch: Architecture, option: str, size: int, ends: tuple[int | None, int | None]
 ) -> list[str]:
     """What is wrong with one option of a layout, the other sizes being 1."""
     policy = policy_of(option, size, ends)
     keys = r"(?:policy\.)?(tensor|pipeline|expert)_parallel|(?:policy\.)?(first|last)_stage_layers"
     return [
         re.sub(keys, as_option, text).replace("use null", "leave it out")
-        for text in policy_problems(policy, size, hf)
+        for text in policy_problems(policy, size, arch)
     ]
 
 
@@ -329,11 +330,11 @@ def policy_of(option: str, size: int, ends: tuple[int | None, int | None]) -> Po
     )
 
 
-def uneven(hf: Mapping[str, Any], pipeline: int) -> list[str]:
+def uneven(arch: Architecture, pipeline: int) -> list[str]:
     """How stages that differ would fit, the first as near the others as can be."""
-    layers = hf["num_hidden_layers"]
+    layers = arch.num_layers
     for first in sorted(range(1, layers), key=lambda n: (abs(n - layers / pipeline), -n)):
-        if not misfits(hf, "--pipeline-parallel", pipeline, (first, None)):
+        if not misfits(arch, "--pipeline-parallel", pipeline, (first, None)):
             rest = (layers - first) // (pipeline - 1)
             return [
                 f"--pipeline-parallel {pipeline} --first-stage-layers {first} "

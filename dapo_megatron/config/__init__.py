@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from dapo_megatron.config.algorithm import (
     DataConfig,
@@ -42,8 +41,7 @@ from dapo_megatron.config.running import (
     WatchdogConfig,
 )
 from dapo_megatron.config.section import Section, Seed
-from dapo_megatron.files import read_json
-from dapo_megatron.types import CheckpointError, ConfigError
+from dapo_megatron.types import ConfigError
 
 __all__ = [
     "CheckpointConfig",
@@ -70,7 +68,6 @@ __all__ = [
     "TrainConfig",
     "WatchdogConfig",
     "num_processes",
-    "read_model_config",
     "refuse",
     "source_file_name",
 ]
@@ -123,19 +120,11 @@ class Config(Section):
 
 def refuse(problems: Iterable[str]) -> None:
     """Raise ConfigError if there is any problem, with a line for each."""
-    found = list(problems)
-    if found:
-        raise ConfigError("\n".join(found))
+    lines = list(problems)
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def num_processes(config: Config) -> int:
     """Ranks of the run: the launcher's if there is one, else run.processes."""
     return int(os.environ.get("WORLD_SIZE", config.run.processes))
-
-
-def read_model_config(config: Config) -> dict[str, Any]:
-    """The model's HF config.json. Raises ConfigError naming `model.path`."""
-    try:
-        return read_json(Path(config.model.path) / "config.json")
-    except CheckpointError as error:
-        raise ConfigError(f"model.path: {error}; name a folder with an HF checkpoint") from error

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from dapo_megatron.cluster.collectives import decode, encode
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
 from dapo_megatron.doctor.groups import Worlds
 from dapo_megatron.doctor.matrix import Case, layout_name, matrix, reference, smallest_world
 from dapo_megatron.doctor.measure import (
@@ -47,9 +47,9 @@ from dapo_megatron.doctor.measure import (
 from dapo_megatron.doctor.quiet_rank import QuietRank, quiet_rank
 from dapo_megatron.doctor.shrink import shrink, write_random_model
 from dapo_megatron.doctor.table import TOLERANCES, CaseTable, Row
-from dapo_megatron.model import read_architecture
+from dapo_megatron.model import read_architecture, to_hf_config
 from dapo_megatron.plan.compatibility import check as check_compatibility
-from dapo_megatron.plan.layout import check_layout, num_experts
+from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.policy.device import claim, has_cuda
 from dapo_megatron.run.build import loss_function
 from dapo_megatron.tracking.provenance import facts
@@ -64,9 +64,9 @@ Result = TypeVar("Result")
 def check_options(config: Config, precision: str | None, json_file: Path | None) -> str:
     """Check the config and the options before any rank starts. Return the precision of the cases,
     by default the highest possible. Raises ConfigError."""
-    hf = read_model_config(config)
-    check_layout(config, smallest_world(config.policy, hf), has_engine=False)
-    check_compatibility(config, hf, has_engine=False)
+    arch = read_architecture(config)
+    check_layout(config, arch, smallest_world(config.policy, arch), has_engine=False)
+    check_compatibility(config, arch, has_engine=False)
     if json_file is not None and not json_file.resolve().parent.is_dir():
         raise ConfigError(f"--json: {json_file.resolve().parent} is not a folder; make it first")
     if has_cuda() and precision == "float64":
@@ -87,11 +87,10 @@ def command(config: Config, *, precision: str, only: str, json_file: Path | None
     `json_file`. Return whether all agree, on other ranks True."""
     with quiet_rank("layouts") as session:
         claim(session.local_rank)
-        read_architecture(config)  # refuses a model that is not supported
         proof = LayoutProof(config, precision, only, session)
         with tempfile.TemporaryDirectory(prefix="doctor_layouts_") as folder:
             if session.rank == 0:
-                write_random_model(proof.hf, Path(folder))
+                write_random_model(proof.arch, Path(folder))
                 proof.print_header()
             # Rank 0's folder: on one machine, or on several that share TMPDIR.
             proof.run(Path(proof.worlds.tell("model", folder.encode()).decode()))
@@ -107,11 +106,11 @@ class LayoutProof:
 
     def __init__(self, config: Config, precision: str, only: str, session: QuietRank) -> None:
         self.config, self.precision, self.session = config, precision, session
-        self.hf = shrink(read_model_config(config), config.policy)
+        self.arch = shrink(read_architecture(config), config.policy)
         self.worlds = Worlds()
         self.cases = [
             case
-            for case in matrix(config, self.hf, self.worlds.num_ranks, precision)
+            for case in matrix(config, self.arch, self.worlds.num_ranks, precision)
             if only in case.name
         ]
         if not self.cases:
@@ -146,7 +145,7 @@ class LayoutProof:
         body = {
             **facts(),
             "model_path": self.config.model.path,
-            "model": self.hf,
+            "model": to_hf_config(self.arch),
             "precision": self.precision,
             "reference": f"one process, {self.exact}, one sequence per micro-batch, no packing",
             "tolerance": asdict(self.tolerance),
@@ -156,13 +155,12 @@ class LayoutProof:
 
     def print_header(self) -> None:
         """Print what is compared, and whether the config's own layout is included."""
-        hf, tolerance = self.hf, self.tolerance
-        experts = f", {num_experts(hf)} experts" if num_experts(hf) else ""
+        arch, tolerance = self.arch, self.tolerance
+        experts = f", {arch.num_experts} experts" if arch.num_experts else ""
         self.table.note(
-            f"{self.config.model.path} shrunk: {hf['model_type']}, "
-            f"{hf['num_hidden_layers']} layers of {hf['hidden_size']}, "
-            f"{hf['num_attention_heads']} heads on {hf['num_key_value_heads']}, "
-            f"vocabulary {hf['vocab_size']}{experts}"
+            f"{self.config.model.path} shrunk: {arch.family}, {arch.num_layers} layers of "
+            f"{arch.hidden}, {arch.num_heads} heads on {arch.num_groups}, vocabulary "
+            f"{arch.vocab}{experts}"
         )
         self.table.note(
             f"{self.precision} against one process in {self.exact}; allowed: gradient and loss "
@@ -175,7 +173,7 @@ class LayoutProof:
     def left_out(self) -> str:
         """Say how to include the config's own layout; empty if it is included."""
         policy = self.config.policy
-        needed = smallest_world(policy, self.hf)
+        needed = smallest_world(policy, self.arch)
         if needed <= self.worlds.num_ranks:
             return ""
         return f"not tried: yours ({layout_name(policy, needed)}) needs --ranks {needed}"
@@ -204,7 +202,7 @@ class LayoutProof:
 
     def _share_minibatch(self, folder: Path) -> TokenBatch:
         """Return the mini-batch, its old log-probs near those of the reference, on every rank."""
-        mini = random_minibatch(self.hf["vocab_size"], self.config.loss.aggregation)
+        mini = random_minibatch(self.arch.vocab, self.config.loss.aggregation)
         logprobs = self._run_case(
             self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dapo_megatron.config import Config, PolicyConfig
-from dapo_megatron.plan.layout import data_parallel, num_experts, policy_problems
+from dapo_megatron.model import Architecture
+from dapo_megatron.plan.layout import data_parallel, policy_problems
 from dapo_megatron.protocols import Planner
 from dapo_megatron.run import build
 
@@ -173,18 +174,18 @@ def reference(case: Case, precision: str = "float64") -> Case:
     return Case(case.policy.model_copy(update=alone), 1, "single", packed=False)
 
 
-def matrix(config: Config, hf: Mapping[str, Any], num_ranks: int, precision: str) -> list[Case]:
-    """Return all cases for the model `hf` on up to `num_ranks` processes: the config's own layout
+def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -> list[Case]:
+    """Return all cases for a model on up to `num_ranks` processes: the config's own layout
     first, then from few ranks to many. Layouts that the model does not allow are left out."""
     # Transformer Engine computes only in bfloat16.
     kernels = "auto" if precision == "bfloat16" else "local"
     base = config.policy.model_copy(update={"precision": precision, "kernels": kernels})
-    own = own_ranks(config.policy, hf, num_ranks)
+    own = own_ranks(config.policy, arch, num_ranks)
     layouts = [(own, base, True)] if own is not None else []
     layouts += [
         (ranks, policy, False)
-        for ranks, policy in _layouts(base, has_experts=num_experts(hf) > 0)
-        if ranks <= num_ranks and not any(policy_problems(policy, ranks, hf))
+        for ranks, policy in _layouts(base, has_experts=arch.num_experts > 0)
+        if ranks <= num_ranks and not any(policy_problems(policy, ranks, arch))
     ]
     return [
         Case(policy, ranks, split, packed, yours)
@@ -194,17 +195,17 @@ def matrix(config: Config, hf: Mapping[str, Any], num_ranks: int, precision: str
     ]
 
 
-def own_ranks(policy: PolicyConfig, hf: Mapping[str, Any], num_ranks: int) -> int | None:
+def own_ranks(policy: PolicyConfig, arch: Architecture, num_ranks: int) -> int | None:
     """Return the most processes up to `num_ranks` that the config's own layout takes, or None."""
-    fitting = (n for n in range(num_ranks, 0, -1) if not any(policy_problems(policy, n, hf)))
+    fitting = (n for n in range(num_ranks, 0, -1) if not any(policy_problems(policy, n, arch)))
     return next(fitting, None)
 
 
-def smallest_world(policy: PolicyConfig, hf: Mapping[str, Any]) -> int:
+def smallest_world(policy: PolicyConfig, arch: Architecture) -> int:
     """Return the fewest processes that the layout takes; if there are none, those of one copy."""
     copy = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
     sizes = range(copy, copy * policy.expert_parallel + 1, copy)
-    return next((size for size in sizes if not any(policy_problems(policy, size, hf))), copy)
+    return next((size for size in sizes if not any(policy_problems(policy, size, arch))), copy)
 
 
 def _layouts(base: PolicyConfig, *, has_experts: bool) -> Iterator[tuple[int, PolicyConfig]]:

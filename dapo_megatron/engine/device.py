@@ -20,13 +20,13 @@ import torch
 
 from dapo_megatron.cluster.scratch import clear_abandoned, locked
 from dapo_megatron.engine import memory
-from dapo_megatron.model.hf_config import head_dim
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from dapo_megatron.config import Config, EngineConfig
+    from dapo_megatron.model import Architecture
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -101,11 +101,8 @@ def _graphs(max_sequences: int) -> dict[str, Any]:
     }
 
 
-def check_config(config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuse what vLLM would only fail on later, or get wrong. Raises ConfigError naming the key.
-
-    `hf` is the model's config.json.
-    """
+def check_config(config: Config, arch: Architecture) -> None:
+    """Raise ConfigError naming the key of what vLLM would only fail on later, or get wrong."""
     engine = config.engine
     if not has_cuda() and (engine.max_batched_tokens or math.inf) < config.max_sequence_tokens:
         raise ConfigError(
@@ -114,29 +111,25 @@ def check_config(config: Config, hf: Mapping[str, Any]) -> None:
             "in chunks. Leave it null"
         )
     if engine.quantization == "fp8":
-        _check_fp8(config, hf)
-    _check_model(hf)
+        _check_fp8(config, arch)
+    _check_model(arch)
 
 
-def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
+def _check_fp8(config: Config, arch: Architecture) -> None:
     key = "engine.quantization: fp8"
-    experts = hf.get("num_experts") or hf.get("n_routed_experts")
-    if experts and not has_cuda():
+    if arch.num_experts and not has_cuda():
         raise ConfigError(f"{key}: vLLM has no FP8 experts for this CPU. Set it to none")
     if not has_cuda():
         return
     ranks = config.engine_tensor_parallel
     over_experts = 1 if config.engine.expert_parallel else ranks
-    inputs = {  # of linear layers: how long, over how many ranks
-        "hidden_size": (hf["hidden_size"], 1),
-        "attention heads x head size": (
-            hf["num_attention_heads"] * (hf.get("v_head_dim") or head_dim(hf)),
-            ranks,
-        ),
-        "intermediate_size": (hf["intermediate_size"], ranks),
-        "moe_intermediate_size": (hf.get("moe_intermediate_size") or 0, over_experts),
-    }
-    for what, (size, over) in inputs.items():
+    inputs = (  # inputs of linear layers: name, length, ranks that share it
+        ("hidden_size", arch.hidden, 1),
+        ("attention heads x head size", arch.value_columns, ranks),
+        ("intermediate_size", arch.ffn, ranks),
+        ("moe_intermediate_size", arch.expert_ffn, over_experts),
+    )
+    for what, size, over in inputs:
         if size % (FP8_BLOCK * over):
             raise ConfigError(
                 f"{key}: {what} = {size}, over {over} of engine.tensor_parallel = {ranks} ranks, "
@@ -145,30 +138,25 @@ def _check_fp8(config: Config, hf: Mapping[str, Any]) -> None:
             )
 
 
-def _check_model(hf: Mapping[str, Any]) -> None:
-    is_latent = hf.get("model_type") == "deepseek_v3"
-    if is_latent and hf.get("tie_word_embeddings"):
+def _check_model(arch: Architecture) -> None:
+    if arch.latent and arch.tied:
         raise ConfigError("model.path: tie_word_embeddings; vLLM does not tie a DeepSeek-V3 head")
     if has_cuda():
         return
-    if is_latent:
-        _check_latent_heads(hf)
+    if arch.latent:
+        if (size := arch.latent.down_rows) != CPU_LATENT_SIZE:
+            raise ConfigError(
+                f"model.path: kv_lora_rank + qk_rope_head_dim = {size}; vLLM on CPU takes "
+                f"{CPU_LATENT_SIZE} (512 + 64)"
+            )
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if (size := head_dim(hf)) not in sizes:
+    if arch.head_dim not in sizes:
         raise ConfigError(
-            f"model.path: attention heads of {size}; vLLM on CPU takes {', '.join(map(str, sizes))}"
-        )
-
-
-def _check_latent_heads(hf: Mapping[str, Any]) -> None:
-    size = hf["kv_lora_rank"] + hf["qk_rope_head_dim"]
-    if size != CPU_LATENT_SIZE:
-        raise ConfigError(
-            f"model.path: kv_lora_rank + qk_rope_head_dim = {size}; vLLM on CPU takes "
-            f"{CPU_LATENT_SIZE} (512 + 64)"
+            f"model.path: attention heads of {arch.head_dim}; vLLM on CPU takes "
+            f"{', '.join(map(str, sizes))}"
         )
 
 

@@ -16,9 +16,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
 from dapo_megatron.engine import device, memory
 from dapo_megatron.engine.partial import joined, prompt_of, sampled_so_far, tokens_left
+from dapo_megatron.model import read_architecture
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -269,7 +270,7 @@ def _start(config: Config, load_format: str) -> LLM:
             WeightTransferEngineFactory.register_engine(
                 _TRANSFER, "dapo_megatron.engine.receiver", "StreamTransferEngine"
             )
-        device.check_config(config, read_model_config(config))
+        device.check_config(config, read_architecture(config))
         return LLM(
             model=config.model.path,
             load_format=load_format,

@@ -1,13 +1,13 @@
-"""Model families: what a checkpoint of each holds, and which rank holds which part of it.
+"""What a model is: its HF config.json, its tensors, and which rank holds which part of them.
 
-One file per family declares its parameters and its config.json; `sharding.py` has the ways a
-parameter is cut, `tensors.py` makes the table of who holds what, `hf_config.py` reads config.json.
-A new family is a new file and its name in `families/registry.py`.
+`hf_config.py` is the only reader of config.json. `families/` has one file per family, with its
+parameters and its own fields; a new family is a new file and a line in `families/__init__.py`.
+`sharding.py` has the ways to split a parameter, `tensors.py` lists what each rank holds.
 """
 
 from dapo_megatron.model.architecture import Architecture, Latent, Place, Rope, Scoring
-from dapo_megatron.model.families.registry import FAMILIES
-from dapo_megatron.model.hf_config import architecture, read_architecture
+from dapo_megatron.model.families import FAMILIES
+from dapo_megatron.model.hf_config import architecture, read_architecture, to_hf_config
 from dapo_megatron.model.sharding import Part, Slot
 from dapo_megatron.model.tensors import engine_pieces, hf_tensors, layout_of
 
@@ -25,4 +25,5 @@ __all__ = [
     "hf_tensors",
     "layout_of",
     "read_architecture",
+    "to_hf_config",
 ]

@@ -106,6 +106,18 @@ class Architecture:
         """Whether this layer, counted over the whole model, has experts."""
         return self.num_experts > 0 and layer >= self.num_dense_layers
 
+    def mlp_columns(self, *, whole_experts: bool) -> dict[str, int]:
+        """Return the MLP widths that tensor parallelism splits, by their names in config.json.
+
+        `whole_experts`: each routed expert lies on one rank.
+        """
+        columns = {
+            "intermediate_size": 0 if self.has_experts(0) else self.ffn,
+            "n_shared_experts x moe_intermediate_size": self.shared_ffn,
+            "moe_intermediate_size": 0 if whole_experts else self.expert_ffn,
+        }
+        return {name: size for name, size in columns.items() if size}
+
     @property
     def value_columns(self) -> int:
         """Columns of the projection from what the heads put out."""

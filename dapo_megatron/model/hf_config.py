@@ -1,46 +1,41 @@
-"""An HF config.json as an `Architecture`; what is not understood is refused by name.
-
-A field is read here, or must have a certain value, or is known to be harmless (families/names.py).
-Any other that says more than "none" may change what the model computes, and stops the run.
-"""
+"""The one reader of HF config.json files: from its fields to an `Architecture`, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
+from dapo_megatron.files import read_json
 from dapo_megatron.model.architecture import Architecture, Latent, Rope, Scoring
+from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.families.family import Family
-from dapo_megatron.model.families.names import (
-    HARMLESS,
-    READ,
-    READ_OF_EXPERTS,
-    READ_OF_LATENT,
-    READ_OF_SCORING,
-    REQUIRED,
-)
-from dapo_megatron.model.families.registry import FAMILIES
-from dapo_megatron.types import ConfigError
+from dapo_megatron.model.hf_fields import POSITIONS, check_fields, says_none
+from dapo_megatron.types import CheckpointError, ConfigError
 
 _MAX_SIZE = 2**31 - 1
 _MAX_NUMBER = 1e30
-"""Computed with in float32, which ends at 3.4e38."""
+"""Numbers are used in float32, whose largest is 3.4e38."""
 
 
 def read_architecture(config: Config) -> Architecture:
-    """Of the model of a run's config. Raises ConfigError as `architecture`."""
-    return architecture(read_model_config(config), config.model.ignore_fields)
+    """Read the config.json of a run's model. Raises ConfigError naming `model.path`."""
+    try:
+        hf = read_json(Path(config.model.path) / "config.json")
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}; name a folder with an HF checkpoint") from error
+    return architecture(hf, config.model.ignore_fields)
 
 
 def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Architecture:
-    """Read an HF config.json. `ignore` names fields of it that are known not to matter.
+    """Read an HF config.json. `ignore` names fields that are known not to matter.
 
-    Raises ConfigError on a family, a field or a value that is not understood, and on a missing one:
-    what changes the computation is refused, never ignored."""
+    Raises ConfigError naming a family, field or value that is not supported, or a missing field.
+    """
     family = _family(hf)
     hf = {**family.defaults, **hf}
-    _refuse_unknown(hf, family, ignore)
+    check_fields(hf, family, ignore)
     _refuse_windows(hf, family)
     heads = _size(hf, "num_attention_heads")
     # An explicit null means as many as there are heads.
@@ -62,7 +57,7 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
         hidden=_size(hf, "hidden_size"),
         num_heads=heads,
         num_groups=groups,
-        head_dim=latent.rope_dim if latent else head_dim(hf),
+        head_dim=latent.rope_dim if latent else _head_dim(hf),
         ffn=_size(hf, "intermediate_size"),
         vocab=_size(hf, "vocab_size"),
         tied=_flag(hf, "tie_word_embeddings"),
@@ -70,19 +65,56 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
         qk_norm=family.has("self_attention.k_layernorm.weight"),
         norm_eps=_number(hf, "rms_norm_eps"),
         rope=_rope(hf, ignore, _LATENT_ROPE_KINDS if latent else _ROPE_KINDS),
-        max_positions=_size(hf, "max_position_embeddings"),
+        max_positions=min(_size(hf, key) for key in POSITIONS if _is_limit(hf, key)),
         latent=latent,
         **(_experts(hf) if family.expert else {}),
         **(_scoring(hf) if family.has_scoring else {}),
     )
 
 
-def head_dim(hf: Mapping[str, Any]) -> int:
-    """Columns of an attention head, of a family without latent attention. Raises ConfigError."""
-    hf = {**_family(hf).defaults, **hf}
-    if hf.get("head_dim") is not None:
-        return _size(hf, "head_dim")
-    return _size(hf, "hidden_size") // _size(hf, "num_attention_heads")
+def to_hf_config(arch: Architecture) -> dict[str, Any]:
+    """Return the fields of a config.json that reads as `arch`."""
+    fields: dict[str, Any] = {
+        "model_type": arch.family,
+        "num_hidden_layers": arch.num_layers,
+        "hidden_size": arch.hidden,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_groups,
+        "head_dim": arch.head_dim,
+        "intermediate_size": arch.ffn,
+        "vocab_size": arch.vocab,
+        "tie_word_embeddings": arch.tied,
+        "rms_norm_eps": arch.norm_eps,
+        "rope_parameters": _rope_fields(arch),
+        "max_position_embeddings": arch.max_positions,
+    }
+    if FAMILIES[arch.family].has_window:
+        fields["sliding_window"] = None
+    if arch.num_experts:
+        fields |= {
+            "n_routed_experts" if arch.scoring else "num_experts": arch.num_experts,
+            "num_experts_per_tok": arch.experts_per_token,
+            "moe_intermediate_size": arch.expert_ffn,
+            "norm_topk_prob": arch.normalize_topk,
+        }
+    if arch.latent:
+        fields |= {
+            "q_lora_rank": arch.latent.query_rank or None,
+            "kv_lora_rank": arch.latent.rank,
+            "qk_nope_head_dim": arch.latent.plain_dim,
+            "qk_rope_head_dim": arch.latent.rope_dim,
+            "v_head_dim": arch.latent.value_dim,
+        }
+    if arch.scoring:
+        fields |= {
+            **_ROUTER,
+            "first_k_dense_replace": arch.num_dense_layers,
+            "n_shared_experts": arch.shared_ffn // arch.expert_ffn,
+            "n_group": arch.scoring.groups,
+            "topk_group": arch.scoring.groups_per_token,
+            "routed_scaling_factor": arch.scoring.scale,
+        }
+    return fields
 
 
 def _family(hf: Mapping[str, Any]) -> Family:
@@ -95,37 +127,18 @@ def _family(hf: Mapping[str, Any]) -> Family:
     return family
 
 
-def _refuse_unknown(hf: Mapping[str, Any], family: Family, ignore: Collection[str]) -> None:
-    if hf.get("quantization_config"):
-        raise ConfigError(
-            "model.path: quantization_config: a quantised checkpoint cannot be trained; use the "
-            "model's bfloat16 or float32 checkpoint"
-        )
-    for key, wanted in {**REQUIRED, **family.required}.items():
-        value = hf.get(key)
-        if value is not None and value != wanted and (value or wanted):
-            raise ConfigError(f"model.path: {key} = {value!r}; only {wanted!r} is supported")
-    known = READ | REQUIRED.keys() | family.required.keys() | HARMLESS | family.harmless
-    known |= READ_OF_EXPERTS if family.expert else frozenset()
-    known |= {"sliding_window"} if family.has_window else frozenset()
-    known |= READ_OF_LATENT if family.has_latent else frozenset()
-    known |= READ_OF_SCORING if family.has_scoring else frozenset()
-    for key, value in hf.items():
-        if key not in known and key not in ignore and not _says_none(value):
-            raise ConfigError(
-                f"model.path: the field {key} = {value!r} of config.json is not known for "
-                f"{family.model_type}, and may change what the model computes; if it does not, add "
-                f"{key} to model.ignore_fields"
-            )
+def _head_dim(hf: Mapping[str, Any]) -> int:
+    if hf.get("head_dim") is not None:
+        return _size(hf, "head_dim")
+    return _size(hf, "hidden_size") // _size(hf, "num_attention_heads")
 
 
-def _says_none(value: Any) -> bool:
-    """False and 0 do say something: what is absent may stand for true, or 1."""
-    return value is None or value in ([], {}, "")
+def _is_limit(hf: Mapping[str, Any], key: str) -> bool:
+    return key == POSITIONS[0] or hf.get(key) is not None
 
 
 def _refuse_windows(hf: Mapping[str, Any], family: Family) -> None:
-    """Attention here sees the whole sequence."""
+    """Refuse attention that does not see the whole sequence."""
     types = hf.get("layer_types") or []
     others = (
         [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else [types]
@@ -150,8 +163,8 @@ def _refuse_windows(hf: Mapping[str, Any], family: Family) -> None:
 def _rope(
     hf: Mapping[str, Any], ignore: Collection[str], kinds: Mapping[str, Mapping[str, str]]
 ) -> Rope:
-    """transformers 5 writes `rope_parameters`, with rope_theta in it; others wrote `rope_scaling`
-    beside rope_theta."""
+    """Read `rope_parameters`, which has rope_theta inside (transformers 5), or `rope_scaling` with
+    rope_theta next to it (older versions)."""
     where, given = _rope_settings(hf)
     kind = str(given.get("rope_type") or given.get("type") or "default")
     if kind not in kinds:
@@ -162,7 +175,7 @@ def _rope(
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *fields}
     known |= {"mscale", "truncate"} if kind == "yarn" else set()
     for key, value in given.items():
-        if key not in known and f"{where}.{key}" not in ignore and not _says_none(value):
+        if key not in known and f"{where}.{key}" not in ignore and not says_none(value):
             raise ConfigError(
                 f"model.path: {where}.{key} = {value!r} is not known for the rope type {kind!r}; "
                 f"if it does not matter, add {where}.{key} to model.ignore_fields"
@@ -230,6 +243,15 @@ _LATENT_ROPE_KINDS: Mapping[str, Mapping[str, str]] = {
 """With latent attention vLLM takes all others for yarn."""
 
 
+def _rope_fields(arch: Architecture) -> dict[str, Any]:
+    rope = arch.rope
+    names = (_LATENT_ROPE_KINDS if arch.latent else _ROPE_KINDS)[rope.kind]
+    fields = {name: getattr(rope, ours) for name, ours in names.items()}
+    if rope.kind == "yarn":
+        fields["mscale"] = rope.sharpening
+    return {"rope_type": rope.kind, "rope_theta": rope.theta, **fields}
+
+
 def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The field that describes rope, and its value."""
     given = [key for key in ("rope_parameters", "rope_scaling") if hf.get(key)]
@@ -264,9 +286,12 @@ def _latent(hf: Mapping[str, Any]) -> Latent:
     return latent
 
 
+_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""Required: transformers ignores these fields, and vLLM takes another router without them."""
+
+
 def _scoring(hf: Mapping[str, Any]) -> dict[str, Any]:
-    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        # transformers never looks at them; vLLM takes another router where they are absent.
+    for key, wanted in _ROUTER.items():
         if hf.get(key) != wanted:
             raise ConfigError(
                 f"model.path: {key} = {hf.get(key)!r} in config.json; only {wanted!r} is supported"

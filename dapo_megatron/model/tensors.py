@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dapo_megatron.model.architecture import Architecture, Place
-from dapo_megatron.model.families.decoder import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD
-from dapo_megatron.model.families.family import Parameter
-from dapo_megatron.model.families.registry import FAMILIES
+from dapo_megatron.model.families import FAMILIES
+from dapo_megatron.model.families.family import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Parameter
 from dapo_megatron.model.sharding import Cut, Shape, Slot
 from dapo_megatron.types import ConfigError, Piece
 

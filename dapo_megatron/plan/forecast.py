@@ -15,7 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import describe
@@ -34,7 +35,7 @@ def check(config: Config, num_processes: int, nodes: NodeSpec) -> None:
             f"model.path: {config.model.path} has no config.json, all that a plan needs of the "
             f"model: `hf download OWNER/NAME config.json --local-dir {config.model.path}`"
         )
-    check_compatibility(config, read_model_config(config))
+    check_compatibility(config, read_architecture(config))
     check_layout_and_memory(config, num_processes, nodes)
 
 

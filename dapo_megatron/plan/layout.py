@@ -1,18 +1,18 @@
 """Layouts: which fit a model and a number of processes, and what follows from one.
 
 A layout that cannot work is refused before anything starts, with every key at fault and the nearest
-layouts that do fit. Nothing heavy is imported. Rules that are Megatron-core's (0.16.1, its
-TransformerConfig and initialize_model_parallel) are told in the words of our keys.
+layouts that do fit. Nothing heavy is imported. Rules of Megatron-core (0.16.1, its
+TransformerConfig and initialize_model_parallel) are stated in terms of the config's keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from math import lcm
-from typing import Any
 
-from dapo_megatron.config import Config, PolicyConfig, read_model_config, refuse
+from dapo_megatron.config import Config, PolicyConfig, refuse
+from dapo_megatron.model import Architecture
 from dapo_megatron.plan.layout_search import divisors, nearest
 
 # ------------------------------------------------------------------ what follows from a layout
@@ -100,25 +100,26 @@ def describe(policy: PolicyConfig, world_size: int) -> str:
 # ------------------------------------------------------------------ refusing
 
 
-def check_layout(config: Config, world_size: int, *, has_engine: bool = True) -> None:
+def check_layout(
+    config: Config, arch: Architecture, world_size: int, *, has_engine: bool = True
+) -> None:
     """Refuse a layout that does not fit the number of processes or the model.
 
-    Reads `model.path/config.json` alone. Without an engine (`doctor layouts`),
-    engine.tensor_parallel is not looked at. Raises ConfigError with every problem, its numbers,
-    and, where the policy's layout is at fault, up to three near it that fit.
+    Without an engine (`doctor layouts`), engine.tensor_parallel is not checked. Raises ConfigError
+    with every problem, its numbers, and, where the policy's layout is at fault, up to three near it
+    that fit.
     """
-    hf = read_model_config(config)
-    of_policy = list(policy_problems(config.policy, world_size, hf))
-    problems = [*of_policy, *_row_problems(config, hf), *_model_problems(config, hf)]
+    of_policy = list(policy_problems(config.policy, world_size, arch))
+    problems = [*of_policy, *_row_problems(config, arch), *_model_problems(config, arch)]
     if has_engine:
-        problems += _engine_problems(config, world_size, hf)
+        problems += _engine_problems(config, world_size, arch)
     if of_policy:
-        problems.append(_way_out(config, world_size, hf))
+        problems.append(_way_out(config, world_size, arch))
     refuse(problems)
 
 
-def _way_out(config: Config, world: int, hf: Mapping[str, Any]) -> str:
-    near = nearest_layouts(config, world, hf)
+def _way_out(config: Config, world: int, arch: Architecture) -> str:
+    near = nearest_layouts(config, world, arch)
     if not near:
         bound = config.train.max_tokens_per_microbatch
         return (
@@ -128,22 +129,22 @@ def _way_out(config: Config, world: int, hf: Mapping[str, Any]) -> str:
     return "\n  ".join([f"layouts that fit {world} processes:", *near])
 
 
-def policy_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the policy's layout for this model on `world` processes."""
+def policy_problems(policy: PolicyConfig, world: int, arch: Architecture) -> Iterator[str]:
+    """Yield what is wrong with the policy's layout for this model on `world` processes."""
     num_ranks = _model_ranks(policy)
     if world % num_ranks:
         yield (
             f"policy.tensor_parallel x pipeline_parallel x context_parallel = {num_ranks} does not "
             f"divide the {world} processes (run.processes, or the launcher's)"
         )
-    yield from _tensor_problems(policy, hf)
-    yield from pipeline_problems(policy, _num_layers(hf))
-    yield from _expert_problems(policy, world, hf)
+    yield from _tensor_problems(policy, arch)
+    yield from pipeline_problems(policy, arch.num_layers)
+    yield from _expert_problems(policy, world, arch)
 
 
-def _tensor_problems(policy: PolicyConfig, hf: Mapping[str, Any]) -> Iterator[str]:
+def _tensor_problems(policy: PolicyConfig, arch: Architecture) -> Iterator[str]:
     size = policy.tensor_parallel
-    heads, groups = _heads(hf)
+    heads, groups = arch.num_heads, arch.num_groups
     if heads % size:
         yield (
             f"policy.tensor_parallel: {size} does not divide the model's {heads} attention heads"
@@ -153,13 +154,12 @@ def _tensor_problems(policy: PolicyConfig, hf: Mapping[str, Any]) -> Iterator[st
             f"policy.tensor_parallel: {size} neither divides nor is a multiple of the model's "
             f"{groups} key-value heads"
         )
-    elif (rows := 2 * groups * _head_dim(hf)) % size:
-        # Megatron cuts query, key and value rows as one, and gathers them again.
+    elif (rows := 2 * arch.group_rows) % size:
+        # Megatron splits query, key and value rows as one, and gathers them again.
         yield f"policy.tensor_parallel: {size} does not divide the model's {rows} key-value rows"
-    # The policy cuts no expert, and all layers of such a model have experts.
-    width = hf.get("intermediate_size", 0)
-    if width % size and not num_experts(hf):
-        yield f"policy.tensor_parallel: {size} does not divide the intermediate_size {width}"
+    for name, width in arch.mlp_columns(whole_experts=True).items():
+        if width % size:
+            yield f"policy.tensor_parallel: {size} does not divide the {name} {width}"
     if policy.sequence_parallel and size == 1:
         yield (
             "policy.sequence_parallel: splits over the tensor-parallel ranks, and "
@@ -209,8 +209,8 @@ def pipeline_problems(policy: PolicyConfig, num_layers: int) -> Iterator[str]:
             )
 
 
-def _expert_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
-    count, size = num_experts(hf), policy.expert_parallel
+def _expert_problems(policy: PolicyConfig, world: int, arch: Architecture) -> Iterator[str]:
+    count, size = arch.num_experts, policy.expert_parallel
     if not count:
         if size > 1:
             yield f"policy.expert_parallel: {size}, but the model has no experts; use 1"
@@ -230,7 +230,7 @@ def _expert_problems(policy: PolicyConfig, world: int, hf: Mapping[str, Any]) ->
         )
 
 
-def _row_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
+def _row_problems(config: Config, arch: Architecture) -> Iterator[str]:
     """Whether a row, of all context-parallel ranks together, can hold the longest sequence."""
     policy, bound = config.policy, config.train.max_tokens_per_microbatch
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -245,9 +245,9 @@ def _row_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
             f"{longest} tokens (max_prompt_tokens + max_response_tokens); use at least "
             f"{round_up(longest, whole) // ranks}"
         )
-    limit = hf.get("max_position_embeddings")
+    limit = arch.max_positions
     padded = round_up(longest, multiple)
-    if limit and longest <= limit < padded:
+    if longest <= limit < padded:
         yield (
             f"policy.context_parallel: {policy.context_parallel} pads sequences to multiples of "
             f"{multiple}, the longest to {padded} tokens, beyond the model's {limit} positions; "
@@ -255,39 +255,41 @@ def _row_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _model_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
-    """What no other layout would mend."""
-    limit = hf.get("max_position_embeddings")
+def _model_problems(config: Config, arch: Architecture) -> Iterator[str]:
+    """Yield what no other layout would fix."""
+    limit = arch.max_positions
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if limit and config.max_sequence_tokens > max(limit, longest):
+    if config.max_sequence_tokens > max(limit, longest):
         yield (
             f"evaluation.max_response_tokens: with rollout.max_prompt_tokens, "
             f"{config.max_sequence_tokens} exceeds the model's {limit} positions"
         )
-    if limit and longest > limit:
+    if longest > limit:
         yield (
             f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
             f"{limit} positions (max_position_embeddings)"
         )
-    if config.policy.moe_aux_loss > 0 and not num_experts(hf):
+    if config.policy.moe_aux_loss > 0 and not arch.num_experts:
         yield (
             f"policy.moe_aux_loss: {config.policy.moe_aux_loss}, but the model has no experts to "
             "balance; use 0"
         )
 
 
-def _engine_problems(config: Config, world: int, hf: Mapping[str, Any]) -> Iterator[str]:
+def _engine_problems(config: Config, world: int, arch: Architecture) -> Iterator[str]:
     size = config.engine_tensor_parallel
     origin = ""
     if config.engine.tensor_parallel is None:
-        if any(_tensor_problems(config.policy, hf)) or world % size:
-            return  # said of the policy already
+        if any(_tensor_problems(config.policy, arch)) or world % size:
+            return  # reported for the policy already
         origin = " (null: as policy.tensor_parallel)"
     whole_experts = config.engine.expert_parallel
-    if whole_experts and not num_experts(hf):
+    if whole_experts and not arch.num_experts:
         yield "engine.expert_parallel: the model has no experts; leave it false"
-    fitting = [n for n in divisors(world) if not any(_engine_misfits(n, world, hf, whole_experts))]
-    for misfit in _engine_misfits(size, world, hf, whole_experts):
+    fitting = [
+        n for n in divisors(world) if not any(_engine_misfits(n, world, arch, whole_experts))
+    ]
+    for misfit in _engine_misfits(size, world, arch, whole_experts):
         yield (
             f"engine.tensor_parallel: {size}{origin} {misfit}; of {world} processes an engine can "
             f"have {' or '.join(map(str, fitting))}"
@@ -295,41 +297,39 @@ def _engine_problems(config: Config, world: int, hf: Mapping[str, Any]) -> Itera
 
 
 def _engine_misfits(
-    size: int, world: int, hf: Mapping[str, Any], whole_experts: bool
+    size: int, world: int, arch: Architecture, whole_experts: bool
 ) -> Iterator[str]:
     if world % size:
         yield f"does not divide the {world} processes"
-    heads, groups = _heads(hf)
+    heads, groups = arch.num_heads, arch.num_groups
     # The engine can copy a key-value head to several ranks.
     if heads % size or (groups % size and size % groups):
         yield (
             f"does not divide the model's {heads} attention heads, or neither divides nor is a "
             f"multiple of its {groups} key-value heads"
         )
-    if num_experts(hf) and whole_experts:
-        if num_experts(hf) % size:
-            yield f"does not divide the {num_experts(hf)} experts"
-        return
-    key = "moe_intermediate_size" if num_experts(hf) else "intermediate_size"
-    if hf.get(key, 0) % size:
-        yield f"does not divide the {key} {hf[key]}"
+    if whole_experts and arch.num_experts % size:
+        yield f"does not divide the {arch.num_experts} experts"
+    for name, width in arch.mlp_columns(whole_experts=whole_experts).items():
+        if width % size:
+            yield f"does not divide the {name} {width}"
 
 
 # ------------------------------------------------------------------ layouts that fit
 
 
-def nearest_layouts(config: Config, world_size: int, hf: Mapping[str, Any]) -> list[str]:
+def nearest_layouts(config: Config, world_size: int, arch: Architecture) -> list[str]:
     """Up to three policy layouts near the asked one that fit `world_size` processes and the model,
     nearest first, each as overrides for the command line with only what changes."""
 
     def fits(policy: PolicyConfig) -> bool:
         changed = config.model_copy(update={"policy": policy})
-        problems = chain(policy_problems(policy, world_size, hf), _row_problems(changed, hf))
+        problems = chain(policy_problems(policy, world_size, arch), _row_problems(changed, arch))
         if config.engine.tensor_parallel is None:  # it follows the policy
-            problems = chain(problems, _engine_problems(changed, world_size, hf))
+            problems = chain(problems, _engine_problems(changed, world_size, arch))
         return not any(problems)
 
-    return nearest(config.policy, world_size, _num_layers(hf), num_experts(hf), fits)
+    return nearest(config.policy, world_size, arch.num_layers, arch.num_experts, fits)
 
 
 # ------------------------------------------------------------------ small things
@@ -353,29 +353,6 @@ def _stage_sizes(policy: PolicyConfig, num_layers: int) -> list[int]:
     if policy.last_stage_layers is not None:
         sizes.append(policy.last_stage_layers)
     return sizes
-
-
-def _heads(hf: Mapping[str, Any]) -> tuple[int, int]:
-    """Attention heads, and key-value heads."""
-    heads = hf.get("num_attention_heads", 1)
-    return heads, hf.get("num_key_value_heads") or heads
-
-
-def _head_dim(hf: Mapping[str, Any]) -> int:
-    # The family's default, as bridge/families has it (which is heavy to import).
-    default = 128 if hf.get("model_type") == "qwen3" else None
-    return int(hf.get("head_dim", default) or hf.get("hidden_size", 1) // _heads(hf)[0])
-
-
-def _num_layers(hf: Mapping[str, Any]) -> int:
-    return int(hf.get("num_hidden_layers", 1))
-
-
-def num_experts(hf: Mapping[str, Any]) -> int:
-    """0 for a dense model. Qwen3-MoE has the first name in published checkpoints, the second as
-    transformers 5 writes it; DeepSeek-V3 the third."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return int(next((hf[name] for name in names if hf.get(name)), 0))
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dapo_megatron.config import Config, PolicyConfig, Section, read_model_config
+from dapo_megatron.config import Config, PolicyConfig, Section
 from dapo_megatron.config.rules import check_values
-from dapo_megatron.model import read_architecture
+from dapo_megatron.model import Architecture, read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import GPU_MARGIN, HOST, MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import check_layout, policy_problems, round_up, row_multiple
@@ -60,8 +60,9 @@ def problems(estimate: MemoryEstimate) -> Iterator[str]:
 def suggest(estimate: MemoryEstimate, phase: str) -> list[Suggestion]:
     """Return changes that free memory of `phase` (or of the host, estimate.HOST), most first."""
     suggestions = []
+    arch = read_architecture(estimate.config)
     for change, config, num_processes in _candidates(estimate.config, estimate.num_processes):
-        changed = _estimate_if_valid(config, num_processes, estimate.nodes)
+        changed = _estimate_if_valid(config, arch, num_processes, estimate.nodes)
         if changed is None:
             continue
         freed = (estimate.num_bytes(phase) - changed.num_bytes(phase)) / GIB
@@ -85,13 +86,13 @@ def _advice(estimate: MemoryEstimate, phase: str) -> str:
 
 
 def _estimate_if_valid(
-    config: Config, num_processes: int, nodes: NodeSpec
+    config: Config, arch: Architecture, num_processes: int, nodes: NodeSpec
 ) -> MemoryEstimate | None:
     """Estimate a changed config; None if a run would refuse it."""
     try:
         check_values(config)
-        check_layout(config, num_processes)
-        check_compatibility(config, read_model_config(config))
+        check_layout(config, arch, num_processes)
+        check_compatibility(config, arch)
         return estimate_memory(config, num_processes, nodes)
     except ConfigError:
         return None
@@ -103,11 +104,11 @@ def _estimate_if_valid(
 def check_layout_and_memory(config: Config, num_processes: int, nodes: NodeSpec) -> None:
     """Call layout.check_layout, whose suggestions ignore memory, and add those that fit in memory
     where the policy's layout is at fault. Raises ConfigError."""
-    read_architecture(config)
+    arch = read_architecture(config)
     try:
-        check_layout(config, num_processes)
+        check_layout(config, arch, num_processes)
     except ConfigError as error:
-        if not any(policy_problems(config.policy, num_processes, read_model_config(config))):
+        if not any(policy_problems(config.policy, num_processes, arch)):
             raise
         lines = [str(error), *alternatives(config, num_processes, nodes)]
         raise ConfigError("\n".join(lines)) from None
@@ -152,15 +153,15 @@ def _fitting_layouts(
 ) -> tuple[list[str], int]:
     """Return up to `count` layouts near the configured one that suit model, ranks and memory with
     room to spare, nearest first, as overrides with only what changes; and how many were tried."""
-    hf, arch = read_model_config(config), read_architecture(config)
+    arch = read_architecture(config)
     num_tried = 0
 
     def fits(policy: PolicyConfig) -> bool:
         nonlocal num_tried
-        if num_tried == NUM_TRIED or any(policy_problems(policy, num_processes, hf)):
+        if num_tried == NUM_TRIED or any(policy_problems(policy, num_processes, arch)):
             return False
         changed = config.model_copy(update={"policy": policy})
-        estimate = _estimate_if_valid(changed, num_processes, nodes)
+        estimate = _estimate_if_valid(changed, arch, num_processes, nodes)
         if estimate is None:
             return False
         num_tried += 1

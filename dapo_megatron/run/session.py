@@ -17,8 +17,9 @@ from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import begin_attempt, end_attempt
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.launch import started_at
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
+from dapo_megatron.model import read_architecture
 from dapo_megatron.run.context import RunContext, open_context, report_error
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Stopped
 
@@ -98,7 +99,7 @@ def _check_compatibility(config: Config, *, has_engine: bool) -> list[str]:
 
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     machine = Machine.here(capability, torch.version.cuda)
-    return check(config, read_model_config(config), machine, has_engine=has_engine)
+    return check(config, read_architecture(config), machine, has_engine=has_engine)
 
 
 def _live_parts(

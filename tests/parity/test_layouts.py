@@ -19,6 +19,8 @@ import pytest
 from dapo_megatron.config.file import load_config
 from dapo_megatron.doctor.matrix import matrix
 from dapo_megatron.doctor.shrink import shrink
+from dapo_megatron.files import read_json
+from dapo_megatron.model import architecture
 from tests.helpers.models import RANDOM_MODELS, make_random_model
 from tests.unit.test_cli import outside_a_launcher
 
@@ -64,9 +66,9 @@ def _name(row: dict[str, Any]) -> str:
 def cases(config: str, precision: str, only: str) -> list[str]:
     """The names that the command's rows must have on two ranks."""
     loaded = load_config(REPOSITORY / CONFIGS[config])
-    path = REPOSITORY / loaded.model.path / "config.json"
-    hf = shrink(json.loads(path.read_text(encoding="utf-8")), loaded.policy)
-    return [case.name for case in matrix(loaded, hf, 2, precision) if only in case.name]
+    hf = read_json(REPOSITORY / loaded.model.path / "config.json")
+    arch = shrink(architecture(hf), loaded.policy)
+    return [case.name for case in matrix(loaded, arch, 2, precision) if only in case.name]
 
 
 def check(row: dict[str, Any], precision: str) -> None:

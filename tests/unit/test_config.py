@@ -16,10 +16,10 @@ from dapo_megatron.config import (
     Config,
     FileSource,
     num_processes,
-    read_model_config,
     source_file_name,
 )
 from dapo_megatron.config.file import dump_config, load_config, parse_config
+from dapo_megatron.model import read_architecture
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import tiny_config
 
@@ -458,7 +458,7 @@ def test_a_model_that_cannot_be_read_is_named(
         path.write_bytes(content)
     config = load_config(TINY, [f"model.path={tmp_path}"])
     with pytest.raises(ConfigError) as caught:
-        read_model_config(config)
+        read_architecture(config)
     assert str(caught.value).startswith(f"model.path: {path}: {said}")
     assert str(caught.value).endswith("; name a folder with an HF checkpoint")
 

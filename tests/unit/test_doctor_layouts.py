@@ -30,10 +30,11 @@ from dapo_megatron.doctor.measure import (
 )
 from dapo_megatron.doctor.shrink import shrink, write_random_model
 from dapo_megatron.doctor.table import TOLERANCES, CaseTable, Row
-from dapo_megatron.model import architecture
+from dapo_megatron.model import Architecture, architecture, read_architecture
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import TINY, tiny_config
+from tests.helpers.published import PUBLISHED
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -64,10 +65,7 @@ EXPERTS = {
 
 
 def test_features_are_kept_and_sizes_are_small() -> None:
-    large, small = (
-        architecture(QWEN3_8B | EXPERTS),
-        architecture(shrink(QWEN3_8B | EXPERTS, policy())),
-    )
+    large, shrunk = architecture(QWEN3_8B | EXPERTS), small(QWEN3_8B | EXPERTS)
     for kept in (
         "family",
         "tied",
@@ -77,16 +75,20 @@ def test_features_are_kept_and_sizes_are_small() -> None:
         "rope",
         "normalize_topk",
     ):
-        assert getattr(small, kept) == getattr(large, kept)
-    assert small.num_heads // small.num_groups == large.num_heads // large.num_groups
-    assert small.head_dim * small.num_heads != small.hidden  # as in the large one
-    assert (small.num_layers, small.num_experts, small.experts_per_token) == (4, 8, 2)
-    assert small.vocab % 2 == 1
-    assert small.hidden <= 128
+        assert getattr(shrunk, kept) == getattr(large, kept)
+    assert shrunk.num_heads // shrunk.num_groups == large.num_heads // large.num_groups
+    assert shrunk.head_dim * shrunk.num_heads != shrunk.hidden  # as in the large one
+    assert (shrunk.num_layers, shrunk.num_experts, shrunk.experts_per_token) == (4, 8, 2)
+    assert shrunk.vocab % 2 == 1
+    assert shrunk.hidden <= 128
 
 
 def policy(**changes: Any) -> PolicyConfig:
     return PolicyConfig(precision="float32", **changes)
+
+
+def small(hf: dict[str, Any]) -> Architecture:
+    return shrink(architecture(hf), policy())
 
 
 @settings(max_examples=200)
@@ -109,33 +111,37 @@ def test_the_small_model_takes_what_the_large_one_takes(
         expert_parallel=expert or 1,
     )
     large["num_hidden_layers"] = 48
-    world = smallest_world(own, large)
+    arch = architecture(large)
+    world = smallest_world(own, arch)
     try:
-        check(own, large, world)
+        check(own, arch, world)
     except ConfigError:
         return
-    small = shrink(large, own)
-    check(own, small, world)
-    assert smallest_world(own, small) == world
+    shrunk = shrink(arch, own)
+    check(own, shrunk, world)
+    assert smallest_world(own, shrunk) == world
 
 
-def check(own: PolicyConfig, hf: dict[str, Any], world: int) -> None:
+def check(own: PolicyConfig, arch: Architecture, world: int) -> None:
     """As check_layout does, of a model that is not in a folder."""
     from dapo_megatron.plan.layout import policy_problems
 
-    problems = list(policy_problems(own, world, hf))
+    problems = list(policy_problems(own, world, arch))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def test_the_folder_is_what_the_bridge_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "hf", [QWEN3_8B | EXPERTS, PUBLISHED["DeepSeek-V3"][1]], ids=["qwen3_moe", "deepseek_v3"]
+)
+def test_the_folder_is_what_the_bridge_reads(tmp_path: Path, hf: dict[str, Any]) -> None:
     from safetensors import safe_open
 
-    small = shrink(QWEN3_8B | EXPERTS, policy())
-    write_random_model(small, tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert architecture(written) == architecture(small)
-    assert architecture(written).rope.theta == 1_000_000
+    arch = small(hf)
+    write_random_model(arch, tmp_path)
+    written = architecture(json.loads((tmp_path / "config.json").read_text()))
+    assert written == arch
+    assert written.rope == architecture(hf).rope
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
             weight = file.get_tensor(name)
@@ -164,12 +170,15 @@ def test_the_minibatch_has_what_a_scaling_could_get_wrong() -> None:
 # ------------------------------------------------------------------ the matrix
 
 
-def names(hf: dict[str, Any], ranks: int, **overrides: Any) -> set[str]:
-    return {case.layout for case in matrix(tiny_config(**overrides), hf, ranks, "float64")}
+def names(arch: Architecture, ranks: int, **overrides: Any) -> set[str]:
+    return {case.layout for case in matrix(tiny_config(**overrides), arch, ranks, "float64")}
 
 
 def test_what_the_issue_asks_for_is_in_the_matrix() -> None:
-    dense, moe = shrink(QWEN3_8B, policy()), shrink(QWEN3_8B | EXPERTS, policy())
+    dense, moe = (
+        small(QWEN3_8B),
+        small(QWEN3_8B | EXPERTS),
+    )
     asked = {"DP2", "TP2", "TP2+SP", "PP2", "PP2 interleaved x2", "CP2", "TP2 x PP2", "TP2 x CP2"}
     assert asked <= names(dense, 4)
     assert {"EP2", "DP2 x EP2", "EP2, balance loss", "DP2 x EP2, balance loss"} <= names(moe, 4)
@@ -180,26 +189,29 @@ def test_what_the_issue_asks_for_is_in_the_matrix() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_case_is_a_layout_that_a_run_would_accept(ranks: int) -> None:
-    for hf in (shrink(QWEN3_8B, policy()), shrink(QWEN3_8B | EXPERTS, policy())):
-        for case in matrix(tiny_config(), hf, ranks, "float64"):
+    for arch in (
+        small(QWEN3_8B),
+        small(QWEN3_8B | EXPERTS),
+    ):
+        for case in matrix(tiny_config(), arch, ranks, "float64"):
             assert case.num_ranks <= ranks
-            check(case.policy, hf, case.num_ranks)
-            if case.policy.tensor_parallel > 1 and "num_experts" in hf:
+            check(case.policy, arch, case.num_ranks)
+            if case.policy.tensor_parallel > 1 and arch.num_experts:
                 assert case.policy.sequence_parallel
 
 
 def test_yours_comes_first_and_only_if_it_fits() -> None:
     own = {"policy__tensor_parallel": 4, "policy__sequence_parallel": True}
-    hf = shrink(QWEN3_8B, tiny_config(**own).policy)
-    first = matrix(tiny_config(**own), hf, 4, "float64")[0]
+    arch = shrink(architecture(QWEN3_8B), tiny_config(**own).policy)
+    first = matrix(tiny_config(**own), arch, 4, "float64")[0]
     assert (first.yours, first.layout, first.num_ranks) == (True, "TP4+SP", 4)
-    assert not any(case.yours for case in matrix(tiny_config(**own), hf, 2, "float64"))
-    assert smallest_world(tiny_config(**own).policy, hf) == 4
+    assert not any(case.yours for case in matrix(tiny_config(**own), arch, 2, "float64"))
+    assert smallest_world(tiny_config(**own).policy, arch) == 4
 
 
 def test_the_reference_shares_little_with_what_is_tested() -> None:
-    hf = shrink(QWEN3_8B, policy())
-    [one] = {reference(case) for case in matrix(tiny_config(), hf, 4, "float32")}
+    arch = small(QWEN3_8B)
+    [one] = {reference(case) for case in matrix(tiny_config(), arch, 4, "float32")}
     assert layout_name(one.policy, one.num_ranks) == "one process"
     assert (one.policy.precision, one.split, one.packed) == ("float64", "single", False)
     plans = one.planner(tiny_config())(LENGTHS, 1)
@@ -325,4 +337,5 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_starts() -> None:
 
 
 def test_float64_is_allowed_without_an_engine() -> None:
-    check_layout(tiny_config(policy__precision="float64"), 2, has_engine=False)
+    config = tiny_config(policy__precision="float64")
+    check_layout(config, read_architecture(config), 2, has_engine=False)

@@ -9,17 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.engine import device, memory
+from dapo_megatron.model import architecture
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import tiny_config
 
 GIB = 2**30
 HF = {
     "model_type": "qwen3",
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 64,
     "hidden_size": 256,
     "intermediate_size": 512,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
 }
+EXPERTS: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 384}
 
 
 @pytest.fixture
@@ -100,7 +108,7 @@ def test_an_eager_engine_that_stays_awake(gpu: None) -> None:
 
 def refusal(hf: dict[str, Any], **keys: Any) -> str:
     with pytest.raises(ConfigError) as refused:
-        device.check_config(tiny_config(**keys), hf)
+        device.check_config(tiny_config(**keys), architecture(hf))
     return str(refused.value)
 
 
@@ -108,7 +116,7 @@ FP8 = {"engine__quantization": "fp8", "policy__precision": "bfloat16"}
 
 
 def test_experts_are_not_quantised_on_cpu() -> None:
-    assert "no FP8 experts for this CPU" in refusal({**HF, "num_experts": 8}, **FP8)
+    assert "no FP8 experts for this CPU" in refusal({**HF, **EXPERTS}, **FP8)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,7 @@ def test_experts_are_not_quantised_on_cpu() -> None:
     [
         ({"intermediate_size": 640}, "intermediate_size = 640"),
         ({"head_dim": 32}, "attention heads x head size = 128"),
-        ({"num_experts": 8, "moe_intermediate_size": 384}, "moe_intermediate_size = 384"),
+        (EXPERTS, "moe_intermediate_size = 384"),
         ({"hidden_size": 320}, "hidden_size = 320"),
     ],
 )
@@ -124,7 +132,7 @@ def test_on_a_gpu_ranks_must_hold_whole_blocks(gpu: None, wrong: dict[str, Any],
     two = {**FP8, "policy__tensor_parallel": 2}
     said = refusal({**HF, **wrong}, **two)
     assert what in said and "engine.tensor_parallel = 2" in said
-    device.check_config(tiny_config(**two), HF)
+    device.check_config(tiny_config(**two), architecture(HF))
 
 
 def test_on_cpu_a_step_takes_a_whole_prompt() -> None:
@@ -133,4 +141,4 @@ def test_on_cpu_a_step_takes_a_whole_prompt() -> None:
 
 
 def test_on_a_gpu_a_step_may_take_less_than_a_prompt(gpu: None) -> None:
-    device.check_config(tiny_config(engine__max_batched_tokens=8), HF)
+    device.check_config(tiny_config(engine__max_batched_tokens=8), architecture(HF))

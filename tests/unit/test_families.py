@@ -526,11 +526,9 @@ def test_an_engine_is_refused_by_the_heads_that_the_model_has() -> None:
         pytest.skip("only vLLM on CPU takes a few sizes")
     absent = config("qwen3", hidden_size=64)
     del absent["head_dim"]
-    check_config(
-        tiny_config(), {**absent, "attn_scale": 0.5}
-    )  # 128; the field is model.ignore_fields' business
+    check_config(tiny_config(), architecture(absent))  # 128
     with pytest.raises(ConfigError, match="attention heads of 16"):
-        check_config(tiny_config(), {**absent, "head_dim": None})
+        check_config(tiny_config(), architecture({**absent, "head_dim": None}))
 
 
 LLAMA3 = {

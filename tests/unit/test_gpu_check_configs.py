@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dapo_megatron.model import architecture
 from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import PACKAGES, Machine
 from dapo_megatron.plan.layout import check_layout
@@ -82,9 +83,9 @@ def test_a_config_of_a_check_is_allowed_on_hopper(
         figures = []
     assert built and all(figure.verdict == "ok" for figure in figures)
     for config in built:
-        hf = shapes.SHAPES[Path(config.model.path).name]
-        check_layout(config, 1)
-        check(config, hf, HOPPER)
+        arch = architecture(shapes.SHAPES[Path(config.model.path).name])
+        check_layout(config, arch, 1)
+        check(config, arch, HOPPER)
 
 
 def test_the_shipped_fp8_settings_are_the_config_files() -> None:

@@ -70,7 +70,7 @@ def test_policy_plan_and_compatibility_agree(
     chosen = kernels(config.policy, arch)
     assert kernels_of(config, arch, has_gpu=gpu) == chosen
     here = Machine((9, 0) if gpu else None, (13, 0), frozenset({"transformer_engine"}))
-    assert Run(config, {"model_type": family}, here).fused == (chosen == "transformer_engine")
+    assert Run(config, arch, here).fused == (chosen == "transformer_engine")
     assert (chosen == "transformer_engine") == (gpu and asked == "auto" and family == "qwen3")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,8 @@ from hypothesis import strategies as st
 
 from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.config.file import load_config
-from dapo_megatron.model import FAMILIES
-from dapo_megatron.model.hf_config import head_dim
+from dapo_megatron.model import architecture
 from dapo_megatron.plan.layout import (
-    _head_dim,
     check_layout,
     data_parallel,
     describe,
@@ -29,7 +25,15 @@ from dapo_megatron.plan.layout import (
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import TINY
 
+COMMON = {
+    "model_type": "llama",
+    "hidden_size": 96,
+    "head_dim": 24,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-6,
+}
 DENSE = {
+    **COMMON,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "num_hidden_layers": 6,
@@ -37,7 +41,35 @@ DENSE = {
     "max_position_embeddings": 112,
 }
 # Nobody cuts intermediate_size: all layers of such a model have experts.
-EXPERTS = {**DENSE, "num_experts": 8, "moe_intermediate_size": 50, "intermediate_size": 97}
+EXPERTS = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 50,
+    "intermediate_size": 97,
+}
+
+DEEPSEEK = {
+    **{name: value for name, value in EXPERTS.items() if name not in ("num_experts", "head_dim")},
+    "model_type": "deepseek_v3",
+    "intermediate_size": 96,
+    "num_key_value_heads": 12,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 
 # What the cases below reckon with, whatever the file says.
 NUMBERS = (
@@ -66,19 +98,18 @@ SHORT = {
 }
 
 
-def config_of(text: str, folder: Path) -> Config:
+def config_of(text: str) -> Config:
     """`tp=2 sp=true` and the like, in the short names above or full ones."""
     pairs = [pair.partition("=") for pair in text.split()]
     overrides = [f"{SHORT.get(key, key)}={value}" for key, _, value in pairs]
-    return load_config(TINY, [*NUMBERS, f"model.path={folder}", *overrides])
+    return load_config(TINY, [*NUMBERS, *overrides])
 
 
 def layout_problems(
-    folder: Path, world: int, text: str, model: Mapping[str, Any] = DENSE, **options: bool
+    world: int, text: str, model: Mapping[str, Any] = DENSE, **options: bool
 ) -> list[str]:
-    (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
     try:
-        check_layout(config_of(text, folder), world, **options)
+        check_layout(config_of(text), architecture(model), world, **options)
     except ConfigError as error:
         return str(error).splitlines()
     return []
@@ -124,10 +155,8 @@ BEYOND_FOUR = "policy.tensor_parallel: 8 does not divide the model's 12 attentio
         (2, "ep=2", "policy.expert_parallel: 2, but the model has no experts; use 1"),
     ],
 )  # fmt: skip
-def test_a_layout_is_refused_once_with_the_nearest(
-    tmp_path: Path, world: int, text: str, said: str | None
-) -> None:
-    found = layout_problems(tmp_path, world, text)
+def test_a_layout_is_refused_once_with_the_nearest(world: int, text: str, said: str | None) -> None:
+    found = layout_problems(world, text)
     if said is None:
         assert found == []
         return
@@ -148,11 +177,9 @@ def test_a_layout_is_refused_once_with_the_nearest(
     ],
 )
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_a_model_with_experts(
-    tmp_path: Path, world: int, text: str, said: str | None, key: str
-) -> None:
+def test_a_model_with_experts(world: int, text: str, said: str | None, key: str) -> None:
     model = {**EXPERTS, key: 8}
-    found = layout_problems(tmp_path, world, text, model)
+    found = layout_problems(world, text, model)
     assert [line for line in found if not line.startswith(("layouts", " "))] == found[: bool(said)]
     assert said is None or found[0].startswith(said)
 
@@ -175,28 +202,26 @@ def test_a_model_with_experts(
         ("engine=8", "engine.tensor_parallel: 8 does not divide the model's 12 attention heads,"),
     ],
 )  # fmt: skip
-def test_what_another_layout_would_not_mend_names_none(
-    tmp_path: Path, text: str, said: str | None
-) -> None:
-    found = layout_problems(tmp_path, 8, text)
+def test_what_another_layout_would_not_mend_names_none(text: str, said: str | None) -> None:
+    found = layout_problems(8, text)
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
 
 
-def test_positions_that_only_the_padding_passes(tmp_path: Path) -> None:
+def test_positions_that_only_the_padding_passes() -> None:
     model = {**DENSE, "max_position_embeddings": 114}
-    [said] = layout_problems(tmp_path, 8, "cp=8 prompt=97", model)
+    [said] = layout_problems(8, "cp=8 prompt=97", model)
     assert said.startswith("policy.context_parallel: 8 pads sequences to multiples of 16, the long")
     assert said.endswith("to 128 tokens, beyond the model's 114 positions; "
                          "lower rollout.max_response_tokens by 1")  # fmt: skip
-    assert layout_problems(tmp_path, 8, "cp=8 prompt=96", model) == []
+    assert layout_problems(8, "cp=8 prompt=96", model) == []
 
 
-def test_without_an_engine_its_size_does_not_matter(tmp_path: Path) -> None:
+def test_without_an_engine_its_size_does_not_matter() -> None:
     text = "engine=12"
-    assert len(layout_problems(tmp_path, 8, text)) == 1
-    assert layout_problems(tmp_path, 8, text, has_engine=False) == []
-    assert layout_problems(tmp_path, 8, f"{text} tp=8", has_engine=False)[0].startswith(BEYOND_FOUR)
+    assert len(layout_problems(8, text)) == 1
+    assert layout_problems(8, text, has_engine=False) == []
+    assert layout_problems(8, f"{text} tp=8", has_engine=False)[0].startswith(BEYOND_FOUR)
 
 
 @pytest.mark.parametrize(
@@ -208,48 +233,76 @@ def test_without_an_engine_its_size_does_not_matter(tmp_path: Path) -> None:
                       "processes an engine can have 1 or 2"]),
     ],
 )  # fmt: skip
-def test_the_mlp_must_be_divisible(tmp_path: Path, text: str, said: list[str]) -> None:
-    found = layout_problems(tmp_path, 4, text, {**DENSE, "intermediate_size": 98})
+def test_the_mlp_must_be_divisible(text: str, said: list[str]) -> None:
+    found = layout_problems(4, text, {**DENSE, "intermediate_size": 98})
     assert found[:1] == said
 
 
-def test_an_engine_cut_as_the_policy_may_not_fit_where_the_policy_does(tmp_path: Path) -> None:
+def test_an_engine_cut_as_the_policy_may_not_fit_where_the_policy_does() -> None:
     # The policy never cuts an expert; the engine does.
     text = "tp=4 sp=true"
-    [said] = layout_problems(tmp_path, 4, text, EXPERTS)
+    [said] = layout_problems(4, text, EXPERTS)
     assert said == (
         "engine.tensor_parallel: 4 (null: as policy.tensor_parallel) does not divide the "
         "moe_intermediate_size 50; of 4 processes an engine can have 1 or 2"
     )
-    assert layout_problems(tmp_path, 4, f"{text} engine=2", EXPERTS) == []
+    assert layout_problems(4, f"{text} engine=2", EXPERTS) == []
 
 
-def test_an_engine_with_whole_experts_needs_some_for_every_rank(tmp_path: Path) -> None:
+def test_an_engine_with_whole_experts_needs_some_for_every_rank() -> None:
     whole = "engine.expert_parallel=true"
-    assert layout_problems(tmp_path, 4, f"engine=4 {whole}", EXPERTS) == []
-    assert layout_problems(tmp_path, 4, f"engine=4 {whole}", {**EXPERTS, "num_experts": 6}) == [
+    assert layout_problems(4, f"engine=4 {whole}", EXPERTS) == []
+    assert layout_problems(4, f"engine=4 {whole}", {**EXPERTS, "num_experts": 6}) == [
         "engine.tensor_parallel: 4 does not divide the 6 experts; of 4 processes an engine can "
         "have 1 or 2"
     ]
-    assert layout_problems(tmp_path, 4, f"engine=2 {whole}", DENSE) == [
+    assert layout_problems(4, f"engine=2 {whole}", DENSE) == [
         "engine.expert_parallel: the model has no experts; leave it false"
     ]
 
 
-def test_a_model_without_grouped_heads_has_as_many_key_value_heads(tmp_path: Path) -> None:
-    model = {"num_attention_heads": 4, "num_key_value_heads": None, "num_hidden_layers": 2}
-    assert layout_problems(tmp_path, 4, "tp=4", model) == []
+def test_a_model_without_grouped_heads_has_as_many_key_value_heads() -> None:
+    model = {**DENSE, "num_attention_heads": 4, "num_key_value_heads": None}
+    assert layout_problems(4, "tp=4", model) == []
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"deepseek_v3"}))
-@pytest.mark.parametrize("given", [{}, {"head_dim": None}, {"head_dim": 96}])
-def test_heads_are_as_large_as_the_bridge_has_them(family: str, given: dict[str, Any]) -> None:
-    hf = {"model_type": family, "hidden_size": 256, "num_attention_heads": 4, **given}
-    assert _head_dim(hf) == head_dim(hf)
+@pytest.mark.parametrize(
+    ("fields", "text", "said"),
+    [
+        ({}, "tp=4 sp=true", []),
+        ({"num_hidden_layers": 1, "first_k_dense_replace": 1}, "tp=4 sp=true", []),
+        (
+            {"intermediate_size": 98},
+            "tp=4 sp=true engine=1",
+            ["policy.tensor_parallel: 4 does not divide the intermediate_size 98"],
+        ),
+        ({"intermediate_size": 98, "first_k_dense_replace": 0}, "tp=4 sp=true", []),
+        (
+            {"moe_intermediate_size": 10},
+            "tp=4 sp=true engine=1",
+            [
+                "policy.tensor_parallel: 4 does not divide the n_shared_experts x "
+                "moe_intermediate_size 10"
+            ],
+        ),
+        (
+            {"moe_intermediate_size": 10},
+            "engine=4",
+            [
+                "engine.tensor_parallel: 4 does not divide the n_shared_experts x "
+                "moe_intermediate_size 10; of 4 processes an engine can have 1 or 2"
+            ],
+        ),
+    ],
+)
+def test_dense_layers_and_shared_experts_must_be_divisible(
+    fields: dict[str, Any], text: str, said: list[str]
+) -> None:
+    assert layout_problems(4, text, DEEPSEEK | fields)[:1] == said
 
 
-def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
-    found = layout_problems(tmp_path, 6, "tp=8 sp=true pp=5 ep=2 tokens=1 prompt=97 engine=5")
+def test_every_problem_is_told_at_once() -> None:
+    found = layout_problems(6, "tp=8 sp=true pp=5 ep=2 tokens=1 prompt=97 engine=5")
     assert [line.partition(":")[0].partition(" ")[0] for line in found] == [
         *("policy.tensor_parallel", "policy.tensor_parallel", "policy.pipeline_parallel"),
         *("policy.expert_parallel", "train.max_tokens_per_microbatch"),
@@ -312,25 +365,30 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         ]),
     ],
 )  # fmt: skip
-def test_the_nearest_layouts(
-    tmp_path: Path, world: int, text: str, model: dict[str, Any], near: list[str]
-) -> None:
-    assert nearest_layouts(config_of(text, tmp_path), world, model) == near
+def test_the_nearest_layouts(world: int, text: str, model: dict[str, Any], near: list[str]) -> None:
+    assert nearest_layouts(config_of(text), world, architecture(model)) == near
+
+
+def dense(model: dict[str, Any]) -> dict[str, Any]:
+    experts = EXPERTS.keys() - DENSE.keys()
+    return {name: value for name, value in model.items() if name not in experts}
 
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
 maybe = st.one_of(st.none(), st.integers(2, 6))
 models = st.fixed_dictionaries(
     {
-        "num_attention_heads": st.sampled_from([4, 6, 8, 12]),
+        **{name: st.just(value) for name, value in COMMON.items()},
+        "num_attention_heads": st.sampled_from([4, 8, 12]),
         "num_key_value_heads": st.sampled_from([1, 2, 4, None]),
         "num_hidden_layers": st.integers(1, 16),
         "intermediate_size": st.sampled_from([96, 98, 100]),
         "moe_intermediate_size": st.sampled_from([96, 98, 100]),
         "num_experts": st.sampled_from([0, 4, 6, 8]),
+        "num_experts_per_tok": st.just(2),
         "max_position_embeddings": st.integers(112, 130),
     }
-)
+).map(lambda model: model | {"model_type": "qwen3_moe"} if model["num_experts"] else dense(model))
 layouts = st.fixed_dictionaries(
     {
         "tp": sizes,
@@ -353,16 +411,13 @@ def _yaml(value: Any) -> str:
 
 @settings(deadline=None)  # cores are shared
 @given(world=st.integers(1, 24), text=layouts, model=models)
-def test_what_is_proposed_fits(
-    tmp_path_factory: pytest.TempPathFactory, world: int, text: str, model: dict[str, Any]
-) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    near = nearest_layouts(config_of(text, folder), world, model)
+def test_what_is_proposed_fits(world: int, text: str, model: dict[str, Any]) -> None:
+    near = nearest_layouts(config_of(text), world, architecture(model))
     assert len(set(near)) == len(near) <= 3
     for changes in near:
-        assert layout_problems(folder, world, f"{text} {changes}", model) == []
+        assert layout_problems(world, f"{text} {changes}", model) == []
     # A layout that fits is its own nearest: what is proposed changes nothing.
-    found = layout_problems(folder, world, text, model)
+    found = layout_problems(world, text, model)
     if not found:
         assert near[0] == ""
     # One process per copy of the model always fits, if its rows are long enough.

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.config import Config, FileSource, read_model_config
+from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config.file import load_config
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import check_layout
@@ -49,9 +50,10 @@ def test_none_is_forgotten() -> None:
 def test_fits_the_machines_it_names(name: str, tmp_path: Path) -> None:
     config = load(name, tmp_path)
     assert config.run.name == name
-    check_compatibility(config, read_model_config(config))
+    arch = read_architecture(config)
+    check_compatibility(config, arch)
     for nodes, gpus in MACHINES[name][1]:
-        check_layout(config, nodes * gpus)
+        check_layout(config, arch, nodes * gpus)
         plan = estimate_memory(config, nodes * gpus, NodeSpec(gpus_per_node=gpus))
         assert not list(problems(plan))
         assert 80.0 - max(map(plan.num_bytes, PHASES)) / GIB > 5.0  # docs/plan.md
@@ -89,7 +91,7 @@ def test_math_7b_needs_its_config_edited(tmp_path: Path) -> None:
     hf = PUBLISHED["Qwen2.5-Math-7B"][1]
     (tmp_path / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     with pytest.raises(ConfigError, match="max_position_embeddings"):
-        check_layout(config, 32)
+        check_layout(config, read_architecture(config), 32)
 
 
 PAPER: dict[str, Any] = {

@@ -1,1 +1,19 @@
-"""Model families, one file each; `registry.py` lists them."""
+"""Model families, one file each: the parameters of a layer and the fields of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dapo_megatron.model.families.deepseek_v3 import DEEPSEEK_V3
+from dapo_megatron.model.families.family import Family
+from dapo_megatron.model.families.llama import LLAMA
+from dapo_megatron.model.families.mistral import MISTRAL
+from dapo_megatron.model.families.qwen2 import QWEN2
+from dapo_megatron.model.families.qwen3 import QWEN3
+from dapo_megatron.model.families.qwen3_moe import QWEN3_MOE
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)}
+)
+"""Families by the model_type of their config.json."""

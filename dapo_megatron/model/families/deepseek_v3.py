@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dapo_megatron.model.architecture import Architecture
-from dapo_megatron.model.families.decoder import DENSE_MLP, EXPERT, ROUTER
-from dapo_megatron.model.families.family import Family, Parameter
+from dapo_megatron.model.families.family import DENSE_MLP, EXPERT, ROUTER, Family, Parameter
 from dapo_megatron.model.sharding import Columns, GateUp, Heads, Whole
 
 

@@ -1,7 +1,6 @@
 """Llama 2 and 3.x, and what publishes itself as one (SmolLM2, TinyLlama, ...)."""
 
-from dapo_megatron.model.families.decoder import ATTENTION, DENSE_MLP
-from dapo_megatron.model.families.family import Family
+from dapo_megatron.model.families.family import ATTENTION, DENSE_MLP, Family
 
 LLAMA = Family(
     model_type="llama",

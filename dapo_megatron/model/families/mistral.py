@@ -1,7 +1,6 @@
 """Mistral, from 7B v0.2 on: without a sliding window shorter than the model's positions."""
 
-from dapo_megatron.model.families.decoder import ATTENTION, DENSE_MLP
-from dapo_megatron.model.families.family import Family
+from dapo_megatron.model.families.family import ATTENTION, DENSE_MLP, Family
 
 MISTRAL = Family(
     model_type="mistral",

@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5: bias on query, key and value."""
 
-from dapo_megatron.model.families.decoder import ATTENTION, DENSE_MLP, QKV_BIAS
-from dapo_megatron.model.families.family import Family
+from dapo_megatron.model.families.family import ATTENTION, DENSE_MLP, QKV_BIAS, Family
 
 QWEN2 = Family(
     model_type="qwen2",

@@ -1,7 +1,6 @@
 """Qwen3: norm on query and key, and heads whose size is a field of its own."""
 
-from dapo_megatron.model.families.decoder import ATTENTION, DENSE_MLP, QK_NORM
-from dapo_megatron.model.families.family import Family
+from dapo_megatron.model.families.family import ATTENTION, DENSE_MLP, QK_NORM, Family
 
 QWEN3 = Family(
     model_type="qwen3",

@@ -1,7 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts in every layer."""
 
-from dapo_megatron.model.families.decoder import ATTENTION, EXPERT, QK_NORM, ROUTER
-from dapo_megatron.model.families.family import Family
+from dapo_megatron.model.families.family import ATTENTION, EXPERT, QK_NORM, ROUTER, Family
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",

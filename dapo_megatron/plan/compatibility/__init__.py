@@ -7,6 +7,6 @@ config/rules.py and layout.py.
 """
 
 from dapo_megatron.plan.compatibility.check import RULES, check, find
-from dapo_megatron.plan.compatibility.rule import FAMILIES, Finding, Machine, Rule, Run, Verdict
+from dapo_megatron.plan.compatibility.rule import Finding, Machine, Rule, Run, Verdict
 
-__all__ = ["FAMILIES", "RULES", "Finding", "Machine", "Rule", "Run", "Verdict", "check", "find"]
+__all__ = ["RULES", "Finding", "Machine", "Rule", "Run", "Verdict", "check", "find"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from dapo_megatron.config import Config, refuse
-from dapo_megatron.plan.compatibility.rule import FAMILIES, Finding, Machine, Rule, Run, Verdict
+from dapo_megatron.model import Architecture
+from dapo_megatron.plan.compatibility.rule import ALL, Finding, Machine, Rule, Run, Verdict
 from dapo_megatron.plan.compatibility.rules_engine import ENGINE_RULES
 from dapo_megatron.plan.compatibility.rules_policy import POLICY_RULES
 
@@ -16,25 +16,25 @@ RULES: tuple[Rule, ...] = (*POLICY_RULES, *ENGINE_RULES)
 def find(run: Run, rules: Iterable[Rule] = RULES) -> Iterator[Finding]:
     """The rules that apply, in the order of the table."""
     for rule in rules:
-        if run.family in rule.families and (found := rule.when(run)):
-            yield Finding(rule, found if isinstance(found, str) else "")
+        if run.arch.family in rule.families and (answer := rule.when(run)):
+            yield Finding(rule, answer if isinstance(answer, str) else "")
 
 
 def check(
     config: Config,
-    hf: Mapping[str, Any],
+    arch: Architecture,
     machine: Machine | None = None,
     *,
     has_engine: bool = True,
 ) -> list[str]:
-    """What a start of this config of this model (its config.json) has to be told, a line each.
+    """Return the warnings for a run of this config and model, a line each.
 
-    Raises ConfigError, with a line for each combination that is refused. Without a `machine` what
-    needs a certain one is not looked at: a plan is made anywhere.
+    Raises ConfigError, with a line for each combination that is refused. Without a `machine` rules
+    about it are not checked, because a plan is made anywhere.
     """
-    found = list(find(Run(config, hf, machine, has_engine)))
-    refuse(str(one) for one in found if one.rule.verdict is Verdict.REFUSED)
-    return [str(one) for one in found]
+    findings = list(find(Run(config, arch, machine, has_engine)))
+    refuse(str(finding) for finding in findings if finding.rule.verdict is Verdict.REFUSED)
+    return [str(finding) for finding in findings]
 
 
 # ---------------------------------------------------------------------------- the page
@@ -67,6 +67,6 @@ def page() -> str:
 
 
 def _row(rule: Rule) -> str:
-    families = "all" if rule.families == FAMILIES else ", ".join(rule.families)
+    families = "all" if rule.families == ALL else ", ".join(rule.families)
     features = " x ".join(f"`{key}`" if "." in key else key for key in rule.keys)
     return f"| {features} | {families} | {rule.why} | {rule.way_out or '-'} |"

@@ -11,13 +11,12 @@ from typing import Any
 
 from dapo_megatron.config import Config
 from dapo_megatron.config.kernels import kernels_for
+from dapo_megatron.model import FAMILIES, Architecture
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
-"""As in bridge/families (heavy to import)."""
-LATENT = ("deepseek_v3",)
+ALL = tuple(FAMILIES)
+LATENT = tuple(name for name, family in FAMILIES.items() if family.has_latent)
 """Families with multi-head latent attention."""
-EXPERTS = ("qwen3_moe", "deepseek_v3")
-"""Families with a mixture of experts."""
+NOT_LATENT = tuple(name for name in ALL if name not in LATENT)
 PACKAGES = ("transformer_engine", "apex", "triton")
 
 
@@ -57,14 +56,9 @@ class Run:
     about it are then silent. `has_engine` is false for `doctor layouts` and replays."""
 
     config: Config
-    hf: Mapping[str, Any]
+    arch: Architecture
     machine: Machine | None = None
     has_engine: bool = True
-
-    @property
-    def family(self) -> str:
-        """The model_type of its config.json."""
-        return str(self.hf.get("model_type"))
 
     @property
     def fused(self) -> bool:
@@ -74,7 +68,7 @@ class Run:
             self.config.policy,
             has_gpu=self.machine is None or self.on_gpu,
             is_installed=not self.lacks("transformer_engine"),
-            is_latent=self.family in LATENT,
+            is_latent=self.arch.latent is not None,
         )
         return chosen == "transformer_engine"
 
@@ -104,8 +98,9 @@ class Rule:
     way_out: str
     example: tuple[str, ...]
     """Overrides of a small config that the rule fires on; the tests run them."""
-    families: tuple[str, ...] = FAMILIES
-    example_hf: Mapping[str, Any] = field(default_factory=dict)
+    families: tuple[str, ...] = ALL
+    example_sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of an Architecture that the example needs."""
     example_machine: Machine | None = None
 
 

@@ -9,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dapo_megatron.plan.compatibility.rule import (
-    EXPERTS,
-    FAMILIES,
-    LATENT,
-    Machine,
-    Rule,
-    Run,
-    Verdict,
-)
+from dapo_megatron.model import FAMILIES
+from dapo_megatron.plan.compatibility.rule import LATENT, NOT_LATENT, Machine, Rule, Run, Verdict
 
 BFLOAT16 = "policy.precision=bfloat16"
 TE = "policy.kernels=transformer_engine"
+GROUPED_EXPERTS = tuple(name for name in NOT_LATENT if FAMILIES[name].expert)
+"""Families whose experts Transformer Engine computes."""
 HOPPER = Machine((9, 0), (13, 0), frozenset({"transformer_engine", "apex", "triton"}))
 NO_GPU = Machine()
 
@@ -55,28 +50,22 @@ def _uneven_for_fp8(run: Run) -> str:
 
 
 def _dimensions(run: Run) -> Iterator[tuple[str, int]]:
-    hf, size = run.hf, run.config.policy.tensor_parallel
-    heads = int(hf.get("num_attention_heads") or 1)
-    groups = int(hf.get("num_key_value_heads") or heads)
-    hidden = int(hf.get("hidden_size") or 0)
-    # Only Qwen3's config.json may leave it out and mean another number.
-    default = 128 if run.family.startswith("qwen3") else hidden // heads
-    head_dim = int(hf.get("head_dim") or default)
-    yield "hidden_size", hidden
-    yield "query columns", heads * head_dim // size
-    yield "query, key and value rows", (heads + 2 * max(groups, size)) * head_dim // size
-    if run.family in EXPERTS:
-        # Experts are never cut.
-        yield "moe_intermediate_size", int(hf.get("moe_intermediate_size") or 0)
-    else:
-        yield "intermediate_size", int(hf.get("intermediate_size") or 0) // size
+    arch, size = run.arch, run.config.policy.tensor_parallel
+    yield "hidden_size", arch.hidden
+    yield "query columns", arch.query_rows // size
+    heads = arch.num_heads + 2 * max(arch.num_groups, size)
+    yield "query, key and value rows", heads * arch.head_dim // size
+    for name, columns in arch.mlp_columns(whole_experts=True).items():
+        yield name, columns // size
+    if arch.num_experts:
+        yield "moe_intermediate_size", arch.expert_ffn
 
 
 def _too_many_in_bfloat16(run: Run) -> str:
     fp8, policy = run.config.policy.fp8, run.config.policy
     if fp8 is None:
         return ""
-    per_stage = int(run.hf.get("num_hidden_layers") or 1) // policy.pipeline_parallel
+    per_stage = run.arch.num_layers // policy.pipeline_parallel
     most = max(fp8.bf16_first_layers, fp8.bf16_last_layers)
     return f"{most}, and a stage has {per_stage} layers" if most > per_stage else ""
 
@@ -166,7 +155,7 @@ _KERNELS = (
         "grouped matmuls of experts",
         "",
         (TE, BFLOAT16),
-        families=("qwen3_moe",),
+        families=GROUPED_EXPERTS,
     ),
     Rule(
         "rope-kernels",
@@ -177,7 +166,7 @@ _KERNELS = (
         "not use (policy.kernels, policy.precision, or no GPU)",
         "set policy.fused_rope false",
         ("policy.fused_rope=true", "policy.kernels=local", BFLOAT16),
-        families=tuple(name for name in FAMILIES if name not in LATENT),
+        families=NOT_LATENT,
     ),
     Rule(
         "rope-latent",
@@ -238,7 +227,8 @@ _FP8 = (
         "each tensor-parallel rank",
         "lower policy.tensor_parallel, take another policy.fp8.recipe, or set policy.fp8 null",
         (_fp8("blockwise"), BFLOAT16),
-        example_hf={"intermediate_size": 1088},
+        families=NOT_LATENT,
+        example_sizes={"ffn": 1088},
     ),
     Rule(
         "fp8-delayed-ends",
@@ -327,7 +317,7 @@ _FP8 = (
         "FP8 in experts, whose tokens are padded to multiples of 16 for each",
         "",
         (_fp8("current"), BFLOAT16),
-        families=("qwen3_moe",),
+        families=GROUPED_EXPERTS,
     ),
 )
 

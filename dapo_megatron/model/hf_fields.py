@@ -1,0 +1,207 @@
+"""Fields of an HF config.json by what becomes of them: read, held to one value, or ignored.
+
+A family's file adds its own. Any other field that says more than "none" may change what the model
+computes, and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dapo_megatron.model.families import FAMILIES
+from dapo_megatron.model.families.family import Family
+from dapo_megatron.types import ConfigError
+
+POSITIONS = ("max_position_embeddings", "max_sequence_length", "model_max_length")
+"""Limits of the length of a sequence. vLLM reads all of them."""
+READ = frozenset(
+    {
+        "model_type",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+        *POSITIONS,
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "layer_types",
+    }
+)
+READ_OF_EXPERTS = frozenset(
+    {
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+    }
+)
+READ_OF_LATENT = frozenset(
+    {
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "qk_head_dim",
+    }
+)
+READ_OF_SCORING = frozenset(
+    {
+        "n_routed_experts",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_method",
+    }
+)
+REQUIRED: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+    # vLLM takes tokens to see those behind them, too, where this is false.
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+}
+"""Fields that must have this value, or be absent or null."""
+HARMLESS = frozenset(
+    {
+        # How the checkpoint was made and saved, and with which tools.
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "transformers.js_config",
+        "unsloth_fixed",
+        "unsloth_version",
+        "finetuning_task",
+        "name_or_path",
+        "initializer_range",
+        "use_cache",
+        "gradient_checkpointing",
+        # Which of transformers' kernels computes the same formula.
+        "attn_implementation",
+        "experts_implementation",
+        # Tokens and sampling belong to the tokenizer and to generation_config.json.
+        "tokenizer_class",
+        "tokenizer_padding_side",
+        "prefix",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "bad_words_ids",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "exponential_decay_length_penalty",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "diversity_penalty",
+        "length_penalty",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "remove_invalid_values",
+        "output_scores",
+        "return_dict_in_generate",
+        # Other tasks, and what HF's classes return.
+        "id2label",
+        "label2id",
+        "problem_type",
+        "task_specific_params",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        # Other classes of transformers, TensorFlow's and TorchScript's among them.
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "is_decoder",
+        "tf_legacy_loss",
+        "torchscript",
+        "use_bfloat16",
+    }
+)
+"""Fields that do not change what the model computes."""
+
+
+def _meaningful(family: Family) -> frozenset[str]:
+    """Return the fields of a family that are read, or must have a certain value."""
+    fields = READ | REQUIRED.keys() | family.required.keys()
+    fields |= READ_OF_EXPERTS if family.expert else frozenset()
+    fields |= {"sliding_window"} if family.has_window else frozenset()
+    fields |= READ_OF_LATENT if family.has_latent else frozenset()
+    fields |= READ_OF_SCORING if family.has_scoring else frozenset()
+    return fields
+
+
+MEANINGFUL = frozenset({"quantization_config"}).union(*map(_meaningful, FAMILIES.values()))
+"""Fields that matter for some family."""
+
+
+def _is_note(key: str) -> bool:
+    """Return whether a field is private to the program that wrote it (`_commit_hash`).
+
+    transformers and vLLM read two private fields for the families here: `_attn_implementation` and
+    `_experts_implementation`, which choose among kernels of one formula, in transformers only.
+    Custom code, which could read others, is never loaded (`auto_map` is refused, or not followed).
+    A private field named like one that matters, such as `_sliding_window`, is no note: whoever
+    wrote it may have meant it. Nor is `_remove_final_layer_norm`, which OPT reads.
+    """
+    return key.startswith("_") and key.lstrip("_") not in MEANINGFUL | {"remove_final_layer_norm"}
+
+
+def check_fields(hf: Mapping[str, Any], family: Family, ignore: Collection[str]) -> None:
+    """Refuse fields that are unknown, or have a value that is not supported.
+
+    `ignore` names unknown fields to accept. Raises ConfigError.
+    """
+    if hf.get("quantization_config"):
+        raise ConfigError(
+            "model.path: quantization_config: a quantised checkpoint cannot be trained; use the "
+            "model's bfloat16 or float32 checkpoint"
+        )
+    for key, wanted in {**REQUIRED, **family.required}.items():
+        value = hf.get(key)
+        if value is not None and value != wanted and (value or wanted):
+            raise ConfigError(f"model.path: {key} = {value!r}; only {wanted!r} is supported")
+    known = _meaningful(family) | HARMLESS | family.harmless
+    for key, value in hf.items():
+        if key not in known and key not in ignore and not _is_note(key) and not says_none(value):
+            raise ConfigError(
+                f"model.path: the field {key} = {value!r} of config.json is not known for "
+                f"{family.model_type}, and may change what the model computes; if it does not, add "
+                f"{key} to model.ignore_fields"
+            )
+
+
+def says_none(value: Any) -> bool:
+    """Return whether a value is empty.
+
+    False and 0 are values, because an absent field may stand for true, or 1.
+    """
+    return value is None or value in ([], {}, "")

@@ -1,0 +1,89 @@
+"""config.json is interpreted in one room: no other names one of its keys."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.model.hf_fields import MEANINGFUL
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "dapo_megatron"
+LOOKUPS = {"get", "pop", "setdefault", "__getitem__", "getattr", "hasattr"}
+
+EXCEPTIONS = {
+    ("config/file.py", "model_type"): "pydantic's name of an error",
+    **{
+        ("policy/model.py", key): "a field of Megatron's MLATransformerConfig"
+        for key in ("moe_layer_freq", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim")
+    },
+}
+
+
+def keys(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) for every string that is used as a key or as a name of a field."""
+    for node in ast.walk(tree):
+        used: list[ast.expr | None] = []
+        if isinstance(node, ast.Subscript):
+            used = [node.slice]
+        elif isinstance(node, ast.Dict):
+            used = list(node.keys)
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            used = [node.left]
+        elif isinstance(node, ast.For | ast.comprehension) and isinstance(
+            node.iter, ast.Tuple | ast.List | ast.Set
+        ):
+            used = list(node.iter.elts)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
+            used = list(node.value.elts)
+        elif isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            name = node.func.id if isinstance(node.func, ast.Name) else name
+            used = list(node.args) if name in LOOKUPS else []
+        for one in used:
+            if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                yield one.lineno, one.value
+
+
+def found(folder: Path) -> set[tuple[str, int, str]]:
+    """Return (file, line, key) for all keys of config.json outside of the room `model`."""
+    return {
+        (str(path.relative_to(folder)), line, key)
+        for path in folder.rglob("*.py")
+        if path.relative_to(folder).parts[0] != "model"
+        for line, key in keys(ast.parse(path.read_text(encoding="utf-8")))
+        if key in MEANINGFUL
+    }
+
+
+def test_only_the_room_of_models_names_keys_of_config_json() -> None:
+    wrong = [
+        f"dapo_megatron/{file}:{line} names {key}; ask the Architecture instead"
+        for file, line, key in sorted(found(PACKAGE))
+        if (file, key) not in EXCEPTIONS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_exception_is_left_over() -> None:
+    assert EXCEPTIONS.keys() <= {(file, key) for file, _, key in found(PACKAGE)}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'hf["hidden_size"]',
+        'hf.get("num_attention_heads", 1)',
+        'getattr(config, "n_routed_experts", 0)',
+        '"kv_lora_rank" in hf',
+        '{**hf, "num_hidden_layers": 2}',
+        'names = ("num_experts", "n_routed_experts")',
+        'next(hf[name] for name in ("num_experts", "num_local_experts") if name in hf)',
+    ],
+)
+def test_every_way_to_name_a_key_is_found(tmp_path: Path, code: str) -> None:
+    (tmp_path / "file.py").write_text(code, encoding="utf-8")
+    assert found(tmp_path)
