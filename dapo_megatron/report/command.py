@@ -13,8 +13,7 @@ from pathlib import Path
 
 from dapo_megatron.files import read_json, write_text
 from dapo_megatron.report.folder import MARKS, RunData, read_run
-from dapo_megatron.report.page import render
-from dapo_megatron.report.payload import Options, make_payload
+from dapo_megatron.report.page import Options, make_payload, render
 from dapo_megatron.types import CheckpointError, ConfigError, DapoError, Fenced
 
 NAME = "report.html"

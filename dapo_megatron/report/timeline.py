@@ -23,9 +23,9 @@ from statistics import fmean
 from typing import Any
 
 from dapo_megatron.files import parse_json
-from dapo_megatron.report.finding import number, percent
 from dapo_megatron.report.folder import RunData, finite
 from dapo_megatron.report.phases import COLORS, LABELS
+from dapo_megatron.report.wording import number, percent
 
 MAX_TIMELINES = 12
 """In a report; of more the first, the last and the slowest are among those kept."""
