@@ -6,15 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from dapo_megatron.report.curves import ghosts
-from dapo_megatron.report.finding import (
-    Finding,
-    Level,
-    Rule,
-    Track,
-    fall_from_best,
-    track,
-    track_of,
-)
+from dapo_megatron.report.finding import Finding, Level, Track, fall_from_best, track, track_of
 from dapo_megatron.report.folder import Evaluation, RunData
 from dapo_megatron.report.wording import named, number, percent, times
 
@@ -357,7 +349,7 @@ def gap(run: RunData) -> Iterator[Finding]:
         )
 
 
-RULES: tuple[Rule, ...] = (
+RULES = (
     learning,
     evaluation,
     entropy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from dapo_megatron.report.finding import Finding, Rule, Track, track, track_of
+from dapo_megatron.report.finding import Finding, Track, track, track_of
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.groups import KEPT
 from dapo_megatron.report.phases import IDLE, PHASES, memory_plan
@@ -212,4 +212,4 @@ def _leaks(series: Track) -> bool:
     return half.late - half.early >= least and again.late - again.early >= least / 4
 
 
-RULES: tuple[Rule, ...] = (engines, growth, slow_steps, throughput, memory)
+RULES = (engines, growth, slow_steps, throughput, memory)

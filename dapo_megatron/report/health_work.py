@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dapo_megatron.report.finding import Finding, Level, Rule, track, track_of
+from dapo_megatron.report.finding import Finding, Level, track, track_of
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.groups import DECIDED, FATES, KEPT, totals
 from dapo_megatron.report.wording import named, number, percent, times
@@ -253,7 +253,7 @@ def syncs(run: RunData) -> Iterator[Finding]:
         yield compared.finding("good", title, f"Fingerprints of all weights agreed{gap}.")
 
 
-RULES: tuple[Rule, ...] = (
+RULES = (
     starved,
     lost,
     grading,

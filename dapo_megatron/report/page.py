@@ -23,18 +23,8 @@ import jinja2
 from markupsafe import Markup
 
 import dapo_megatron
-from dapo_megatron.report import groups, phases, timeline
+from dapo_megatron.report import curves, groups, phases, timeline
 from dapo_megatron.report.charts import Chart, chart_of, columns_of, defined, names_in, recorded
-from dapo_megatron.report.curves import (
-    Column,
-    Look,
-    evaluation_curves,
-    ghosts,
-    looks,
-    stride_of,
-    thin,
-    thin_steps,
-)
 from dapo_megatron.report.finding import Finding
 from dapo_megatron.report.findings import findings
 from dapo_megatron.report.folder import RunData
@@ -108,7 +98,7 @@ class Payload:
     blobs: dict[str, bytes]
     """JSON that is opened one by one."""
     views: list[View]
-    looks: list[Look]
+    looks: list[curves.Look]
     """How the runs are told apart in one chart."""
     missing: dict[str, list[str]]
     """Titles of the charts that no run has anything for, by section."""
@@ -141,18 +131,18 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
             ids_on_page = [f"{number}-{name}" for name in kept.table["blobs"]]
             bodies[-1]["rollouts"] = {**kept.table, "blobs": ids_on_page}
             blobs |= {f"{number}-{name}": blob for name, blob in kept.blobs.items()}
-    drawn_as = looks(runs)
+    drawn_as = curves.looks(runs)
     data = {
         "refresh_seconds": options.refresh_seconds,
         "charts": shown,
-        "paper": ghosts(dict.fromkeys(key for chart in shown for key in chart.get("ghosts", ()))),
+        "paper": curves.ghosts(key for chart in shown for key in chart.get("ghosts", ())),
         "looks": [asdict(look) for look in drawn_as],
         "runs": bodies,
     }
     return Payload(data, blobs, views, drawn_as, missing)
 
 
-def _has_values(column: Column) -> bool:
+def _has_values(column: curves.Column) -> bool:
     return any(value is not None for value in column)
 
 
@@ -168,24 +158,28 @@ def _view(run: RunData, charts: Sequence[Chart], kept: Rollouts | None) -> View:
         ],
         provenance=provenance(run),
         warnings=[*run.warnings, *(kept.warnings if kept is not None else ())],
-        stride=stride_of(len(run.metrics.steps)),
+        stride=curves.stride_of(len(run.metrics.steps)),
         totals=groups.totals_table(run),
         notes={section: note for section, note in notes.items() if note},
         has_rollouts=kept is not None,
     )
 
 
-def _body(view: View, columns: Mapping[str, Column], names: set[str]) -> dict[str, Any]:
+def _body(view: View, columns: Mapping[str, curves.Column], names: set[str]) -> dict[str, Any]:
     run, stride = view.run, view.stride
-    curves = evaluation_curves(run.evaluations)
     return {
         "name": run.name,
         "findings": [{"steps": one.steps, "chart": one.chart} for one in view.findings],
-        "steps": thin_steps(run.metrics.steps, stride),
+        "steps": curves.thin_steps(run.metrics.steps, stride),
         "metrics": {
-            name: thin(name, column, stride) for name, column in columns.items() if name in names
+            name: curves.thin(name, column, stride)
+            for name, column in columns.items()
+            if name in names
         },
-        "evaluations": [{**curve, "set": visible(curve["set"])} for curve in curves],
+        "evaluations": [
+            {**curve, "set": visible(curve["set"])}
+            for curve in curves.evaluation_curves(run.evaluations)
+        ],
         "timelines": timeline.timelines(run),
         "timeline_note": timeline.note(run),
     }
