@@ -5,9 +5,9 @@ Rewards and advantages are computed here plainly, for algo/ needs torch; a test 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 from dapo_megatron.report.folder import RunData
@@ -116,8 +116,7 @@ def group_rewards(completions: Sequence[Mapping[str, Any]], rules: Rules) -> Gro
         return GroupRewards(penalties, rewards, counted, None, None, [None] * len(rewards))
     mean, std = 0.0, 1.0
     if len(known) > 1:
-        mean = math.fsum(known) / len(known)
-        std = math.sqrt(math.fsum((one - mean) ** 2 for one in known) / (len(known) - 1))
+        mean, std = fmean(known), stdev(known)
     advantages = [
         (reward - mean) / (std + rules.eps) if counts and reward is not None and std + rules.eps
         else None

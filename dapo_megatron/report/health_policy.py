@@ -293,31 +293,24 @@ def clipping(run: RunData) -> Iterator[Finding]:
     clipped = track_of(run.metrics.steps, both, name)
     dual = track(run, "policy/dual_clip_fraction")
     moved = track(run, "policy/approx_kl")
-    rows = (
-        (
-            clipped,
-            POLICY_CLIPPED_TOKENS,
+    knob = "optimizer.lr: lower; train.updates_per_step: lower"
+    if clipped and clipped.late >= POLICY_CLIPPED_TOKENS:
+        yield clipped.finding(
+            "warn",
             f"{percent(clipped.late)} of tokens are clipped",
             f"Above and below the range together; {percent(clipped.early)} early. The policy "
             "moves far within one step.",
-        ),
-        (
-            dual,
-            POLICY_DUAL_CLIPPED,
-            f"The dual clip stops {percent(dual.late)} of tokens",
-            f"{percent(dual.early)} early. Their probability grew at negative advantage.",
-        ),
-        (
-            moved,
-            POLICY_KL,
-            f"The policy moves by {number(moved.late)} nats of KL within a step",
-            f"{number(moved.early)} early.",
-        ),
-    )
-    for series, bound, title, text in rows:
-        if series and abs(series.late) >= bound:
-            knob = "optimizer.lr: lower; train.updates_per_step: lower"
-            yield series.finding("warn", title, text, knob, steps=series.late_span)
+            knob,
+            steps=clipped.late_span,
+        )
+    if dual and dual.late >= POLICY_DUAL_CLIPPED:
+        title = f"The dual clip stops {percent(dual.late)} of tokens"
+        text = f"{percent(dual.early)} early. Their probability grew at negative advantage."
+        yield dual.finding("warn", title, text, knob, steps=dual.late_span)
+    if moved and abs(moved.late) >= POLICY_KL:
+        title = f"The policy moves by {number(moved.late)} nats of KL within a step"
+        text = f"{number(moved.early)} early."
+        yield moved.finding("warn", title, text, knob, steps=moved.late_span)
 
 
 GAP_NEAR_BOUND = 0.5  # of sync.max_gap, where the run stops

@@ -98,8 +98,6 @@ class Payload:
     blobs: dict[str, bytes]
     """JSON that is opened one by one."""
     views: list[View]
-    looks: list[curves.Look]
-    """How the runs are told apart in one chart."""
     missing: dict[str, list[str]]
     """Titles of the charts that no run has anything for, by section."""
 
@@ -131,15 +129,14 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
             ids_on_page = [f"{number}-{name}" for name in kept.table["blobs"]]
             bodies[-1]["rollouts"] = {**kept.table, "blobs": ids_on_page}
             blobs |= {f"{number}-{name}": blob for name, blob in kept.blobs.items()}
-    drawn_as = curves.looks(runs)
     data = {
         "refresh_seconds": options.refresh_seconds,
         "charts": shown,
         "paper": curves.ghosts(key for chart in shown for key in chart.get("ghosts", ())),
-        "looks": [asdict(look) for look in drawn_as],
+        "looks": [asdict(look) for look in curves.looks(runs)],
         "runs": bodies,
     }
-    return Payload(data, blobs, views, drawn_as, missing)
+    return Payload(data, blobs, views, missing)
 
 
 def _has_values(column: curves.Column) -> bool:
@@ -215,7 +212,7 @@ def render(payload: Payload) -> str:
             for section in SECTIONS
         },
         missing=payload.missing,
-        looks=payload.looks,
+        looks=payload.data["looks"],
         levels=LEVELS,
         states=STATES,
         nonce=secrets.token_urlsafe(16),
