@@ -359,7 +359,7 @@ def defined(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def memory_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """What any of the runs measured and, in the same colours but dashed, what was planned."""
+    """Charts of the memory that any of the runs measured and, dashed, of the planned memory."""
     measured = {name for run in runs for name in run.metrics.columns}
     plans = [phases.memory_plan(run) for run in runs]
     planned = [phase for phase in PHASES if any(phase in plan for plan in plans)]

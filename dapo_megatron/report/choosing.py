@@ -1,4 +1,4 @@
-"""Which completions go into a report: the strange ones of the whole run, and an even spread.
+"""Choice of the completions in a report: the strange ones of the whole run, and an even spread.
 
 Whoever looks for the one strange completion among a million finds it here if it is strange in any
 of the ways below. Groups are kept whole, for a completion is judged against its siblings.
@@ -31,7 +31,7 @@ _MISSES = 8
 
 @dataclass(frozen=True)
 class Wanted:
-    """How much is chosen, and what in any case."""
+    """Size of the choice, and the groups that are kept in any case."""
 
     completions: int
     """At most, but for those asked for; a first group is kept even if it is larger."""
@@ -158,7 +158,7 @@ class Chooser:
     # ------------------------------------------------------------------------ seeing
 
     def _see_extremes(self, step: _Step) -> None:
-        """Of each measure the largest values of the step, if they are among the run's."""
+        """Offer the largest values of the step by each measure, if they are among the run's."""
         columns = step.index.completions
         ages = [age or 0 for age in columns["age"]]
         measures: tuple[tuple[str, list[float]], ...] = (
@@ -179,7 +179,7 @@ class Chooser:
                     self._offer(reason, values[row], step, place, row)
 
     def _see_kinds(self, step: _Step) -> None:
-        """Of each kind one of the step by chance; by chance again, some steps stay."""
+        """Offer one of each kind of the step, by chance. By chance again, some steps stay."""
         columns = step.index.completions
         rows = range(len(columns["group"]))
         kinds = {
@@ -300,7 +300,7 @@ class _Step:
         return Candidate(self.index.step, ticket, offset, *sizes)
 
     def candidates(self, tickets: Collection[int]) -> dict[int, Candidate]:
-        """Those of these tickets that are of this step."""
+        """Return the groups of this step that have one of these tickets."""
         own = self.index.groups["ticket"]
         return {ticket: self.candidate(own.index(ticket)) for ticket in {*own} & {*tickets}}
 

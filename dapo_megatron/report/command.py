@@ -32,7 +32,7 @@ def report(folders: Sequence[Path], output: Path | None, options: Options) -> No
 
 
 def report_of_ending(folder: Path, attempt: str) -> int:
-    """As `report`, in a process that a run leaves to itself at its end, which has a limit of its
+    """Do as `report`, in a process that a run leaves to itself at its end, which has a limit of its
     own; the exit code. Another attempt that has taken the run's folder meanwhile gets no page of
     this one; `attempt` "" is whoever's."""
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
@@ -45,8 +45,8 @@ def report_of_ending(folder: Path, attempt: str) -> int:
 
 
 def watch(folders: Sequence[Path], output: Path | None, options: Options, every: float) -> None:
-    """As `report`, again after each `every` seconds in which something changed, until no run goes
-    on; then, or at Ctrl-C, once more without a page that loads itself again."""
+    """Do as `report` after each `every` seconds in which something changed, until no run goes on;
+    then, or at Ctrl-C, once more without a page that loads itself again."""
     target = _target(folders, output)
     refreshed = replace(options, refresh_seconds=every)
     seen = None

@@ -1,4 +1,4 @@
-"""What the charts draw: a run's curves (thinned, rounded), the DAPO paper's curves, and the colours
+"""Curves of the charts: a run's (thinned, rounded), the DAPO paper's curves, and the colours
 that tell runs apart."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from dapo_megatron.report.folder import Evaluation, RunData
 
 MAX_POINTS = 2000
-"""Of a curve; longer ones are thinned."""
+"""Longest curve that is not thinned."""
 
 Column = Sequence[float | None]
 

@@ -79,7 +79,7 @@ class Track:
 
     @property
     def is_long(self) -> bool:
-        """Whether trends can be judged."""
+        """True if trends can be judged."""
         return len(self) >= TREND_LEAST_STEPS
 
     @property
@@ -116,12 +116,12 @@ class Track:
 
     @property
     def rises(self) -> bool:
-        """Whether it rises beyond chance."""
+        """True if it rises beyond chance."""
         return self.is_long and self.score >= TREND_Z
 
     @property
     def falls(self) -> bool:
-        """Whether it falls beyond chance."""
+        """True if it falls beyond chance."""
         return self.is_long and self.score <= -TREND_Z
 
     @cached_property

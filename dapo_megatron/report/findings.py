@@ -1,5 +1,5 @@
-"""What is to be said of a run's health, the worst first: each rule looks at a few series and says
-something, or nothing.
+"""Findings on a run's health, the worst first: each rule looks at a few series and yields findings,
+or none.
 
 Of a run of few steps only facts are told, no trends. What a run did not record is not judged.
 """

@@ -66,7 +66,7 @@ class Evaluation:
 
     set: str
     figure: str
-    """As the run calls it: avg@4, pass@4, cons@4, ungraded."""
+    """Name in the run: avg@4, pass@4, cons@4, ungraded."""
     step: int
     value: float
     low: float | None = None
@@ -78,7 +78,7 @@ class StateWord(StrEnum):
     FINISHED = "finished"
     RUNNING = "running"
     STOPPED = "stopped"
-    """By a signal, saved; the next start goes on."""
+    """Saved after a signal; the next start goes on."""
     CRASHED = "crashed"
     HUNG = "hung"
     """The watchdog ended it."""
@@ -87,20 +87,20 @@ class StateWord(StrEnum):
 
 @dataclass(frozen=True)
 class RunState:
-    """How a run stands, and the evidence for it in a sentence."""
+    """State of a run, and the evidence for it in a sentence."""
 
     word: StateWord
     text: str
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will be written by this start."""
+        """True if this start will write nothing more."""
         return self.word is not StateWord.RUNNING
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run's folder holds, except its rollouts."""
+    """Contents of a run's folder, except its rollouts."""
 
     path: Path
     name: str
@@ -111,13 +111,13 @@ class RunData:
     evaluations: list[Evaluation]
     state: RunState
     summary: dict[str, Any] | None
-    """What the run wrote at its end; None before."""
+    """Written by the run at its end; None before."""
     attempts: list[dict[str, Any]]
     """Its starts, oldest first: attempt, job, step, time and, if noted, end."""
     plan: dict[str, Any] | None
     provenance: dict[str, Any] | None
     warnings: list[str]
-    """What could not be read, by file."""
+    """Files and lines that could not be read."""
 
     def knob(self, key: str) -> Any:
         """A config value by dotted key; None where this run's config has none. To compute with it
@@ -262,7 +262,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _attempts(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As cluster.attempt writes them. The later note of an attempt replaces the earlier one."""
+    """Starts as cluster.attempt writes them. A later note of an attempt replaces earlier ones."""
     return list({str(line["attempt"]): line for line in lines if "attempt" in line}.values())
 
 

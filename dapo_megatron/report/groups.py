@@ -1,4 +1,4 @@
-"""What became of every prompt that was issued, step by step and over the run.
+"""Outcome of every prompt that was issued, step by step and over the run.
 
 The ledger's books, step by step (rollout/ledger.py):
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 from dapo_megatron.report.folder import RunData, finite
 
 FATES = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
-"""As rollout/ledger.py has them."""
+"""Same as in rollout/ledger.py."""
 IN_WORDS = {
     "issued": "issued",
     "trained": "trained on",
@@ -63,12 +63,12 @@ def derived(run: RunData) -> dict[str, list[float | None]]:
 
 
 def keeps_mixed_alone(run: RunData) -> bool:
-    """Whether groups are only trained on if they are mixed."""
+    """True if groups are only trained on if they are mixed."""
     return run.knob("rollout.dynamic_sampling") is not False
 
 
 def note(run: RunData) -> str | None:
-    """What is to be known before the charts are read."""
+    """Return a note to read before the charts."""
     if keeps_mixed_alone(run):
         return None
     return (

@@ -24,7 +24,7 @@ _FLAT = (
 
 
 def learning(run: RunData) -> Iterator[Finding]:
-    """Whether accuracy while training rises."""
+    """Trend of the accuracy while training."""
     accuracy = track(run, ACCURACY)
     if not accuracy.is_long:
         return
@@ -83,7 +83,7 @@ def _lately(run: RunData, accuracy: Track) -> str:
 
 
 def _evaluations_rise(run: RunData, within: Track) -> bool:
-    """Whether a set's mean accuracy does, from the last one before these steps on."""
+    """True if a set's mean accuracy rises, from the last one before these steps on."""
     for points in _by_set(run).values():
         before = [point for point in points if point.step < within.steps[0]]
         inside = [point for point in points if point.step >= within.steps[0]]
@@ -130,7 +130,7 @@ def _compared(first: Evaluation, best: Evaluation, last: Evaluation) -> tuple[Le
 
 
 def _is_below(a: Evaluation, b: Evaluation) -> bool:
-    """By intervals that do not touch; without intervals, by ACCURACY_FROM_BEST."""
+    """Compare intervals, which must not touch; without intervals, use ACCURACY_FROM_BEST."""
     if a.high is None or b.low is None:
         return b.value - a.value >= ACCURACY_FROM_BEST
     return a.high < b.low

@@ -102,7 +102,7 @@ def _per_token(run: RunData, phase: str) -> list[float | None]:
 
 
 def _stands_apart(series: Track) -> bool:
-    """Whether it rises, and nearly all of its end lies above nearly all of its begin."""
+    """True if it rises, and nearly all of its end lies above nearly all of its start."""
     first, last = sorted(series.values[: series.window]), sorted(series.values[-series.window :])
     return series.rises and last[len(last) // 4] > first[-1 - len(first) // 4]
 

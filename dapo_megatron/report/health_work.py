@@ -64,7 +64,7 @@ def keep_rate(run: RunData) -> Iterator[Finding]:
 
 
 def _why_not_kept(run: RunData) -> str:
-    """What the groups of the last quarter of the run ended as that were not trained on."""
+    """Count the groups at the end of the run that were not trained on, by outcome."""
     sums = {}
     for fate in FATES[1:]:
         ended = track(run, f"groups/{fate}")
@@ -222,7 +222,7 @@ def unparsed(run: RunData) -> Iterator[Finding]:
 
 
 def syncs(run: RunData) -> Iterator[Finding]:
-    """Whether the engines sample from the weights that are trained."""
+    """Proof that the engines sample from the weights that are trained."""
     compared, unread = track(run, "sync/fingerprinted"), track(run, "sync/unread_tensors")
     largest = track(run, "mismatch/gap_max")
     if unread and (worst := max(unread.values)) > 0:

@@ -62,7 +62,7 @@ STATES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What of the runs goes into the report."""
+    """Parts of the runs that go into the report."""
 
     completions: int = 2000
     """Rollouts kept, over all runs."""
@@ -87,7 +87,7 @@ class View:
     stride: int
     totals: list[tuple[str, int, float | None]]
     notes: dict[str, str]
-    """What is to be known of this run before a section's charts are read, by section."""
+    """Notes to read before a section's charts, by section."""
     has_rollouts: bool
 
 
@@ -103,7 +103,7 @@ class Payload:
 
 
 def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
-    """What the report of these runs holds, the first one chosen."""
+    """Return the contents of the report of these runs, the first one chosen."""
     runs = _told_apart(runs)
     columns = [
         {name: column for name, column in columns_of(run).items() if _has_values(column)}

@@ -74,6 +74,6 @@ def memory_plan(run: RunData) -> dict[str, float]:
 
 
 def note(run: RunData) -> str | None:
-    """What the plan says of itself, such as why it says no more."""
+    """Return the plan's own note, such as why it says no more."""
     text = (run.plan or {}).get("note")
     return f"The plan of memory: {text}" if text else None

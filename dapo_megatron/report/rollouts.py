@@ -23,16 +23,16 @@ from dapo_megatron.report.viewer_data import Blob
 from dapo_megatron.report.wording import first_few
 
 MAX_BLOB_BYTES = 18_000_000
-"""Of all blobs together, compressed; the page writes them a third longer. A run that shares a page
-with others has a share of it, by the completions asked of it."""
+"""Size of all blobs together, compressed; the page writes them a third longer. A run that shares a
+page with others has a share of it, by the completions asked of it."""
 FULL_PAGE = 2000
 """Completions."""
 BYTES_PER_TOKEN = 4
 """Compressed, about: what a choice is planned with."""
 MAX_READ_BYTES = 200_000_000
-"""Of samples without an index."""
+"""Most bytes to read of samples without an index."""
 MAX_POLICY_BYTES = 200_000_000
-"""Of policy values that are searched for the largest gaps."""
+"""Most bytes of policy values to search for the largest gaps."""
 MAX_GAPS = 8
 _INSPECTED = 4
 """Groups of a step, where the config does not say it."""
@@ -48,7 +48,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What the page gets: one table, and blobs of JSON that it opens one by one."""
+    """Data for the page: one table, and blobs of JSON that it opens one by one."""
 
     table: dict[str, Any]
     blobs: dict[str, bytes]
@@ -107,7 +107,7 @@ class _Reading:
         self.policy = recorded.step_files(folder / "policy", ".jsonl")
 
     def is_wanted(self, step: int) -> bool:
-        """Whether completions are to be chosen of it."""
+        """True if completions are to be chosen from it."""
         return (self.first is None or self.first <= step) and (
             self.last is None or step <= self.last
         )
@@ -153,7 +153,7 @@ class _Reading:
         return chooser
 
     def _readable_without_index(self, steps: Sequence[int]) -> set[int]:
-        """Of these steps, evenly chosen so that their files are no more than MAX_READ_BYTES."""
+        """Return steps, evenly chosen so that their files are no more than MAX_READ_BYTES."""
         steps = [step for step in steps if step not in self.indexes]
         num_bytes = sum(size_of(self.samples[step]) for step in steps)
         num = len(steps)
@@ -231,7 +231,7 @@ class _Page:
 
 
 def _note(page: _Page, reading: _Reading, chooser: Chooser) -> str:
-    """How much of the run is here, and what was chosen."""
+    """Describe how much of the run is here, and what was chosen."""
     said = [f"{len(page.rows):,} of {chooser.num_seen:,} completions are here"]
     if len(page.rows) < chooser.num_seen:
         said[0] += (

@@ -33,10 +33,10 @@ MAX_TIMELINES = 12
 CELLS = 240
 """Equal parts of generation of which a replica's mean number of requests is drawn."""
 TAIL = 0.1
-"""Of the most requests: what is below it is the tail of a generation."""
+"""Share of the most requests below which the tail of a generation lies."""
 
 SPREAD = 0.05
-"""Of a step: what ranks differ by, or what is in no phase, below it is not told."""
+"""Share of a step below which a difference of ranks, or time in no phase, is not reported."""
 
 Point = tuple[float, float]
 """(seconds, requests from then on)."""
@@ -79,7 +79,7 @@ class Recorded:
 
     @property
     def seconds(self) -> float:
-        """Of the step, as far as it is in phases."""
+        """Length of the step, as far as it is in phases."""
         return max((span.end for rank in self.ranks for span in rank.spans), default=0.0)
 
     @property
@@ -93,12 +93,12 @@ class Recorded:
 
 
 def timelines(run: RunData) -> list[dict[str, Any]]:
-    """Those to draw, by step."""
+    """Timelines to draw, by step."""
     return [_shown(one) for path in _chosen(run) if (one := _read(path)) is not None]
 
 
 def note(run: RunData) -> str | None:
-    """What to say if there are none, or not all."""
+    """Return a note if there are none, or not all."""
     files = _files(run)
     if not files and run.knob("tracking.timeline_every") == 0:
         return "This run recorded none: tracking.timeline_every is 0."
@@ -131,7 +131,7 @@ def _read(path: Path) -> Recorded | None:
 
 @lru_cache(maxsize=2 * MAX_TIMELINES)
 def _parsed(path: Path, time_ns: int) -> Recorded | None:
-    """Of a file as it was at `time_ns`: a report that is written again and again reads it once."""
+    """Parse a file as it was at `time_ns`, once for a report that is written again and again."""
     value = parse_json(path.read_bytes())
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
         return None

@@ -13,14 +13,14 @@ from dapo_megatron.report.token_text import Pieces
 from dapo_megatron.rollout.serialization import rounded, significant, summary
 
 MAX_TOKENS = 32_768
-"""Of a completion that are shown; of a longer one the middle is left out, with a mark."""
+"""Longest completion shown whole; the middle of a longer one is left out, with a mark."""
 _MAX_PROMPT = 100_000
 """Characters."""
 _CHARACTERS_PER_TOKEN = 4
 _BYTES_PER_VALUE = 4
-"""Of JSON, about."""
+"""Approximate, in JSON."""
 _IN_BOTH = ("sample", "finish", "score", "correct", "reward", "advantage")
-"""What both the table and the completion in full say."""
+"""Values in both the table and the completion in full."""
 
 
 class Blob:
@@ -29,7 +29,7 @@ class Blob:
     def __init__(self, run: RunData, rules: Rules, pieces: Pieces | None) -> None:
         self._run, self._rules, self._pieces = run, rules, pieces
         self._places: dict[tuple[int, str], int] = {}
-        """Of a token with its piece: one that ends inside a character has several."""
+        """Places of a token with its piece: one that ends inside a character has several."""
         self._counts: list[int] = []
         self._groups: dict[str, dict[str, Any]] = {}
         self.size = 0
@@ -100,7 +100,7 @@ class Blob:
         }
 
     def _tokens(self, one: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
-        """What there is of each token; gaps as they are, for their unit is that of the group."""
+        """Values of each token. Gaps are not scaled yet: their unit is that of the group."""
         num = len(one["tokens"])
         cut = (MAX_TOKENS // 2, num - MAX_TOKENS) if num > MAX_TOKENS else None
 
@@ -178,8 +178,8 @@ def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float |
 
 
 def _gap_decimals(gaps: Sequence[Sequence[float | None]]) -> int:
-    """Such that the largest has four digits: at least 4, so that a scale of colours goes up to 1,
-    and at most the 6 that are recorded. On a CPU gaps are about 1e-6."""
+    """Decimals such that the largest has four digits: at least 4, so that a scale of colours goes
+    up to 1, and at most the 6 that are recorded. On a CPU gaps are about 1e-6."""
     known = (abs(gap) for some in gaps for gap in some if gap is not None and math.isfinite(gap))
     largest = max(known, default=0.0)
     return min(max(3 - math.floor(math.log10(largest)), 4), 6) if largest else 4
