@@ -184,7 +184,7 @@ def report(
 ) -> None:
     """One HTML file that shows what a run did, or compares several; it needs no network."""
     from dapo_megatron.report import command
-    from dapo_megatron.report.payload import Options
+    from dapo_megatron.report.page import Options
 
     options = Options(completions, tuple(ticket or ()), command.parse_steps(steps))
     if watch:

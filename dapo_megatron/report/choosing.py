@@ -1,4 +1,4 @@
-"""Which completions go into a report: the strange ones of the whole run, and an even spread.
+"""Choice of the completions in a report: the strange ones of the whole run, and an even spread.
 
 Whoever looks for the one strange completion among a million finds it here if it is strange in any
 of the ways below. Groups are kept whole, for a completion is judged against its siblings.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from math import inf
 from typing import Any
 
@@ -31,7 +31,7 @@ _MISSES = 8
 
 @dataclass(frozen=True)
 class Wanted:
-    """How much is chosen, and what in any case."""
+    """Size of the choice, and the groups that are kept in any case."""
 
     completions: int
     """At most, but for those asked for; a first group is kept even if it is larger."""
@@ -65,12 +65,10 @@ class Pick:
     reasons: dict[int | None, list[str]] = field(default_factory=dict)
 
     def why(self, sample: int) -> str:
-        """Of one of its completions, in words."""
+        """The reasons for one of its completions, in words."""
         own = [*self.reasons.get(sample, []), *self.reasons.get(None, [])]
-        if own:
-            return ", ".join(own)
-        extremes = sorted(one for one in self.reasons if one is not None)
-        return "beside sample " + " and ".join(map(str, extremes))
+        extremes = sorted(place for place in self.reasons if place is not None)
+        return ", ".join(own) or "beside sample " + " and ".join(map(str, extremes))
 
 
 @dataclass
@@ -122,9 +120,9 @@ class Chooser:
 
     def see_asked(self, index: StepIndex) -> None:
         """A step of which nothing is to be chosen, but what was asked for."""
-        found = _Step(index, random.Random(0)).candidates(self._wanted.tickets)
-        self._asked |= found
-        self.num_seen += sum(one.num_completions for one in found.values())
+        asked = _Step(index, random.Random(0)).candidates(self._wanted.tickets)
+        self._asked |= asked
+        self.num_seen += sum(group.num_completions for group in asked.values())
 
     def choose(self) -> list[Pick]:
         """The chosen groups, the most wanted first: those asked for, then in turn the next strange
@@ -160,7 +158,7 @@ class Chooser:
     # ------------------------------------------------------------------------ seeing
 
     def _see_extremes(self, step: _Step) -> None:
-        """Of each measure the largest values of the step, if they are among the run's."""
+        """Offer the largest values of the step by each measure, if they are among the run's."""
         columns = step.index.completions
         ages = [age or 0 for age in columns["age"]]
         measures: tuple[tuple[str, list[float]], ...] = (
@@ -181,7 +179,7 @@ class Chooser:
                     self._offer(reason, values[row], step, place, row)
 
     def _see_kinds(self, step: _Step) -> None:
-        """Of each kind one of the step by chance; by chance again, some steps stay."""
+        """Offer one of each kind of the step, by chance. By chance again, some steps stay."""
         columns = step.index.completions
         rows = range(len(columns["group"]))
         kinds = {
@@ -290,25 +288,19 @@ class _Step:
 
     def __init__(self, index: StepIndex, chance: random.Random) -> None:
         self.index, self.chance = index, chance
-        self._num_tokens = [0] * len(index.groups["ticket"])
-        self._sizes = [0] * len(index.groups["ticket"])
+        self._num_tokens: Counter[int] = Counter()
         columns = index.completions
+        self._sizes = Counter(columns["group"])
         for place, num_tokens in zip(columns["group"], columns["num_tokens"]):
             self._num_tokens[place] += num_tokens
-            self._sizes[place] += 1
 
     def candidate(self, place: int) -> Candidate:
-        groups = self.index.groups
-        return Candidate(
-            step=self.index.step,
-            ticket=groups["ticket"][place],
-            offset=groups["offset"][place],
-            num_completions=self._sizes[place],
-            num_tokens=self._num_tokens[place],
-        )
+        ticket, offset = (self.index.groups[name][place] for name in ("ticket", "offset"))
+        sizes = self._sizes[place], self._num_tokens[place]
+        return Candidate(self.index.step, ticket, offset, *sizes)
 
     def candidates(self, tickets: Collection[int]) -> dict[int, Candidate]:
-        """Those of these tickets that are of this step."""
+        """Return the groups of this step that have one of these tickets."""
         own = self.index.groups["ticket"]
         return {ticket: self.candidate(own.index(ticket)) for ticket in {*own} & {*tickets}}
 
@@ -326,7 +318,6 @@ class _Step:
         with_values = trained[:inspected]
         self.chance.shuffle(with_values)
         of_all = self.chance.sample(places, min(num, len(places)))
-        pairs: list[Sequence[int]] = list(zip(with_values, of_all))
-        rest = [*with_values[len(pairs) :], *of_all[len(pairs) :]]
-        order = dict.fromkeys([*(one for pair in pairs for one in pair), *rest])
-        return [self.candidate(place) for place in list(order)[: max(num, 2)]]
+        in_turn = chain.from_iterable(zip_longest(with_values, of_all))
+        order = dict.fromkeys(place for place in in_turn if place is not None)
+        return [self.candidate(place) for place in islice(order, max(num, 2))]

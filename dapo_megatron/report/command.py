@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import glob
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -13,8 +14,7 @@ from pathlib import Path
 
 from dapo_megatron.files import read_json, write_text
 from dapo_megatron.report.folder import MARKS, RunData, read_run
-from dapo_megatron.report.page import render
-from dapo_megatron.report.payload import Options, make_payload
+from dapo_megatron.report.page import Options, make_payload, render
 from dapo_megatron.types import CheckpointError, ConfigError, DapoError, Fenced
 
 NAME = "report.html"
@@ -32,7 +32,7 @@ def report(folders: Sequence[Path], output: Path | None, options: Options) -> No
 
 
 def report_of_ending(folder: Path, attempt: str) -> int:
-    """As `report`, in a process that a run leaves to itself at its end, which has a limit of its
+    """Do as `report`, in a process that a run leaves to itself at its end, which has a limit of its
     own; the exit code. Another attempt that has taken the run's folder meanwhile gets no page of
     this one; `attempt` "" is whoever's."""
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
@@ -45,8 +45,8 @@ def report_of_ending(folder: Path, attempt: str) -> int:
 
 
 def watch(folders: Sequence[Path], output: Path | None, options: Options, every: float) -> None:
-    """As `report`, again after each `every` seconds in which something changed, until no run goes
-    on; then, or at Ctrl-C, once more without a page that loads itself again."""
+    """Do as `report` after each `every` seconds in which something changed, until no run goes on;
+    then, or at Ctrl-C, once more without a page that loads itself again."""
     target = _target(folders, output)
     refreshed = replace(options, refresh_seconds=every)
     seen = None
@@ -70,14 +70,13 @@ def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
     """A:B, A: or :B as first and last step. Raises ConfigError."""
     if text is None:
         return None
-    first, colon, last = text.partition(":")
-    try:
-        found = (int(first) if first else None, int(last) if last else None)
-    except ValueError:
-        found = (None, None)
-    if not colon or found == (None, None) or (None not in found and found[0] > found[1]):  # type: ignore[operator]
+    match = re.fullmatch(r"(\d*):(\d*)", text)
+    first, last = (
+        (int(step) if step else None for step in match.groups()) if match else (None, None)
+    )
+    if first is last is None or (first is not None and last is not None and first > last):
         raise ConfigError(f"--steps: {text!r} is not FIRST:LAST; such as 10:20, 10: or :20")
-    return found
+    return first, last
 
 
 def _target(folders: Sequence[Path], output: Path | None) -> Path:
@@ -101,7 +100,7 @@ def _write(runs: Sequence[RunData], target: Path, options: Options, attempt: str
 
 
 def _remove_partial(target: Path) -> None:
-    """What a report that was killed left."""
+    """Remove what a report that was killed left."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > LIMIT_SECONDS:
@@ -119,16 +118,14 @@ def _check_owner(folder: Path, attempt: str) -> None:
 
 
 def _stamps(folder: Path) -> list[tuple[int, int] | None]:
-    """What changes when the run writes something."""
-    found: list[tuple[int, int] | None] = []
+    """Times and sizes that change when the run writes something."""
+    stamps: list[tuple[int, int] | None] = []
     for name in _WRITTEN:
-        try:
+        stamps.append(None)
+        with suppress(OSError):
             stat = (folder / name).stat()
-        except OSError:
-            found.append(None)
-        else:
-            found.append((stat.st_mtime_ns, stat.st_size))
-    return found
+            stamps[-1] = (stat.st_mtime_ns, stat.st_size)
+    return stamps
 
 
 if __name__ == "__main__":

@@ -1,17 +1,42 @@
-"""What a finding is, and how its figures are worded."""
+"""Finding, and robust statistics of the noisy series that findings rest on.
+
+Mann-Kendall counts in how many pairs of steps the later value is larger, so that no single step
+and no unit matters (Mann 1945, Kendall 1975).
+
+Each threshold of a rule is a constant next to it. The table in docs/report.md lists them all, with
+the reason for each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from statistics import median
 from typing import Literal
+
+from dapo_megatron.report.folder import RunData
+
+TREND_LEAST_STEPS = 8  # steps; shorter series are not judged for trends
+TREND_WINDOW = 0.125  # share of the steps at each end whose median stands for it
+TREND_Z = 3.0  # Mann-Kendall statistic, in standard deviations, of a trend
+
+_MOST_POINTS = 200
+"""Longer series are thinned to medians of neighbours: pairs grow with the square."""
+_LEAST_IN_WINDOW = 3
+_MOST_IN_WINDOW = 20
+_BEFORE = 20
+_LEAST_BEFORE = 5
+_SPREADS = 10.0
+_DEVIATIONS_OF_SPREAD = 1.4826  # of a normal distribution
 
 Level = Literal["good", "note", "warn", "bad"]
 
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
 """The worst first."""
-
-_NAMED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -34,29 +59,157 @@ class Finding:
     @property
     def knobs(self) -> list[tuple[str, str]]:
         """`knob` as (key, which way or "")."""
-        pairs = [one.partition(": ") for one in (self.knob or "").split("; ") if one]
+        pairs = [pair.partition(": ") for pair in (self.knob or "").split("; ") if pair]
         return [(key, way) for key, _, way in pairs]
 
 
-def number(value: float) -> str:
-    """As a person would write it: 0.387, 9.8e-06, 4,537."""
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+Rule = Callable[[RunData], Iterator[Finding]]
 
 
-def percent(share: float) -> str:
-    """0.0123 is 1.2%."""
-    return f"{100 * share:.3g}%" if abs(share) < 0.1 else f"{100 * share:.0f}%"
+@dataclass(frozen=True)
+class Track:
+    """Finite values of a series by rollout step. Steps without a value are left out."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+    metric: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def is_long(self) -> bool:
+        """True if trends can be judged."""
+        return len(self) >= TREND_LEAST_STEPS
+
+    @property
+    def window(self) -> int:
+        """Steps at each end that stand for it."""
+        share = int(len(self) * TREND_WINDOW)
+        return max(1, min(len(self) // 2, max(_LEAST_IN_WINDOW, min(_MOST_IN_WINDOW, share))))
+
+    @property
+    def early(self) -> float:
+        """Median of the first window, 0 for an empty track."""
+        return median(self.values[: self.window]) if self.values else 0.0
+
+    @property
+    def late(self) -> float:
+        """Median of the last window, 0 for an empty track."""
+        return median(self.values[-self.window :]) if self.values else 0.0
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First and last step."""
+        return self.steps[0], self.steps[-1]
+
+    @property
+    def late_span(self) -> tuple[int, int]:
+        """First and last step of the last window."""
+        return self.steps[-self.window], self.steps[-1]
+
+    @property
+    def growth(self) -> float:
+        """late / early; 1 where that says nothing (early is not above 0)."""
+        growth = self.late / self.early if self.early > 0 else 1.0
+        return growth if math.isfinite(growth) else 1.0
+
+    @property
+    def rises(self) -> bool:
+        """True if it rises beyond chance."""
+        return self.is_long and self.score >= TREND_Z
+
+    @property
+    def falls(self) -> bool:
+        """True if it falls beyond chance."""
+        return self.is_long and self.score <= -TREND_Z
+
+    @cached_property
+    def score(self) -> float:
+        """Mann-Kendall's statistic in standard deviations; above 0 it rises."""
+        return mann_kendall(_thinned(self.values, _MOST_POINTS))
+
+    def second_half(self) -> Track:
+        """Return the track from the middle step on."""
+        half = len(self) // 2
+        return Track(self.steps[half:], self.values[half:], self.metric)
+
+    def steps_where(self, holds: Callable[[float], bool]) -> list[int]:
+        """Return the steps whose value fulfils a condition."""
+        return [s for s, v in zip(self.steps, self.values, strict=True) if holds(v)]
+
+    def spikes(self, factor: float) -> list[int]:
+        """Positions of values above `factor` times the median of those before, and far outside
+        their spread."""
+        spikes = []
+        for place in range(_LEAST_BEFORE, len(self)):
+            before = self.values[max(0, place - _BEFORE) : place]
+            middle = median(before)
+            spread = _DEVIATIONS_OF_SPREAD * median([abs(value - middle) for value in before])
+            value = self.values[place]
+            if middle > 0 and value > factor * middle and value > middle + _SPREADS * spread:
+                spikes.append(place)
+        return spikes
+
+    def finding(
+        self,
+        level: Level,
+        title: str,
+        text: str,
+        knob: str | None = None,
+        *,
+        steps: Sequence[int] = (),
+        chart: str | None = None,
+    ) -> Finding:
+        """Return a finding on this metric, from the first to the last of `steps` (default: all)."""
+        steps = steps or self.span
+        return Finding(level, title, text, self.metric, (steps[0], steps[-1]), knob, chart)
 
 
-def named(steps: Sequence[int]) -> str:
-    """ "steps 3, 7 and 12 more"."""
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    shown = ", ".join(map(str, steps[:_NAMED_STEPS]))
-    left = len(steps) - _NAMED_STEPS
-    return f"steps {shown}{f' and {left} more' if left > 0 else ''}"
+def track(run: RunData, name: str) -> Track:
+    """Return a metric of a run."""
+    return track_of(run.metrics.steps, run.metrics.column(name), name)
 
 
-def times(count: int, what: str) -> str:
-    """ "1 step", "2 steps"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def track_of(
+    steps: Sequence[int], column: Sequence[float | None], metric: str | None = None
+) -> Track:
+    """Return a column with its gaps left out."""
+    kept = [(s, v) for s, v in zip(steps, column, strict=True) if v is not None]
+    return Track(tuple(s for s, _ in kept), tuple(v for _, v in kept), metric)
+
+
+def mann_kendall(values: Sequence[float]) -> float:
+    """Statistic in standard deviations; 0 for a constant or for fewer than 3 values."""
+    n = len(values)
+    if n < 3:
+        return 0.0
+    score = sum((b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :])
+    ties = sum(t * (t - 1) * (2 * t + 5) for t in Counter(values).values())
+    variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
+    if variance <= 0 or score == 0:
+        return 0.0
+    return (score - math.copysign(1, score)) / math.sqrt(variance)
+
+
+def fall_from_best(values: Sequence[float]) -> tuple[int, float, float]:
+    """(position of the best stretch, how far the last stretch is below it, noise of that
+    difference): stretches are medians of a tenth of the series, of at least 3 values."""
+    size = max(_LEAST_IN_WINDOW, len(values) // 10)
+    starts = range(0, len(values) - size + 1, size)
+    if len(starts) < 4:
+        return 0, 0.0, 0.0
+    stretches = [median(values[start : start + size]) for start in starts]
+    best = max(range(len(stretches)), key=stretches.__getitem__)
+    # Half of the changes of white noise are within 0.954 of its deviations, and a median is 1.25
+    # times as noisy as a mean.
+    deviation = median([abs(b - a) for a, b in pairwise(values)]) / 0.954
+    noise = deviation * 1.25 * math.sqrt(2 / size)
+    return best * size, stretches[best] - median(values[-size:]), noise
+
+
+def _thinned(values: Sequence[float], most: int) -> Sequence[float]:
+    if len(values) <= most:
+        return values
+    edges = [len(values) * i // most for i in range(most + 1)]
+    return [median(values[a:b]) for a, b in pairwise(edges)]

@@ -1,88 +1,69 @@
-"""What is to be said of a run's health, the worst first: each rule looks at a few series and says
-something, or nothing. Numbers they judge by are in thresholds.py.
+"""Findings on a run's health, the worst first: each rule looks at a few series and yields findings,
+or none.
 
 Of a run of few steps only facts are told, no trends. What a run did not record is not judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from dapo_megatron.report import health_policy, health_time, health_work
-from dapo_megatron.report.finding import LEVELS, Finding, Level, named, times
-from dapo_megatron.report.folder import Metrics, RunData
-from dapo_megatron.report.state import StateWord
-from dapo_megatron.report.thresholds import limit
-
-__all__ = ["Finding", "Level", "findings"]
-
-_ABSURD = 1e100
-
-Rule = Callable[[RunData], Iterator[Finding]]
+from dapo_megatron.report.charts import columns_of
+from dapo_megatron.report.finding import LEVELS, TREND_LEAST_STEPS, Finding, Level, Rule
+from dapo_megatron.report.folder import Metrics, RunData, StateWord
+from dapo_megatron.report.wording import named, times
 
 ALWAYS = ("policy/loss", "policy/grad_norm", "policy/entropy", "time/step")
-"""Metrics that every step has which trains on something. (A step in which no group was decided, for
-enough were carried, has no accuracy.)"""
+"""Metrics that every step has which trains on something. (A step in which no group was decided,
+because enough were carried, has no accuracy.)"""
 
 
 def findings(run: RunData) -> list[Finding]:
-    """Problems and warnings first, then whether it learns, then notes and what is good; of one kind
-    in the order of RULES."""
-    run = replace(run, metrics=_sane(run.metrics))
-    found = [(rule, finding) for rule in RULES for finding in rule(run)]
-    return [finding for _, finding in sorted(found, key=_place)]
+    """Problems and warnings first, then whether it learns, then notes and what is good. Findings of
+    one kind keep the order of RULES."""
+    run = replace(run, metrics=Metrics(run.metrics.steps, columns_of(run)))
+    ordered = sorted(
+        ((rule, finding) for rule in RULES for finding in rule(run)),
+        key=lambda pair: _rank(*pair),
+    )
+    return [finding for _, finding in ordered]
 
 
-def _place(said: tuple[Rule, Finding]) -> tuple[int, bool, int]:
-    rule, finding = said
+def _rank(rule: Rule, finding: Finding) -> tuple[int, bool, int]:
     level = LEVELS.index(finding.level)
     is_trouble = finding.level in ("bad", "warn")
     return (level if is_trouble else len(LEVELS), rule is not health_policy.learning, level)
 
 
-def _sane(metrics: Metrics) -> Metrics:
-    """Without figures so large that nothing can be made of them: they are missing."""
-    return Metrics(
-        metrics.steps,
-        {
-            name: [v if v is not None and abs(v) < _ABSURD else None for v in column]
-            for name, column in metrics.columns.items()
-        },
-    )
-
-
 def state(run: RunData) -> Iterator[Finding]:
     """Crashed, hung or stopped."""
-    levels: dict[StateWord, Level] = {
-        StateWord.CRASHED: "bad",
-        StateWord.HUNG: "bad",
-        StateWord.STOPPED: "note",
-        StateWord.UNKNOWN: "note",
+    ends: dict[StateWord, tuple[Level, str]] = {
+        StateWord.CRASHED: ("bad", "The run crashed"),
+        StateWord.HUNG: ("bad", "The run hung"),
+        StateWord.STOPPED: ("note", "The run stopped"),
+        StateWord.UNKNOWN: ("note", "It is not known how the run ended"),
     }
-    level = levels.get(run.state.word)
-    if level is None:
-        return
-    last = run.metrics.steps[-1] if run.metrics.steps else 0
-    titles = {
-        StateWord.HUNG: "The run hung",
-        StateWord.UNKNOWN: "It is not known how the run ended",
-    }
-    title = titles.get(run.state.word, f"The run {run.state.word.value}")
-    text = run.state.text[:1].upper() + run.state.text[1:]
-    yield Finding(level, f"{title} after step {last}", f"{text}.")
+    if run.state.word in ends:
+        level, title = ends[run.state.word]
+        text = run.state.text[:1].upper() + run.state.text[1:]
+        yield Finding(level, f"{title} after step {run.metrics.last_step}", f"{text}.")
+
+
+RESTARTS_MANY = 3  # starts that crashed, hung or were cut short
 
 
 def restarts(run: RunData) -> Iterator[Finding]:
     """Starts that went wrong. The last one is the run's state."""
     if len(run.attempts) < 2:
         return
-    before = [str(one.get("end") or "cut short") for one in run.attempts[:-1]]
+    before = [str(attempt.get("end") or "cut short") for attempt in run.attempts[:-1]]
     wrong = sum(end != "stopped" for end in before)
     ends = {end: before.count(end) for end in dict.fromkeys(before)}
-    steps = [one["step"] for one in run.attempts if isinstance(one.get("step"), int)]
+    steps = [start["step"] for start in run.attempts if isinstance(start.get("step"), int)]
     yield Finding(
-        "warn" if wrong >= limit("restarts.many") else "note",
+        "warn" if wrong >= RESTARTS_MANY else "note",
         f"Started {times(len(run.attempts), 'time')}",
         f"Earlier starts: {', '.join(f'{count} {end}' for end, count in ends.items())}."
         + (f" They began after {named(steps)}." if steps else ""),
@@ -97,12 +78,12 @@ def length(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "note", "No step is finished yet", "There are no metrics of a rollout step to judge."
         )
-    elif num_steps < limit("trend.least_steps"):
+    elif num_steps < TREND_LEAST_STEPS:
         yield Finding(
             "note",
             f"{times(num_steps, 'step')}: too few to judge trends",
-            f"Whether it learns, and what grows or falls, is said from "
-            f"{limit('trend.least_steps'):.0f} steps on.",
+            "Whether it learns, and what grows or falls, is said from "
+            f"{TREND_LEAST_STEPS} steps on.",
         )
 
 

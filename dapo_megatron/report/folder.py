@@ -1,19 +1,22 @@
 """A run's folder as the report reads it: finished, still written to, damaged, or of an older
-version. What cannot be read is told of in `RunData.warnings` and left out."""
+version. What cannot be read is reported in `RunData.warnings` and left out. Whether the run is at
+its end, and how it got there, follows from what it left."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dapo_megatron.doctor import run as last_attempt
 from dapo_megatron.files import check_depth, parse_json
-from dapo_megatron.report.state import RunState, state_of
+from dapo_megatron.report.wording import first_few
 from dapo_megatron.types import ConfigError
 
 MARKS = ("config.yaml", "metrics.jsonl", "attempts.jsonl", "summary.json")
@@ -39,9 +42,22 @@ class Metrics:
         """A metric by step; all None if no step has it."""
         return self.columns.get(name) or [None] * len(self.steps)
 
+    def values(self, name: str) -> list[float]:
+        """The values of a metric that there are, in step order."""
+        return [value for value in self.column(name) if value is not None]
+
     def last(self, name: str) -> float | None:
         """The newest value there is."""
-        return next((value for value in reversed(self.column(name)) if value is not None), None)
+        return next(reversed(self.values(name)), None)
+
+    def total(self, name: str) -> float:
+        """The sum of a metric over the steps that have it."""
+        return sum(self.values(name))
+
+    @property
+    def last_step(self) -> int:
+        """The newest step; 0 before the first."""
+        return self.steps[-1] if self.steps else 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,7 @@ class Evaluation:
 
     set: str
     figure: str
-    """As the run calls it: avg@4, pass@4, cons@4, ungraded."""
+    """Name in the run: avg@4, pass@4, cons@4, ungraded."""
     step: int
     value: float
     low: float | None = None
@@ -58,9 +74,33 @@ class Evaluation:
     high: float | None = None
 
 
+class StateWord(StrEnum):
+    FINISHED = "finished"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    """Saved after a signal; the next start goes on."""
+    CRASHED = "crashed"
+    HUNG = "hung"
+    """The watchdog ended it."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run, and the evidence for it in a sentence."""
+
+    word: StateWord
+    text: str
+
+    @property
+    def has_ended(self) -> bool:
+        """True if this start will write nothing more."""
+        return self.word is not StateWord.RUNNING
+
+
 @dataclass(frozen=True)
 class RunData:
-    """What a run's folder holds, but for its rollouts."""
+    """Contents of a run's folder, except its rollouts."""
 
     path: Path
     name: str
@@ -71,18 +111,18 @@ class RunData:
     evaluations: list[Evaluation]
     state: RunState
     summary: dict[str, Any] | None
-    """What the run wrote at its end; None before."""
+    """Written by the run at its end; None before."""
     attempts: list[dict[str, Any]]
     """Its starts, oldest first: attempt, job, step, time and, if noted, end."""
     plan: dict[str, Any] | None
     provenance: dict[str, Any] | None
     warnings: list[str]
-    """What could not be read, by file."""
+    """Files and lines that could not be read."""
 
-    def knob(self, key: str, default: Any = None) -> Any:
-        """A config value by dotted key; `default` where this run's config has none. Whoever
-        computes with it asks one of the following: a config may be damaged, or of any version."""
-        return knob(self.config, key, default)
+    def knob(self, key: str) -> Any:
+        """A config value by dotted key; None where this run's config has none. To compute with it
+        use one of the following methods: a config may be damaged, or of any version."""
+        return _knob(self.config, key)
 
     def number(self, key: str) -> float | None:
         """A config value that is a finite number, else None."""
@@ -91,9 +131,8 @@ class RunData:
     def count(self, key: str) -> int | None:
         """A config value that is a whole number from 0 on, else None."""
         value = self.knob(key)
-        return (
-            value if isinstance(value, int) and finite(value) is not None and value >= 0 else None
-        )
+        is_count = isinstance(value, int) and finite(value) is not None and value >= 0
+        return value if is_count else None
 
     def word(self, key: str) -> str | None:
         """A config value that is text, else None."""
@@ -103,7 +142,8 @@ class RunData:
     def entries(self, key: str) -> list[dict[str, Any]]:
         """The objects in a config value that is a list, else none."""
         value = self.knob(key)
-        return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+        entries = value if isinstance(value, list) else []
+        return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def read_run(path: Path) -> RunData:
@@ -119,8 +159,8 @@ def read_run(path: Path) -> RunData:
     metrics, evaluations = read_metrics(lines)
     attempts = _attempts(_json_lines(path / "attempts.jsonl", warnings))
     summary = _json_object(path / "summary.json", warnings)
-    name = knob(config, "run.name")
-    planned = knob(config, "train.rollout_steps")
+    name = _knob(config, "run.name")
+    planned = _knob(config, "train.rollout_steps")
     return RunData(
         path=path,
         name=str(name) if name and isinstance(name, str | int) else path.resolve().name,
@@ -128,7 +168,7 @@ def read_run(path: Path) -> RunData:
         config_text=config_text,
         metrics=metrics,
         evaluations=evaluations,
-        state=state_of(path, summary, attempts, planned if isinstance(planned, int) else None),
+        state=_state(path, summary, attempts, planned if isinstance(planned, int) else None),
         summary=summary,
         attempts=attempts,
         plan=_json_object(path / "plan.json", warnings),
@@ -137,16 +177,10 @@ def read_run(path: Path) -> RunData:
     )
 
 
-def knob(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value at a dotted key; list entries by number."""
+def _knob(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
     for part in key.split("."):
-        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
-        elif isinstance(value, dict) and part in value:
-            value = value[part]
-        else:
-            return default
+        value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
@@ -160,13 +194,13 @@ def read_metrics(lines: Iterable[Mapping[str, Any]]) -> tuple[Metrics, list[Eval
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MAX_STEP:
             continue
         if step <= last:
-            by_step = {one: values for one, values in by_step.items() if one < step}
+            by_step = {at: values for at, values in by_step.items() if at < step}
         by_step[step] = line
         last = step
     steps = [step for step in by_step if step > 0]
     names = dict.fromkeys(name for step in steps for name in by_step[step] if name != "step")
     columns = {name: [finite(by_step[step].get(name)) for step in steps] for name in names}
-    evaluations = [one for step, line in by_step.items() for one in _evaluations(step, line)]
+    evaluations = [point for step, line in by_step.items() for point in _evaluations(step, line)]
     return Metrics(steps, columns), evaluations
 
 
@@ -188,6 +222,13 @@ def clock(seconds: Any, form: str = "%Y-%m-%d %H:%M:%S") -> str | None:
         return None
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 for one that is gone meanwhile."""
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
 def _evaluations(step: int, line: Mapping[str, Any]) -> Iterable[Evaluation]:
     for name, value in line.items():
         number = finite(value)
@@ -199,16 +240,16 @@ def _evaluations(step: int, line: Mapping[str, Any]) -> Iterable[Evaluation]:
 
 
 def _check_is_run(path: Path) -> None:
-    if any((path / mark).exists() for mark in MARKS):
+    if _is_run(path):
         return
     what = "is not a run's folder" if path.is_dir() else "is not a folder"
     if not path.exists():
         what = "does not exist"
     inside = path if path.is_dir() else path.parent
-    found = [inside] if not path.is_dir() else []
+    folders = [inside] if not path.is_dir() else []
     with suppress(OSError):
-        found += sorted(one for one in inside.iterdir() if one.is_dir())
-    runs = [str(one) for one in found if any((one / mark).exists() for mark in MARKS)]
+        folders += sorted(folder for folder in inside.iterdir() if folder.is_dir())
+    runs = [str(folder) for folder in folders if _is_run(folder)]
     more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""
     way_out = f"such as {', '.join(runs[:5])}{more}" if runs else "runs/<name>"
     raise ConfigError(
@@ -216,8 +257,12 @@ def _check_is_run(path: Path) -> None:
     )
 
 
+def _is_run(path: Path) -> bool:
+    return any((path / mark).exists() for mark in MARKS)
+
+
 def _attempts(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As cluster.attempt writes them: of one that is noted twice the later note."""
+    """Starts as cluster.attempt writes them. A later note of an attempt replaces earlier ones."""
     return list({str(line["attempt"]): line for line in lines if "attempt" in line}.values())
 
 
@@ -250,35 +295,67 @@ def _yaml(text: str, warnings: list[str]) -> dict[str, Any]:
 def _json_object(path: Path, warnings: list[str]) -> dict[str, Any] | None:
     if not path.exists():
         return None  # of an older version, or not yet
-    text = _text(path, warnings)
-    try:
-        value = parse_json(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
+    value = _parsed(_text(path, warnings))
+    if value is None:
         warnings.append(f"{path.name}: not a JSON object; left out")
-        return None
     return value
 
 
 def _json_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
     """The objects of a JSONL file. A last line without an end is being written: no warning."""
-    text = _text(path, warnings)
-    found = []
-    wrong = []
-    lines = text.split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = parse_json(line)
-        except ValueError:
-            value = None
-        if isinstance(value, dict):
-            found.append(value)
-        elif number < len(lines):
-            wrong.append(number)
+    lines = _text(path, warnings).split("\n")
+    values = {at: _parsed(line) for at, line in enumerate(lines, start=1) if line.strip()}
+    wrong = [at for at, value in values.items() if value is None and at < len(lines)]
     if wrong:
-        shown = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
-        warnings.append(f"{path.name}: {len(wrong)} damaged lines left out (line {shown})")
-    return found
+        warnings.append(
+            f"{path.name}: {len(wrong)} damaged lines left out (line {first_few(wrong)})"
+        )
+    return [value for value in values.values() if value is not None]
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    """A JSON object, None for anything else."""
+    with suppress(ValueError):
+        value = parse_json(text)
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def _state(
+    folder: Path,
+    summary: Mapping[str, Any] | None,
+    attempts: Sequence[Mapping[str, Any]],
+    planned_steps: int | None,
+) -> RunState:
+    """`planned_steps`: train.rollout_steps; a summary of fewer is of an earlier, shorter run."""
+    report, ago = None, ""
+    # A folder copied without its hidden files has no pulses; those of another version may differ.
+    with suppress(ConfigError, OSError, TypeError):
+        report = last_attempt.report(folder)
+        newest = max((one.time for one in report.pulses if one is not None), default=report.time)
+        ago = last_attempt.ago_text(time.time() - newest)
+    # What a run says of its end comes first: it writes its report while its ranks still live.
+    done = finite((summary or {}).get("steps"))
+    if summary is not None and (done is None or planned_steps is None or done >= planned_steps):
+        steps = f" after step {done:.0f}" if done is not None else ""
+        return RunState(StateWord.FINISHED, f"it wrote its summary{steps}")
+    end = attempts[-1].get("end") if attempts else None
+    if report is not None and report.is_alive and not end:
+        return RunState(StateWord.RUNNING, f"a rank gave a sign of life {ago} ago")
+    where = f"`doctor run {folder}` tells where its ranks were"
+    hang = report.hang if report is not None else ""
+    if hang or end == StateWord.HUNG:
+        text = ": ".join(["the watchdog ended it", *hang.splitlines()[:1]])
+        return RunState(StateWord.HUNG, f"{text}; {where}")
+    if end == StateWord.STOPPED:
+        return RunState(
+            StateWord.STOPPED, "it was asked to stop and saved; start it again with resume=auto"
+        )
+    if end == StateWord.CRASHED:
+        return RunState(StateWord.CRASHED, f"its last start ended by an error; {where}")
+    if report is not None:
+        return RunState(
+            StateWord.CRASHED,
+            f"it was cut short without a word; the last sign of life was {ago} ago; {where}",
+        )
+    return RunState(StateWord.UNKNOWN, "it has neither a summary nor signs of life")

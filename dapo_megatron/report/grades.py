@@ -1,13 +1,13 @@
-"""How a completion came by its grade, its reward and its advantage, in words and numbers.
+"""Grade, reward and advantage of a completion, explained in words and numbers.
 
 Rewards and advantages are computed here plainly, for algo/ needs torch; a test holds both equal.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 from dapo_megatron.report.folder import RunData
@@ -59,7 +59,7 @@ _FATES = {
 
 @dataclass(frozen=True)
 class Rules:
-    """What of the config decides rewards and advantages; see config/algorithm.py."""
+    """Config values that decide rewards and advantages; see config/algorithm.py."""
 
     penalty: bool
     max_tokens: int
@@ -92,7 +92,7 @@ class GroupRewards:
     rewards: list[float | None]
     """None without a grade."""
     counted: list[bool]
-    """Whether it enters the mean: with overlong.filter truncated ones may not."""
+    """True if it enters the mean: with overlong.filter truncated ones may not."""
     mean: float | None
     """None if a counted completion has no grade, or none counts."""
     std: float | None
@@ -100,8 +100,8 @@ class GroupRewards:
 
 
 def group_rewards(completions: Sequence[Mapping[str, Any]], rules: Rules) -> GroupRewards:
-    """What data.batch.assemble makes of a group (arXiv 2503.14476, eq. 9 and 13): reward = score +
-    penalty, advantage = (reward - mean) / (std + eps), std with ddof 1; a group of one has mean 0
+    """Do as data.batch.assemble does (arXiv 2503.14476, eq. 9 and 13): reward = score + penalty,
+    advantage = (reward - mean) / (std + eps), std with ddof 1; a group of one has mean 0
     and std 1."""
     penalties = [_penalty(len(one["tokens"]), rules) for one in completions]
     rewards = [
@@ -116,8 +116,7 @@ def group_rewards(completions: Sequence[Mapping[str, Any]], rules: Rules) -> Gro
         return GroupRewards(penalties, rewards, counted, None, None, [None] * len(rewards))
     mean, std = 0.0, 1.0
     if len(known) > 1:
-        mean = math.fsum(known) / len(known)
-        std = math.sqrt(math.fsum((one - mean) ** 2 for one in known) / (len(known) - 1))
+        mean, std = fmean(known), stdev(known)
     advantages = [
         (reward - mean) / (std + rules.eps) if counts and reward is not None and std + rules.eps
         else None
@@ -145,7 +144,7 @@ def explain(
     rules: Rules,
     trained: float | None = None,
 ) -> list[tuple[str, str]]:
-    """How the completion at `position` was graded: (heading, sentences), as it happened.
+    """Explain the grade of the completion at `position`: (heading, sentences), as it happened.
 
     `trained` is the advantage that the run recorded, if it did: a run may have gone on with another
     config than the one that `rules` are of.
@@ -192,7 +191,7 @@ def _answer(grader: str | None, one: Mapping[str, Any], truth: str) -> str:
 
 
 def _missed(text: str) -> str:
-    """Where an answer stands that dapo_math did not look at."""
+    """Locate an answer that dapo_math did not look at."""
     place = text.lower().rfind("answer:")
     if place < 0:
         return " Nowhere in the response is there an “Answer:”."

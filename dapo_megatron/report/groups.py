@@ -1,4 +1,4 @@
-"""The section "groups": what became of every prompt that was issued.
+"""Outcome of every prompt that was issued, step by step and over the run.
 
 The ledger's books, step by step (rollout/ledger.py):
 
@@ -21,15 +21,11 @@ and the forecast is of groups with all their grades. Then there is no keep rate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from dapo_megatron.report.charts import line, lines
 from dapo_megatron.report.folder import RunData, finite
 
 FATES = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
-"""As rollout/ledger.py has them."""
-_IN_WORDS = {
+"""Same as in rollout/ledger.py."""
+IN_WORDS = {
     "issued": "issued",
     "trained": "trained on",
     "all_correct": "all answers right",
@@ -45,112 +41,6 @@ _JUDGED = ("all_correct", "all_wrong", "overlong", "abstained")
 KEPT = "derived/keep_rate"
 FORECAST = "groups/keep_rate"
 DECIDED = "derived/decided"
-
-CHARTS: list[dict[str, Any]] = [
-    lines(
-        "groups_fates",
-        "What became of the prompts",
-        "Groups that ended in each step, by what became of them. Only mixed groups, with right and "
-        "wrong answers, teach anything; with rollout.dynamic_sampling no others are trained on. "
-        "The line is what goes on in the next step.",
-        "groups",
-        [
-            line("groups/trained", _IN_WORDS["trained"], color=2),
-            line("groups/all_correct", _IN_WORDS["all_correct"], color=0),
-            line("groups/all_wrong", _IN_WORDS["all_wrong"], color=1),
-            line("groups/overlong", _IN_WORDS["overlong"], color=3),
-            line("groups/abstained", _IN_WORDS["abstained"], color=6),
-            line("groups/expired", _IN_WORDS["expired"], color=7),
-            line("groups/carried", "carried on", color=4, line=True),
-        ],
-        section="groups",
-        kind="stacked_bars",
-        overlay=False,
-    ),
-    lines(
-        "groups_keep_rate",
-        "Keep rate",
-        "Share of decided groups that are mixed: what came in the step, and what the coordinator "
-        "expects by the end of it, from which it issues prompts. At 0.25 a step samples four "
-        "prompts for each that it trains on.",
-        "share of decided groups",
-        [
-            line(KEPT, "came", color=2),
-            line(FORECAST, "forecast", dash=True, color=0),
-        ],
-        section="groups",
-        overlay=False,
-        y_range=[0, 1.05],
-        y_tick_format=".0%",
-    ),
-    lines(
-        "groups_open",
-        "Prompts in flight",
-        "Issued in the step and decided in it; carried to the next one, and how many of those are "
-        "mixed and only wait for their turn.",
-        "groups",
-        [
-            line("groups/issued", "issued", color=0),
-            line(DECIDED, "decided", color=2),
-            line("groups/carried", "carried on", color=4),
-            line("groups/carried_ready", "carried on, ready", dash=True, color=4),
-        ],
-        section="groups",
-        overlay=False,
-    ),
-    lines(
-        "groups_age",
-        "Age of what is trained on",
-        "How many weight versions ago the groups of a step were begun. 0 is on-policy; "
-        "rollout.lookahead sets the mean.",
-        "versions",
-        [
-            line("groups/age_mean", "mean", color=0),
-            line("groups/age_max", "oldest", dash=True, color=1),
-        ],
-        section="groups",
-        overlay=False,
-    ),
-    lines(
-        "groups_fresh",
-        "Fresh tokens",
-        "Share of the trained tokens that the current weights sampled, and completions that were "
-        "interrupted and go on in the next step.",
-        "share of tokens",
-        [
-            line("groups/fresh_token_fraction", "fresh tokens", color=2),
-            line(
-                "groups/interrupted_completions",
-                "interrupted completions",
-                axis="y2",
-                dash=True,
-                color=1,
-            ),
-        ],
-        section="groups",
-        overlay=False,
-        y_range=[0, 1.05],
-        y_tick_format=".0%",
-        y2="completions",
-    ),
-    lines(
-        "groups_grading",
-        "Completions without a grade, or without an answer",
-        "timeout, memory, crash and error: the grader failed, and the group is not trained on. "
-        "Unparsed: no answer was found in the text, which is graded wrong.",
-        "completions",
-        [
-            line("grading/unparsed", "no answer found", color=7, line=True),
-            line("grading/timeout", "timeout", color=0),
-            line("grading/crash", "crash", color=1),
-            line("grading/memory", "memory", color=3),
-            line("grading/error", "error", color=6),
-        ],
-        section="groups",
-        kind="stacked_bars",
-        overlay=False,
-    ),
-]
 
 
 def derived(run: RunData) -> dict[str, list[float | None]]:
@@ -173,12 +63,12 @@ def derived(run: RunData) -> dict[str, list[float | None]]:
 
 
 def keeps_mixed_alone(run: RunData) -> bool:
-    """Whether groups are only trained on if they are mixed."""
+    """True if groups are only trained on if they are mixed."""
     return run.knob("rollout.dynamic_sampling") is not False
 
 
 def note(run: RunData) -> str | None:
-    """What is to be known before the charts are read."""
+    """Return a note to read before the charts."""
     if keeps_mixed_alone(run):
         return None
     return (
@@ -188,36 +78,30 @@ def note(run: RunData) -> str | None:
 
 
 def _newly_mixed(run: RunData) -> list[float | None]:
-    steps = run.metrics.steps
-    trained = run.metrics.column("groups/trained")
+    steps, column = run.metrics.steps, run.metrics.column
+    trained_on, ready_after = column("groups/trained"), column("groups/carried_ready")
     if run.knob("rollout.on_policy") is True:
-        return list(trained)
-    expired = run.metrics.column("groups/expired")
-    ready = run.metrics.column("groups/carried_ready")
-    found: list[float | None] = []
-    for at, step in enumerate(steps):
-        before = 0.0 if step == 1 else None
-        if at > 0 and steps[at - 1] == step - 1:
-            before = ready[at - 1]
-        here = (trained[at], expired[at], ready[at], before)
-        found.append(_balance(here))
-    return found
-
-
-def _balance(here: Sequence[float | None]) -> float | None:
-    trained, expired, ready, before = here
-    if trained is None or expired is None or ready is None or before is None:
-        return None
-    mixed = trained + expired + ready - before
-    return finite(mixed) if mixed >= 0 else None
+        return list(trained_on)
+    ready_before = {0: 0.0, **dict(zip(steps, ready_after, strict=True))}
+    newly_mixed: list[float | None] = []
+    rows = zip(steps, trained_on, column("groups/expired"), ready_after, strict=True)
+    for step, trained, expired, ready in rows:
+        before = ready_before.get(step - 1)
+        mixed = None
+        if not (trained is None or expired is None or ready is None or before is None):
+            mixed = finite(trained + expired + ready - before)
+        newly_mixed.append(mixed if mixed is not None and mixed >= 0 else None)
+    return newly_mixed
 
 
 def totals(run: RunData) -> dict[str, int]:
     """Groups over the run: issued, each fate, open (carried by the last step) and unaccounted,
     which is issued - fates - open: 0 unless steps are missing. Empty if nothing was recorded."""
-    if all(value is None for value in run.metrics.column("groups/issued")):
+    if not run.metrics.values("groups/issued"):
         return {}
-    sums = {name: _sum(run, name) for name in ("issued", *FATES)}
+    sums = {
+        name: sum(map(round, run.metrics.values(f"groups/{name}"))) for name in ("issued", *FATES)
+    }
     sums["open"] = round(run.metrics.last("groups/carried") or 0)
     sums["unaccounted"] = sums["issued"] - sum(sums[fate] for fate in FATES) - sums["open"]
     return sums
@@ -228,11 +112,7 @@ def totals_table(run: RunData) -> list[tuple[str, int, float | None]]:
     sums = totals(run)
     issued = sums.get("issued", 0)
     return [
-        (_IN_WORDS[name], count, count / issued if issued and name != "issued" else None)
+        (IN_WORDS[name], count, count / issued if issued and name != "issued" else None)
         for name, count in sums.items()
         if count or name in ("issued", "trained")
     ]
-
-
-def _sum(run: RunData, name: str) -> int:
-    return sum(round(value) for value in run.metrics.column(f"groups/{name}") if value is not None)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 
-from dapo_megatron.report.finding import Finding, Level, named, number, percent, times
+from dapo_megatron.report.curves import ghosts
+from dapo_megatron.report.finding import Finding, Level, Track, fall_from_best, track, track_of
 from dapo_megatron.report.folder import Evaluation, RunData
-from dapo_megatron.report.paper import ghosts
-from dapo_megatron.report.thresholds import limit
-from dapo_megatron.report.trend import Track, fall_from_best, track, track_of
+from dapo_megatron.report.wording import named, number, percent, times
 
 ACCURACY = "accuracy/raw"
-LENGTH = "response_tokens/mean"
-CLIPPED = "response_tokens/clipped_fraction"
 
+ACCURACY_CHANGE = 0.03  # least change, end against start, that is learning (or falling)
+ACCURACY_FROM_BEST = 0.08  # fallen so far from its best, and 4 times the noise of the series
+ACCURACY_TOP = 0.95  # flat above this is no fault
+ACCURACY_FLAT_STEPS = 100  # steps; flat for so long is a warning, before a note
 
 _FLAT = (
     "optimizer.lr: higher; optimizer.warmup_rollout_steps: shorter; data.train: problems of which "
@@ -23,7 +24,7 @@ _FLAT = (
 
 
 def learning(run: RunData) -> Iterator[Finding]:
-    """Whether accuracy while training rises."""
+    """Trend of the accuracy while training."""
     accuracy = track(run, ACCURACY)
     if not accuracy.is_long:
         return
@@ -34,76 +35,58 @@ def learning(run: RunData) -> Iterator[Finding]:
         f"{figures} ({change:+.3f})."
     )
     place, fall, noise = fall_from_best(accuracy.values)
-    if fall >= limit("accuracy.from_best") and fall > 4 * noise and change > -fall / 2:
+    if fall >= ACCURACY_FROM_BEST and fall > 4 * noise and change > -fall / 2:
         best = accuracy.steps[place]
-        yield Finding(
+        yield accuracy.finding(
             "warn",
             f"Accuracy has fallen by {fall:.2f} from its best around step {best}",
             f"{text} Look at what changed there: entropy, length, gap, gradient norm.",
-            metric=ACCURACY,
+            "optimizer.lr: lower; resume: a checkpoint from before it",
             steps=(best, accuracy.steps[-1]),
-            knob="optimizer.lr: lower; resume: a checkpoint from before it",
         )
-    elif accuracy.rises and change >= limit("accuracy.change"):
-        yield Finding(
-            "good",
-            f"Learning: accuracy {figures}",
-            f"{text}{_lately(run, accuracy)}",
-            metric=ACCURACY,
-            steps=accuracy.span,
-        )
-    elif accuracy.falls and change <= -limit("accuracy.change"):
-        yield Finding(
+    elif accuracy.rises and change >= ACCURACY_CHANGE:
+        title = f"Learning: accuracy {figures}"
+        yield accuracy.finding("good", title, f"{text}{_lately(run, accuracy)}")
+    elif accuracy.falls and change <= -ACCURACY_CHANGE:
+        yield accuracy.finding(
             "bad",
             f"Accuracy is falling: {figures}",
             text,
-            metric=ACCURACY,
-            steps=accuracy.span,
-            knob="optimizer.lr: lower; data.train: its grader; loss.clip_low; loss.clip_high",
+            "optimizer.lr: lower; data.train: its grader; loss.clip_low; loss.clip_high",
         )
-    elif accuracy.late >= limit("accuracy.top"):
-        yield Finding(
-            "good",
-            f"Flat at the top: accuracy {accuracy.late:.3f}",
-            f"{text} Little is left to learn from this data.",
-            metric=ACCURACY,
-            steps=accuracy.span,
-        )
+    elif accuracy.late >= ACCURACY_TOP:
+        title = f"Flat at the top: accuracy {accuracy.late:.3f}"
+        yield accuracy.finding("good", title, f"{text} Little is left to learn from this data.")
     else:
-        is_long = len(accuracy) >= limit("accuracy.flat_steps")
-        word = "Flat" if abs(change) < limit("accuracy.change") else "No clear trend"
-        yield Finding(
-            "warn" if is_long else "note",
-            f"{word}: accuracy {figures} over {times(len(accuracy), 'step')}",
-            f"{text} No trend beyond noise{_though(run, accuracy)}.",
-            metric=ACCURACY,
-            steps=accuracy.span,
-            knob=_FLAT if word == "Flat" else None,
+        is_flat = abs(change) < ACCURACY_CHANGE
+        though = ", though the evaluations rise" if _evaluations_rise(run, accuracy) else ""
+        yield accuracy.finding(
+            "warn" if len(accuracy) >= ACCURACY_FLAT_STEPS else "note",
+            f"{'Flat' if is_flat else 'No clear trend'}: accuracy {figures} over "
+            f"{times(len(accuracy), 'step')}",
+            f"{text} No trend beyond noise{though}.",
+            _FLAT if is_flat else None,
         )
 
 
 def _lately(run: RunData, accuracy: Track) -> str:
-    """Of the second half. That it is at rest is said of many steps alone, for of few a slow rise
-    cannot be told from noise; and not if the evaluations rise."""
+    """Describe the second half. "No further rise" needs many steps, because in a few a slow rise
+    cannot be told from noise, and evaluations that do not rise either."""
     half = accuracy.second_half()
     since = f"since step {half.steps[0]}"
     if half.rises:
         return f" It still rises {since}."
-    is_level = abs(half.late - half.early) < limit("accuracy.change")
-    if len(half) < limit("accuracy.flat_steps") or not is_level or _evaluations_rise(run, half):
+    is_level = abs(half.late - half.early) < ACCURACY_CHANGE
+    if len(half) < ACCURACY_FLAT_STEPS or not is_level or _evaluations_rise(run, half):
         return ""
     return f" No further rise beyond noise {since}."
 
 
-def _though(run: RunData, accuracy: Track) -> str:
-    return ", though the evaluations rise" if _evaluations_rise(run, accuracy) else ""
-
-
 def _evaluations_rise(run: RunData, within: Track) -> bool:
-    """Whether a set's mean accuracy does, from the last one before these steps on."""
+    """True if a set's mean accuracy rises, from the last one before these steps on."""
     for points in _by_set(run).values():
-        before = [one for one in points if one.step < within.steps[0]]
-        inside = [one for one in points if one.step >= within.steps[0]]
+        before = [point for point in points if point.step < within.steps[0]]
+        inside = [point for point in points if point.step >= within.steps[0]]
         if before and inside and _is_below(before[-1], inside[-1]):
             return True
     return False
@@ -111,11 +94,11 @@ def _evaluations_rise(run: RunData, within: Track) -> bool:
 
 def _by_set(run: RunData) -> dict[tuple[str, str], list[Evaluation]]:
     """Mean accuracies in step order, by set and figure."""
-    found: dict[tuple[str, str], list[Evaluation]] = {}
-    for one in run.evaluations:
-        if one.figure.startswith("avg@"):
-            found.setdefault((one.set, one.figure), []).append(one)
-    return {key: sorted(found[key], key=lambda one: one.step) for key in sorted(found)}
+    by_set: dict[tuple[str, str], list[Evaluation]] = {}
+    for point in run.evaluations:
+        if point.figure.startswith("avg@"):
+            by_set.setdefault((point.set, point.figure), []).append(point)
+    return {key: sorted(by_set[key], key=lambda point: point.step) for key in sorted(by_set)}
 
 
 def evaluation(run: RunData) -> Iterator[Finding]:
@@ -124,8 +107,8 @@ def evaluation(run: RunData) -> Iterator[Finding]:
         if len(points) < 2:
             continue
         first, last = points[0], points[-1]
-        best = max(points, key=lambda one: one.value)
-        level, title = _compared(points)
+        best = max(points, key=lambda point: point.value)
+        level, title = _compared(first, best, last)
         knob = None
         if level == "warn":
             knob = f"checkpoint.keep_every: so that step {best.step}, the best, stays"
@@ -136,9 +119,7 @@ def evaluation(run: RunData) -> Iterator[Finding]:
         yield Finding(level, f"{title}: {of_set}", f"{text}.", metric, steps, knob)
 
 
-def _compared(points: Sequence[Evaluation]) -> tuple[Level, str]:
-    first, last = points[0], points[-1]
-    best = max(points, key=lambda one: one.value)
+def _compared(first: Evaluation, best: Evaluation, last: Evaluation) -> tuple[Level, str]:
     if _is_below(last, first):
         return "bad", "Evaluation is below its start"
     if _is_below(last, best):
@@ -149,15 +130,22 @@ def _compared(points: Sequence[Evaluation]) -> tuple[Level, str]:
 
 
 def _is_below(a: Evaluation, b: Evaluation) -> bool:
-    """By intervals that do not touch; without intervals, by accuracy.from_best."""
+    """Compare intervals, which must not touch; without intervals, use ACCURACY_FROM_BEST."""
     if a.high is None or b.low is None:
-        return b.value - a.value >= limit("accuracy.from_best")
+        return b.value - a.value >= ACCURACY_FROM_BEST
     return a.high < b.low
 
 
-def _point(one: Evaluation) -> str:
-    interval = "" if one.low is None or one.high is None else f" [{one.low:.3f}, {one.high:.3f}]"
-    return f"{one.value:.3f}{interval} at step {one.step}"
+def _point(point: Evaluation) -> str:
+    has_interval = point.low is not None and point.high is not None
+    interval = f" [{point.low:.3f}, {point.high:.3f}]" if has_interval else ""
+    return f"{point.value:.3f}{interval} at step {point.step}"
+
+
+ENTROPY_LOW = 0.4  # of its start; below it and still falling: a note
+ENTROPY_COLLAPSED = 0.15  # of its start; below it: a warning
+ENTROPY_NONE = 0.02  # nats; below it nearly all answers to a prompt are the same
+ENTROPY_GROWTH = 2.0  # times its start; above it, above 1 nat, and rising: it comes apart
 
 
 def entropy(run: RunData) -> Iterator[Finding]:
@@ -171,20 +159,22 @@ def entropy(run: RunData) -> Iterator[Finding]:
         f"{number(series.early)} → {number(series.late)} nats, {percent(share)} of its start. "
         f"{_paper_entropy(series.steps[-1])}"
     )
-    up = "loss.clip_high: higher (0.28 in the paper); optimizer.lr: lower"
-    level: Level | None = None
-    if series.falls and series.late < limit("entropy.none"):
-        level, title = "bad", "Entropy has collapsed: answers to a prompt are nearly all alike"
-    elif falls and share < limit("entropy.collapsed"):
-        level, title = "warn", f"Entropy is down to {percent(share)} of its start, and falling"
-    elif falls and share < limit("entropy.low"):
-        level, title = "note", f"Entropy is down to {percent(share)} of its start, and falling"
-    elif series.rises and half.score > 0 and share > limit("entropy.growth") and series.late > 1:
-        level, title = "warn", f"Entropy has grown to {share:.1f} times its start, and rises"
-        up = "overlong.filter: on; overlong.penalty: on; loss.aggregation: token; "
-        up += "optimizer.lr: lower"
-    if level is not None:
-        yield Finding(level, title, text, "policy/entropy", series.span, up)
+    knob = "loss.clip_high: higher (0.28 in the paper); optimizer.lr: lower"
+    if series.falls and series.late < ENTROPY_NONE:
+        title = "Entropy has collapsed: answers to a prompt are nearly all alike"
+        yield series.finding("bad", title, text, knob)
+    elif falls and share < ENTROPY_LOW:
+        level: Level = "warn" if share < ENTROPY_COLLAPSED else "note"
+        title = f"Entropy is down to {percent(share)} of its start, and falling"
+        yield series.finding(level, title, text, knob)
+    elif series.rises and half.score > 0 and share > ENTROPY_GROWTH and series.late > 1:
+        yield series.finding(
+            "warn",
+            f"Entropy has grown to {share:.1f} times its start, and rises",
+            text,
+            "overlong.filter: on; overlong.penalty: on; loss.aggregation: token; "
+            "optimizer.lr: lower",
+        )
 
 
 def _paper_entropy(step: int) -> str:
@@ -203,126 +193,128 @@ def _share_at(key: str, step: int) -> float:
     return float(before[-1] / points[0][1])
 
 
+LENGTH_GROWTH = 1.5  # times, over the second half of the run, that accuracy does not follow
+LENGTH_SHRINK = 0.5  # of its start
+
+
 def response_length(run: RunData) -> Iterator[Finding]:
     """Running away, or gone."""
-    series = track(run, LENGTH)
+    series = track(run, "response_tokens/mean")
     if not series.is_long:
         return
     half = series.second_half()
     accuracy = track(run, ACCURACY).second_half()
     figures = f"Mean length {number(series.early)} → {number(series.late)} tokens"
-    if half.rises and half.growth >= limit("length.growth") and not accuracy.rises:
-        yield Finding(
+    if half.rises and half.growth >= LENGTH_GROWTH and not accuracy.rises:
+        yield half.finding(
             "warn",
             f"Answers grow {half.growth:.1f} times longer while accuracy does not rise",
             f"{figures}; {number(half.early)} → {number(half.late)} since step {half.steps[0]}.",
-            LENGTH,
-            half.span,
             "overlong.penalty: on; loss.aggregation: token",
         )
-    elif series.falls and series.growth <= limit("length.shrink"):
-        yield Finding(
+    elif series.falls and series.growth <= LENGTH_SHRINK:
+        yield series.finding(
             "note",
             f"Answers have become short: {percent(series.growth)} of their length",
             f"{figures}. Read some: do they still reason?",
-            LENGTH,
-            series.span,
             "overlong.buffer_tokens: smaller, if the penalty does it",
         )
 
 
+CLIPPED_HIGH = 0.2  # of completions cut at the limit
+CLIPPED_RISE = 0.1  # of completions, end against start
+
+
 def cut_off(run: RunData) -> Iterator[Finding]:
     """Answers cut at the token limit."""
-    series = track(run, CLIPPED)
+    series = track(run, "response_tokens/clipped_fraction")
     if not series:
         return
     rise = series.late - series.early
-    if series.late >= limit("clipped.high"):
+    if series.late >= CLIPPED_HIGH:
         title = f"{percent(series.late)} of answers are cut off at the token limit"
-    elif series.rises and rise >= limit("clipped.rise"):
+    elif series.rises and rise >= CLIPPED_RISE:
         title = f"More and more answers are cut off: {percent(series.late)}"
     else:
         return
-    yield Finding(
+    yield series.finding(
         "warn",
         title,
         f"{percent(series.early)} → {percent(series.late)} of completions "
         f"({rise:+.3f}). What is cut off is graded wrong.",
-        CLIPPED,
-        series.late_span,
         "rollout.max_response_tokens: higher; overlong.penalty: on; overlong.filter: on",
+        steps=series.late_span,
     )
+
+
+GRADIENT_SPIKE = 5.0  # times the median of the 20 steps before, and 10 times their spread above it
+GRADIENT_SPIKES = 0.05  # of the steps; more spikes, and more than two: a warning
+GRADIENT_CLIPPED = 0.9  # of the steps have a norm above optimizer.clip_grad
 
 
 def gradient(run: RunData) -> Iterator[Finding]:
     """Spikes of the norm, and clipping at every step."""
-    name = "policy/grad_norm"
-    series = track(run, name)
-    if spikes := series.spikes(limit("gradient.spike")):
+    series = track(run, "policy/grad_norm")
+    if spikes := series.spikes(GRADIENT_SPIKE):
         steps = [series.steps[place] for place in spikes]
         worst = max(spikes, key=series.values.__getitem__)
-        many = len(spikes) > max(2, limit("gradient.spikes") * len(series))
-        yield Finding(
+        many = len(spikes) > max(2, GRADIENT_SPIKES * len(series))
+        yield series.finding(
             "warn" if many else "note",
             f"Gradient norm spikes at {named(steps)}",
             f"Up to {number(series.values[worst])} at step {series.steps[worst]}, over "
-            f"{limit('gradient.spike'):g} times the median of the steps before.",
-            name,
-            (steps[0], steps[-1]),
+            f"{GRADIENT_SPIKE:g} times the median of the steps before.",
             "optimizer.clip_grad: lower, if accuracy suffers; optimizer.lr: lower",
+            steps=steps,
         )
     bound = run.number("optimizer.clip_grad")
     if not series.is_long or bound is None or bound <= 0:
         return
-    share = sum(value > bound for value in series.values) / len(series)
-    if share >= limit("gradient.clipped"):
-        yield Finding(
+    share = len(series.steps_where(lambda value: value > bound)) / len(series)
+    if share >= GRADIENT_CLIPPED:
+        yield series.finding(
             "note",
             f"The gradient is clipped at {percent(share)} of the steps",
             f"Its norm is {number(series.late)} lately; optimizer.clip_grad is {bound:g}.",
-            name,
-            series.span,
             "optimizer.clip_grad: higher, if steps are to differ in size",
         )
 
 
+POLICY_CLIPPED_TOKENS = 0.1  # of tokens outside the clip range on either side
+POLICY_DUAL_CLIPPED = 0.01  # of tokens stopped by the dual clip
+POLICY_KL = 0.1  # nats; size of policy/approx_kl within a step
+
+
 def clipping(run: RunData) -> Iterator[Finding]:
     """Updates that leave the clip range for many tokens."""
-    high = run.metrics.column("policy/clip_fraction_high")
-    low = run.metrics.column("policy/clip_fraction_low")
-    both = [None if a is None or b is None else a + b for a, b in zip(high, low, strict=True)]
-    clipped = track_of(run.metrics.steps, both)
+    name = "policy/clip_fraction_high"
+    sides = zip(run.metrics.column(name), run.metrics.column("policy/clip_fraction_low"))
+    both = [None if high is None or low is None else high + low for high, low in sides]
+    clipped = track_of(run.metrics.steps, both, name)
     dual = track(run, "policy/dual_clip_fraction")
     moved = track(run, "policy/approx_kl")
     knob = "optimizer.lr: lower; train.updates_per_step: lower"
-    if clipped and clipped.late >= limit("policy.clipped_tokens"):
-        yield Finding(
+    if clipped and clipped.late >= POLICY_CLIPPED_TOKENS:
+        yield clipped.finding(
             "warn",
             f"{percent(clipped.late)} of tokens are clipped",
             f"Above and below the range together; {percent(clipped.early)} early. The policy "
             "moves far within one step.",
-            "policy/clip_fraction_high",
-            clipped.late_span,
             knob,
+            steps=clipped.late_span,
         )
-    if dual and dual.late >= limit("policy.dual_clipped"):
-        yield Finding(
-            "warn",
-            f"The dual clip stops {percent(dual.late)} of tokens",
-            f"{percent(dual.early)} early. Their probability grew at negative advantage.",
-            "policy/dual_clip_fraction",
-            dual.late_span,
-            knob,
-        )
-    if moved and abs(moved.late) >= limit("policy.kl"):
-        yield Finding(
-            "warn",
-            f"The policy moves by {number(moved.late)} nats of KL within a step",
-            f"{number(moved.early)} early.",
-            "policy/approx_kl",
-            moved.late_span,
-            knob,
-        )
+    if dual and dual.late >= POLICY_DUAL_CLIPPED:
+        title = f"The dual clip stops {percent(dual.late)} of tokens"
+        text = f"{percent(dual.early)} early. Their probability grew at negative advantage."
+        yield dual.finding("warn", title, text, knob, steps=dual.late_span)
+    if moved and abs(moved.late) >= POLICY_KL:
+        title = f"The policy moves by {number(moved.late)} nats of KL within a step"
+        text = f"{number(moved.early)} early."
+        yield moved.finding("warn", title, text, knob, steps=moved.late_span)
+
+
+GAP_NEAR_BOUND = 0.5  # of sync.max_gap, where the run stops
+GAP_GROWTH = 3.0  # times its start, of the mean gap
 
 
 def gap(run: RunData) -> Iterator[Finding]:
@@ -330,35 +322,27 @@ def gap(run: RunData) -> Iterator[Finding]:
     largest, mean = track(run, "mismatch/gap_max"), track(run, "mismatch/gap_mean")
     bound = run.number("sync.max_gap")
     knob = "sync.max_gap; policy.precision; engine.quantization; loss.tis_cap: set"
-    if largest and bound is not None and bound > 0:
-        worst = max(range(len(largest)), key=largest.values.__getitem__)
-        near = [
-            step
-            for step, value in zip(largest.steps, largest.values, strict=True)
-            if value > limit("gap.near_bound") * bound
-        ]
-        if near:
-            yield Finding(
-                "warn",
-                f"The gap of engine and policy came near sync.max_gap at {named(near)}",
-                f"Largest {number(largest.values[worst])} at step {largest.steps[worst]}; the run "
-                f"stops above {bound:g}.",
-                "mismatch/gap_max",
-                (near[0], near[-1]),
-                knob,
-            )
-    if mean.rises and mean.growth >= limit("gap.growth"):
-        yield Finding(
+    near_bound = GAP_NEAR_BOUND * (bound or 0.0)
+    if near := largest.steps_where(lambda value: 0 < near_bound < value):
+        most = max(largest.values)
+        step = largest.steps[largest.values.index(most)]
+        yield largest.finding(
+            "warn",
+            f"The gap of engine and policy came near sync.max_gap at {named(near)}",
+            f"Largest {number(most)} at step {step}; the run stops above {bound:g}.",
+            knob,
+            steps=near,
+        )
+    if mean.rises and mean.growth >= GAP_GROWTH:
+        yield mean.finding(
             "warn",
             f"The gap of engine and policy grows: {mean.growth:.1f} times its start",
             f"Mean {number(mean.early)} → {number(mean.late)} nats per token.",
-            "mismatch/gap_mean",
-            mean.span,
             knob,
         )
 
 
-RULES: tuple[Callable[[RunData], Iterator[Finding]], ...] = (
+RULES = (
     learning,
     evaluation,
     entropy,

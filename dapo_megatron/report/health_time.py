@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 
-from dapo_megatron.report import groups
-from dapo_megatron.report.finding import Finding, named, number, percent
+from dapo_megatron.report.finding import Finding, Track, track, track_of
 from dapo_megatron.report.folder import RunData
-from dapo_megatron.report.memory import memory_plan
-from dapo_megatron.report.phases import IDLE, PHASES, derived
-from dapo_megatron.report.thresholds import limit
-from dapo_megatron.report.trend import Track, track, track_of
+from dapo_megatron.report.groups import KEPT
+from dapo_megatron.report.phases import IDLE, PHASES, memory_plan
+from dapo_megatron.report.wording import named, number, percent
 
 _LEAST_GIB = 0.5
 _RARE = ("checkpoint", "evaluate")
 
+ENGINES_IDLE = 0.3  # of generation: a note
+ENGINES_IDLE_MUCH = 0.5  # of generation: a warning
+
 
 def engines(run: RunData) -> Iterator[Finding]:
     """Engines without work while the run generates."""
-    idle = track_of(run.metrics.steps, derived(run)[IDLE])
-    if not idle or idle.late < limit("engines.idle"):
+    idle = track(run, IDLE)
+    if not idle or idle.late < ENGINES_IDLE:
         return
     on_policy = run.knob("rollout.on_policy") is True
-    yield Finding(
-        "warn" if idle.late >= limit("engines.idle_much") else "note",
+    waits = "; rollout.on_policy waits for the longest answer of a step" if on_policy else ""
+    yield idle.finding(
+        "warn" if idle.late >= ENGINES_IDLE_MUCH else "note",
         f"Engines are idle for {percent(idle.late)} of generation",
-        f"{percent(idle.early)} → {percent(idle.late)} of time/generate, mean over replicas"
-        + ("; rollout.on_policy waits for the longest answer of a step." if on_policy else "."),
-        IDLE,
-        idle.late_span,
+        f"{percent(idle.early)} → {percent(idle.late)} of time/generate, mean over "
+        f"replicas{waits}.",
         "rollout.on_policy: false"
         if on_policy
         else "rollout.lookahead: higher; engine.max_sequences: lower",
+        steps=idle.late_span,
     )
+
+
+TIME_GROWTH = 1.5  # times its start, in seconds and in seconds for each token: a note
+TIME_GROWTH_MUCH = 3.0  # times its start: a warning
+TIME_SHARE = 0.1  # of a step; phases below it are not judged
+
+_GROWTH_KNOBS = {
+    "generate": "engine.max_sequences: higher; rollout.lookahead: higher",
+    "logprobs": "train.max_tokens_per_microbatch: higher",
+    "update": "train.max_tokens_per_microbatch: higher; policy.recompute",
+    "sync": "sync.fingerprint_every: higher",
+}
 
 
 def growth(run: RunData) -> Iterator[Finding]:
@@ -47,40 +60,29 @@ def growth(run: RunData) -> Iterator[Finding]:
             continue
         per_token = track_of(run.metrics.steps, _per_token(run, phase))
         by_token = per_token.growth if per_token.is_long else seconds.growth
-        if seconds.late < limit("time.share") * step.late or not _stands_apart(seconds):
+        least = min(seconds.growth, by_token)
+        is_small = seconds.late < TIME_SHARE * step.late or least < TIME_GROWTH
+        if is_small or not _stands_apart(seconds):
             continue
-        if min(seconds.growth, by_token) < limit("time.growth"):
-            continue
-        much = min(seconds.growth, by_token) >= limit("time.growth_much")
         meanwhile = _keep_rate(run) if phase == "generate" else ""
         if phase == "sync":
             meanwhile = " `doctor nodes` measures the network."
         again = f", {by_token:.1f} times for each token" if per_token.is_long else ""
-        yield Finding(
-            "warn" if much else "note",
+        yield seconds.finding(
+            "warn" if least >= TIME_GROWTH_MUCH else "note",
             f"{phase} takes {seconds.growth:.1f} times as long as at first",
             f"{number(seconds.early)} → {number(seconds.late)} s a step{again}; "
             f"{percent(seconds.late / step.late)} of the step.{meanwhile}",
-            f"time/{phase}",
-            seconds.span,
             _GROWTH_KNOBS.get(phase),
         )
 
 
 def _keep_rate(run: RunData) -> str:
-    """What explains a longer generation as a rule."""
-    kept = track_of(run.metrics.steps, groups.derived(run)[groups.KEPT])
+    """Return what usually explains a longer generation."""
+    kept = track(run, KEPT)
     if not kept.is_long:
         return ""
     return f" Meanwhile mixed groups went {percent(kept.early)} → {percent(kept.late)}."
-
-
-_GROWTH_KNOBS = {
-    "generate": "engine.max_sequences: higher; rollout.lookahead: higher",
-    "logprobs": "train.max_tokens_per_microbatch: higher",
-    "update": "train.max_tokens_per_microbatch: higher; policy.recompute",
-    "sync": "sync.fingerprint_every: higher",
-}
 
 
 def _per_token(run: RunData, phase: str) -> list[float | None]:
@@ -92,17 +94,20 @@ def _per_token(run: RunData, phase: str) -> list[float | None]:
         column("time/step"),
         strict=True,
     )
-    found: list[float | None] = []
+    per_token: list[float | None] = []
     for seconds, pace, whole in rows:
         tokens = pace * whole if pace and whole else 0.0
-        found.append(seconds / tokens if seconds is not None and tokens > 0 else None)
-    return found
+        per_token.append(seconds / tokens if seconds is not None and tokens > 0 else None)
+    return per_token
 
 
 def _stands_apart(series: Track) -> bool:
-    """Whether it rises, and nearly all of its end lies above nearly all of its begin."""
+    """True if it rises, and nearly all of its end lies above nearly all of its start."""
     first, last = sorted(series.values[: series.window]), sorted(series.values[-series.window :])
     return series.rises and last[len(last) // 4] > first[-1 - len(first) // 4]
+
+
+TIME_SLOW_STEP = 3.0  # times the median of the 20 steps before
 
 
 def slow_steps(run: RunData) -> Iterator[Finding]:
@@ -110,40 +115,39 @@ def slow_steps(run: RunData) -> Iterator[Finding]:
     column = run.metrics.column
     rows = zip(column("time/step"), column("time/checkpoint"), column("time/evaluate"), strict=True)
     own = [None if whole is None else whole - (c or 0.0) - (e or 0.0) for whole, c, e in rows]
-    series = track_of(run.metrics.steps, own)
-    slow = series.spikes(limit("time.slow_step"))
+    series = track_of(run.metrics.steps, own, "time/step")
+    slow = series.spikes(TIME_SLOW_STEP)
     if not slow:
         return
     steps = [series.steps[place] for place in slow]
     worst = max(slow, key=series.values.__getitem__)
     at = run.metrics.steps.index(series.steps[worst])
-    phase = max(PHASES, key=lambda one: column(f"time/{one}")[at] or 0.0)
-    yield Finding(
+    phase = max(PHASES, key=lambda phase: column(f"time/{phase}")[at] or 0.0)
+    yield series.finding(
         "note",
         f"Slow at {named(steps)}",
         f"Step {series.steps[worst]} took {number(series.values[worst])} s, most of it {phase}; "
         f"the median is {number(median(series.values))} s.",
-        "time/step",
-        (steps[0], steps[-1]),
+        steps=steps,
         chart="time_phases",
     )
 
 
+THROUGHPUT_DROP = 0.7  # of its start: a note
+THROUGHPUT_DROP_MUCH = 0.5  # of its start: a warning
+
+
 def throughput(run: RunData) -> Iterator[Finding]:
     """Fewer tokens per second than at first."""
-    name = "throughput/tokens_per_second"
-    series = track(run, name)
+    series = track(run, "throughput/tokens_per_second")
     upside_down = Track(series.steps, tuple(-value for value in series.values))
-    if not series.is_long or series.growth > limit("throughput.drop"):
+    has_dropped = series.is_long and series.growth <= THROUGHPUT_DROP
+    if not has_dropped or not _stands_apart(upside_down):
         return
-    if not _stands_apart(upside_down):
-        return
-    yield Finding(
-        "warn" if series.growth <= limit("throughput.drop_much") else "note",
+    yield series.finding(
+        "warn" if series.growth <= THROUGHPUT_DROP_MUCH else "note",
         f"Throughput is down to {percent(series.growth)} of its start",
         f"{number(series.early)} → {number(series.late)} tokens per second.{_what_grew(run)}",
-        name,
-        series.span,
     )
 
 
@@ -154,51 +158,47 @@ def _what_grew(run: RunData) -> str:
     if most.late <= most.early:
         return ""
     kept = _keep_rate(run) if phase == "generate" else ""
-    return (
-        f" Of all phases {phase} grew most, {number(most.early)} → {number(most.late)} s a step."
-        f"{kept}"
-    )
+    figures = f"{number(most.early)} → {number(most.late)} s a step"
+    return f" Of all phases {phase} grew most, {figures}.{kept}"
+
+
+MEMORY_OVER_PLAN = 1.1  # times the plan, and 0.5 GiB above it
+MEMORY_LEAK = 0.1  # of its size, and 0.5 GiB, over the second half of the run
 
 
 def memory(run: RunData) -> Iterator[Finding]:
     """More memory than planned, or ever more."""
-    plan = memory_plan(run)
-    planned = plan["phases"] if plan else {}
+    planned = memory_plan(run)
     over, leaks = [], []
     for phase in PHASES:
         series = track(run, f"memory/{phase}_gib")
         if not series:
             continue
         most = max(series.values)
-        said = planned.get(phase, float("inf"))
-        if most > max(limit("memory.over_plan") * said, said + _LEAST_GIB):
-            over.append((most / said, phase, most, said))
+        gib = planned.get(phase, float("inf"))
+        if most > max(MEMORY_OVER_PLAN * gib, gib + _LEAST_GIB):
+            over.append((most / gib, phase, most, gib))
         if _leaks(series):
             leaks.append((phase, series.second_half()))
     if over:
-        _, phase, most, said = max(over)
+        _, phase, most, gib = max(over)
+        others = ", ".join(name for _, name, *_ in over if name != phase)
         yield Finding(
             "warn",
             f"{phase} takes more memory than planned",
-            f"{number(most)} GiB, the plan said {number(said)}"
-            + (
-                f"; so do {', '.join(name for _, name, *_ in over if name != phase)}."
-                if over[1:]
-                else "."
-            ),
+            f"{number(most)} GiB, the plan said {number(gib)}"
+            f"{f'; so do {others}' if others else ''}.",
             f"memory/{phase}_gib",
             knob="engine.memory_fraction: lower, if it comes near the device's memory; "
             "train.max_tokens_per_microbatch: lower",
         )
     if leaks:
-        phase, half = max(leaks, key=lambda one: one[1].values[-1] - one[1].values[0])
-        yield Finding(
+        phase, half = max(leaks, key=lambda leak: leak[1].values[-1] - leak[1].values[0])
+        yield half.finding(
             "warn",
             f"Memory keeps growing: {', '.join(name for name, _ in leaks)}",
             f"{phase}: {number(half.early)} → {number(half.late)} GiB since step "
             f"{half.steps[0]}. A leak ends a long run.",
-            f"memory/{phase}_gib",
-            half.span,
         )
 
 
@@ -207,15 +207,9 @@ def _leaks(series: Track) -> bool:
     half = series.second_half()
     if not half.is_long or not half.rises:
         return False
-    least = max(_LEAST_GIB, limit("memory.leak") * half.early)
+    least = max(_LEAST_GIB, MEMORY_LEAK * half.early)
     again = half.second_half()
     return half.late - half.early >= least and again.late - again.early >= least / 4
 
 
-RULES: tuple[Callable[[RunData], Iterator[Finding]], ...] = (
-    engines,
-    growth,
-    slow_steps,
-    throughput,
-    memory,
-)
+RULES = (engines, growth, slow_steps, throughput, memory)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 
-from dapo_megatron.report.finding import Finding, Level, named, number, percent, times
+from dapo_megatron.report.finding import Finding, Level, track, track_of
 from dapo_megatron.report.folder import RunData
-from dapo_megatron.report.groups import DECIDED, FATES, KEPT, derived, totals
-from dapo_megatron.report.thresholds import limit
-from dapo_megatron.report.trend import track, track_of
+from dapo_megatron.report.groups import DECIDED, FATES, KEPT, totals
+from dapo_megatron.report.wording import named, number, percent, times
 
 FAILURES = ("timeout", "crash", "memory", "error")
-"""Of a grading: nothing is known of the completion."""
+"""Causes of a missing grade: nothing is known of the completion."""
 
 _WORDS = {"all_correct": "all right", "all_wrong": "all wrong"}
+
+GROUPS_STARVED = 0.1  # of the steps: bad; any: a warning
 
 
 def starved(run: RunData) -> Iterator[Finding]:
@@ -23,46 +25,46 @@ def starved(run: RunData) -> Iterator[Finding]:
     trained = track(run, "groups/trained")
     if not trained or wanted is None:
         return
-    short = [s for s, v in zip(trained.steps, trained.values, strict=True) if v < wanted]
+    short = trained.steps_where(lambda num: num < wanted)
     if not short:
         return
-    fewest = min(trained.values)
-    much = len(short) >= limit("groups.starved") * len(trained) and len(trained) > 1
-    yield Finding(
+    much = len(short) >= GROUPS_STARVED * len(trained) and len(trained) > 1
+    yield trained.finding(
         "bad" if much else "warn",
         f"Starved: {times(len(short), 'step')} trained on fewer than {wanted:,} groups",
-        f"{named(short)[:1].upper()}{named(short)[1:]}; the fewest {fewest:,.0f}. "
-        f"{_why_not_kept(run)}",
-        "groups/trained",
-        (short[0], short[-1]),
+        f"{named(short).capitalize()}; the fewest {min(trained.values):,.0f}. {_why_not_kept(run)}",
         "data.train: problems of the right difficulty; rollout.max_prompts_per_step: higher; "
         "rollout.at_bound",
+        steps=short,
     )
+
+
+KEEP_LOW = 0.2  # of decided groups are mixed
+KEEP_FALL = 0.6  # of its start: a note
 
 
 def keep_rate(run: RunData) -> Iterator[Finding]:
     """Few groups are mixed: a step costs more prompts."""
-    kept = track_of(run.metrics.steps, derived(run)[KEPT])
+    kept = track(run, KEPT)
     if not kept.is_long:
         return
-    low = kept.late < limit("keep.low")
-    fell = kept.falls and kept.growth <= limit("keep.fall")
+    low = kept.late < KEEP_LOW
+    fell = kept.falls and kept.growth <= KEEP_FALL
     if not low and not fell:
         return
     cost = 1 / kept.late if kept.late > 0 else float("inf")
-    yield Finding(
+    yield kept.finding(
         "warn" if low else "note",
         f"{'Only' if low else 'Down to'} {percent(kept.late)} of groups are mixed",
         f"{percent(kept.early)} → {percent(kept.late)}: each group trained on now costs "
         f"{cost:.1f} prompts. {_why_not_kept(run)}",
-        KEPT,
-        kept.late_span,
         "data.train: harder problems if most are all right, easier ones if all wrong",
+        steps=kept.late_span,
     )
 
 
 def _why_not_kept(run: RunData) -> str:
-    """What the groups of the last quarter of the run ended as that were not trained on."""
+    """Count the groups at the end of the run that were not trained on, by outcome."""
     sums = {}
     for fate in FATES[1:]:
         ended = track(run, f"groups/{fate}")
@@ -73,6 +75,9 @@ def _why_not_kept(run: RunData) -> str:
         for fate, total in sorted(sums.items(), key=lambda item: -item[1])
     ]
     return f"Lately not trained on: {', '.join(said)}." if said else ""
+
+
+GROUPS_LOST = 0.01  # of issued groups
 
 
 def lost(run: RunData) -> Iterator[Finding]:
@@ -89,18 +94,12 @@ def lost(run: RunData) -> Iterator[Finding]:
         if fate == "expired" and run.knob("rollout.on_policy") is True:
             continue  # what is open at the end of a step expires
         ended = track(run, f"groups/{fate}")
-        steps = [s for s, v in zip(ended.steps, ended.values, strict=True) if v > 0]
+        steps = ended.steps_where(lambda num: num > 0)
         share = sums[fate] / sums["issued"]
-        if not steps or share < limit("groups.lost"):
-            continue
-        yield Finding(
-            "warn",
-            f"{percent(share)} of groups {fate}",
-            f"{sums[fate]:,} of {sums['issued']:,}, at {named(steps)}.",
-            f"groups/{fate}",
-            (steps[0], steps[-1]),
-            knob,
-        )
+        if steps and share >= GROUPS_LOST:
+            text = f"{sums[fate]:,} of {sums['issued']:,}, at {named(steps)}."
+            title = f"{percent(share)} of groups {fate}"
+            yield ended.finding("warn", title, text, knob, steps=steps)
 
 
 def books(run: RunData) -> Iterator[Finding]:
@@ -132,31 +131,37 @@ def books(run: RunData) -> Iterator[Finding]:
         )
 
 
+GROUPS_STALE = 2.0  # times rollout.lookahead, of the mean age
+
+
 def stale(run: RunData) -> Iterator[Finding]:
     """Groups older than lookahead says."""
     age = track(run, "groups/age_mean")
     ahead = run.number("rollout.lookahead")
     if run.knob("rollout.on_policy") is True or ahead is None:
         return
-    if age.is_long and age.late > limit("groups.stale") * ahead:
-        yield Finding(
+    if age.is_long and age.late > GROUPS_STALE * ahead:
+        yield age.finding(
             "note",
             f"What is trained on is {age.late:.1f} versions old",
             f"Mean age {number(age.early)} → {number(age.late)}; rollout.lookahead is {ahead:g}, "
             "which should be the mean age.",
-            "groups/age_mean",
-            age.late_span,
             "rollout.max_overtake: lower; rollout.max_response_tokens: lower",
+            steps=age.late_span,
         )
 
 
 # ------------------------------------------------------------------------------- grading
 
+GRADING_FAILED = 0.01  # of completions: a warning; any: a note
+GRADING_FAILED_MUCH = 0.1  # of completions: bad
+GRADING_UNPARSED = 0.5  # of completions
+
 
 def grading(run: RunData) -> Iterator[Finding]:
     """Completions whose grader failed, by cause and data set."""
-    completions = _graded(run)
-    sums = {cause: _sum(run, f"grading/{cause}") for cause in FAILURES}
+    completions = run.metrics.total(DECIDED) * (run.count("rollout.samples_per_prompt") or 0)
+    sums = {cause: run.metrics.total(f"grading/{cause}") for cause in FAILURES}
     failed = sum(sums.values())
     if not failed:
         if completions and any(f"grading/{cause}" in run.metrics.columns for cause in FAILURES):
@@ -168,29 +173,28 @@ def grading(run: RunData) -> Iterator[Finding]:
             )
         return
     share = failed / completions if completions else 0.0
-    level: Level = "warn" if share >= limit("grading.failed") else "note"
-    if share >= limit("grading.failed_much"):
+    level: Level = "warn" if share >= GRADING_FAILED else "note"
+    if share >= GRADING_FAILED_MUCH:
         level = "bad"
-    metric = max(sums, key=sums.__getitem__)
     by_cause = ", ".join(f"{count:,.0f} {cause}" for cause, count in sums.items() if count)
     part = f" ({percent(share)} of {completions:,.0f})" if completions else ""
     yield Finding(
         level,
         f"Graders failed on {times(round(failed), 'completion')}",
         f"{by_cause}{part}.{_by_source(run)} Their groups are not trained on.",
-        f"grading/{metric}",
+        f"grading/{max(sums, key=sums.__getitem__)}",
         knob="rewards.timeout_seconds: higher; rewards.memory_mib: higher; rewards.workers: more; "
         "data.train: its grader",
     )
 
 
 def _by_source(run: RunData) -> str:
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for name in run.metrics.columns:
         match = re.fullmatch(r"grading/(.+)/(\w+)", name)
         if match and match[2] in FAILURES:
-            found[match[1]] = found.get(match[1], 0.0) + _sum(run, name)
-    said = ", ".join(f"{source} {count:,.0f}" for source, count in found.items() if count)
+            sums[match[1]] = sums.get(match[1], 0.0) + run.metrics.total(name)
+    said = ", ".join(f"{source} {count:,.0f}" for source, count in sums.items() if count)
     return f" By data set: {said}." if said else ""
 
 
@@ -199,80 +203,57 @@ def unparsed(run: RunData) -> Iterator[Finding]:
     samples = run.count("rollout.samples_per_prompt")
     if not samples:
         return
-    decided = derived(run)[DECIDED]
-    counts = run.metrics.column("grading/unparsed")
-    shares = track_of(
-        run.metrics.steps,
-        [
-            None if c is None or not d else c / (d * samples)
-            for c, d in zip(counts, decided, strict=True)
-        ],
-    )
-    if shares.is_long and shares.late >= limit("grading.unparsed"):
-        yield Finding(
+    name = "grading/unparsed"
+    counts = zip(run.metrics.column(name), run.metrics.column(DECIDED), strict=True)
+    column = [None if c is None or not d else c / (d * samples) for c, d in counts]
+    shares = track_of(run.metrics.steps, column, name)
+    if shares.is_long and shares.late >= GRADING_UNPARSED:
+        yield shares.finding(
             "warn",
             f"No answer is found in {percent(shares.late)} of completions",
             f"{percent(shares.early)} → {percent(shares.late)}. They are graded wrong; read some.",
-            "grading/unparsed",
-            shares.late_span,
             "data.train: what its prompts ask for, and its grader; "
             "rollout.max_response_tokens: higher, if they are cut off",
+            steps=shares.late_span,
         )
-
-
-def _graded(run: RunData) -> float:
-    samples = run.count("rollout.samples_per_prompt")
-    decided = sum(value for value in derived(run)[DECIDED] if value is not None)
-    return decided * samples if samples is not None else 0.0
-
-
-def _sum(run: RunData, name: str) -> float:
-    return sum(value for value in run.metrics.column(name) if value is not None)
 
 
 # ------------------------------------------------------------------------------- weights
 
 
 def syncs(run: RunData) -> Iterator[Finding]:
-    """Whether the engines sample from the weights that are trained."""
+    """Proof that the engines sample from the weights that are trained."""
     compared, unread = track(run, "sync/fingerprinted"), track(run, "sync/unread_tensors")
     largest = track(run, "mismatch/gap_max")
     if unread and (worst := max(unread.values)) > 0:
-        steps = [s for s, v in zip(unread.steps, unread.values, strict=True) if v > 0]
-        yield Finding(
+        steps = unread.steps_where(lambda num: num > 0)
+        yield unread.finding(
             "note",
             f"{times(round(worst), 'tensor')} of the engines cannot be read back",
             f"At {named(steps)}: their fingerprints are not compared; the fixed sequences after "
             "each sync still are.",
-            "sync/unread_tensors",
-            (steps[0], steps[-1]),
             "engine.quantization: none, to have all of them compared",
+            steps=steps,
         )
     if not compared:
         return
-    done = sum(value > 0 for value in compared.values)
+    compared = replace(compared, metric=largest.metric)  # drawn there
+    done = len(compared.steps_where(lambda value: value > 0))
     gap = f"; largest gap to the policy {number(max(largest.values))} nats" if largest else ""
     if done == 0 and compared.is_long:
-        yield Finding(
+        yield compared.finding(
             "note",
             "The engines' weights were never compared with the policy's",
             f"At none of {times(len(compared), 'sync')} on record{gap}.",
-            "mismatch/gap_max",
-            compared.span,
             "sync.fingerprint_every: lower",
         )
     elif done:
         where = "each" if done == len(compared) else f"{done:,}"
-        yield Finding(
-            "good",
-            f"Sync verified at {where} of {times(len(compared), 'sync')}",
-            f"Fingerprints of all weights agreed{gap}.",
-            "mismatch/gap_max",
-            compared.span,
-        )
+        title = f"Sync verified at {where} of {times(len(compared), 'sync')}"
+        yield compared.finding("good", title, f"Fingerprints of all weights agreed{gap}.")
 
 
-RULES: tuple[Callable[[RunData], Iterator[Finding]], ...] = (
+RULES = (
     starved,
     lost,
     grading,

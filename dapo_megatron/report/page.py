@@ -12,6 +12,9 @@ import gzip
 import json
 import secrets
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -20,8 +23,14 @@ import jinja2
 from markupsafe import Markup
 
 import dapo_megatron
-from dapo_megatron.report.escape import visible
-from dapo_megatron.report.payload import Payload
+from dapo_megatron.report import curves, groups, phases, timeline
+from dapo_megatron.report.charts import Chart, chart_of, columns_of, defined, names_in, recorded
+from dapo_megatron.report.finding import Finding
+from dapo_megatron.report.findings import findings
+from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.provenance import facts, headline, provenance
+from dapo_megatron.report.rollouts import Rollouts, rollouts
+from dapo_megatron.report.wording import visible
 
 SCRIPTS = (
     *("charts.js", "timeline.js"),
@@ -30,8 +39,8 @@ SCRIPTS = (
 """After plotly, in this order."""
 STYLES = ("style.css", "rollouts.css")
 
-SECTIONS = {"dynamics": "training", "groups": "groups", "time": "time"}
-"""Section of a chart -> id of its element."""
+SECTIONS = ("dynamics", "groups", "time")
+"""Sections that have charts."""
 
 LEVELS = {
     "good": ("✓", "good"),
@@ -51,6 +60,140 @@ STATES = {
 }
 
 
+@dataclass(frozen=True)
+class Options:
+    """Parts of the runs that go into the report."""
+
+    completions: int = 2000
+    """Rollouts kept, over all runs."""
+    tickets: tuple[int, ...] = ()
+    """Groups that are kept whatever else is."""
+    steps: tuple[int | None, int | None] | None = None
+    """First and last step whose rollouts are kept."""
+    refresh_seconds: float | None = None
+    """The page loads itself again so often; None: never."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A run's texts, for page.html.j2."""
+
+    run: RunData
+    headline: str
+    facts: list[tuple[str, str]]
+    findings: list[Finding]
+    provenance: list[dict[str, Any]]
+    warnings: list[str]
+    stride: int
+    totals: list[tuple[str, int, float | None]]
+    notes: dict[str, str]
+    """Notes to read before a section's charts, by section."""
+    has_rollouts: bool
+
+
+@dataclass(frozen=True)
+class Payload:
+    data: dict[str, Any]
+    """For the scripts: {refresh_seconds, charts, paper, looks, runs}."""
+    blobs: dict[str, bytes]
+    """JSON that is opened one by one."""
+    views: list[View]
+    missing: dict[str, list[str]]
+    """Titles of the charts that no run has anything for, by section."""
+
+
+def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
+    """Return the contents of the report of these runs, the first one chosen."""
+    runs = _told_apart(runs)
+    columns = [
+        {name: column for name, column in columns_of(run).items() if _has_values(column)}
+        for run in runs
+    ]
+    charts = defined(runs)
+    figures = {point.figure for run in runs for point in run.evaluations}
+    shown = recorded(charts, {name for of_run in columns for name in of_run}, figures)
+    ids = {chart["id"] for chart in shown}
+    missing: dict[str, list[str]] = {}
+    for chart in charts:
+        if chart["id"] not in ids:
+            missing.setdefault(chart["section"], []).append(chart["title"])
+    share = -(-options.completions // len(runs))
+    blobs: dict[str, bytes] = {}
+    views, bodies = [], []
+    for number, (run, of_run) in enumerate(zip(runs, columns, strict=True)):
+        kept = rollouts(run, share, options.tickets, options.steps)
+        views.append(_view(run, shown, kept))
+        bodies.append({**_body(views[-1], of_run, names_in(shown)), "rollouts": None})
+        if kept is not None:
+            # Ids of blobs are of one run; on the page they are of all.
+            ids_on_page = [f"{number}-{name}" for name in kept.table["blobs"]]
+            bodies[-1]["rollouts"] = {**kept.table, "blobs": ids_on_page}
+            blobs |= {f"{number}-{name}": blob for name, blob in kept.blobs.items()}
+    data = {
+        "refresh_seconds": options.refresh_seconds,
+        "charts": shown,
+        "paper": curves.ghosts(key for chart in shown for key in chart.get("ghosts", ())),
+        "looks": [asdict(look) for look in curves.looks(runs)],
+        "runs": bodies,
+    }
+    return Payload(data, blobs, views, missing)
+
+
+def _has_values(column: curves.Column) -> bool:
+    return any(value is not None for value in column)
+
+
+def _view(run: RunData, charts: Sequence[Chart], kept: Rollouts | None) -> View:
+    notes = {"groups": groups.note(run), "time": phases.note(run)}
+    return View(
+        run=run,
+        headline=headline(run),
+        facts=facts(run),
+        findings=[
+            replace(finding, chart=finding.chart or chart_of(finding.metric, charts))
+            for finding in findings(run)
+        ],
+        provenance=provenance(run),
+        warnings=[*run.warnings, *(kept.warnings if kept is not None else ())],
+        stride=curves.stride_of(len(run.metrics.steps)),
+        totals=groups.totals_table(run),
+        notes={section: note for section, note in notes.items() if note},
+        has_rollouts=kept is not None,
+    )
+
+
+def _body(view: View, columns: Mapping[str, curves.Column], names: set[str]) -> dict[str, Any]:
+    run, stride = view.run, view.stride
+    return {
+        "name": run.name,
+        "findings": [{"steps": one.steps, "chart": one.chart} for one in view.findings],
+        "steps": curves.thin_steps(run.metrics.steps, stride),
+        "metrics": {
+            name: curves.thin(name, column, stride)
+            for name, column in columns.items()
+            if name in names
+        },
+        "evaluations": [
+            {**curve, "set": visible(curve["set"])}
+            for curve in curves.evaluation_curves(run.evaluations)
+        ],
+        "timelines": timeline.timelines(run),
+        "timeline_note": timeline.note(run),
+    }
+
+
+def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
+    """Name runs of one name also by their folders, and show all characters of a name."""
+    names = Counter(run.name for run in runs)
+    return [
+        replace(run, name=visible(f"{run.name} ({run.path})" if names[run.name] > 1 else run.name))
+        for run in runs
+    ]
+
+
+# ---------------------------------------------------------------------------- the file
+
+
 def render(payload: Payload) -> str:
     """The page."""
     environment = jinja2.Environment(
@@ -65,11 +208,11 @@ def render(payload: Payload) -> str:
         title=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
         views=payload.views,
         charts={
-            section: [one for one in payload.data["charts"] if one["section"] == section]
+            section: [chart for chart in payload.data["charts"] if chart["section"] == section]
             for section in SECTIONS
         },
         missing=payload.missing,
-        looks=payload.looks,
+        looks=payload.data["looks"],
         levels=LEVELS,
         states=STATES,
         nonce=secrets.token_urlsafe(16),
@@ -85,7 +228,7 @@ def render(payload: Payload) -> str:
 
 
 def _seen(value: Any) -> Any:
-    """What the template writes of a run shows all its characters."""
+    """Show all characters of what the template writes of a run."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

@@ -1,10 +1,7 @@
-"""The section "time": where the seconds of a step go, and what they bring."""
+"""Phases of a step: where its seconds go, and what memory they take against the plan of it."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from dapo_megatron.report.charts import line, lines
 from dapo_megatron.report.folder import RunData, finite
 
 PHASES = ("generate", "logprobs", "update", "sync", "checkpoint", "evaluate")
@@ -33,110 +30,29 @@ GENERATE = "derived/time_generate"
 REST = "derived/time_rest"
 MOVED = "derived/time_sync_moved"
 IDLE = "derived/engine_idle"
-_METRICS = {"generate": GENERATE, "rest": REST}
-
-
-def _stack() -> list[dict[str, Any]]:
-    return [
-        line(_METRICS.get(phase, f"time/{phase}"), LABELS.get(phase, phase), color=color)
-        for phase, color in COLORS.items()
-    ]
-
-
-CHARTS: list[dict[str, Any]] = [
-    lines(
-        "time_phases",
-        "Where a step's time goes",
-        "Seconds of each phase, on top of each other. Sampling answers (generate) is usually the "
-        "most of it; what is in no phase is the rest.",
-        "seconds",
-        _stack(),
-        section="time",
-        kind="stacked_area",
-        overlay=False,
-    ),
-    lines(
-        "time_tokens",
-        "Tokens per second",
-        "Prompt and response tokens trained on, over the seconds of the whole step.",
-        "tokens per second",
-        [line("throughput/tokens_per_second", "all devices", color=0)],
-        section="time",
-        overlay=False,
-        from_zero=True,
-    ),
-    lines(
-        "time_device",
-        "Work per device",
-        "Tokens for each device, and floating-point operations of the model itself in 1e12 per "
-        "second, over the whole step; divide these by the device's peak for its utilisation.",
-        "tokens per second",
-        [
-            line("throughput/tokens_per_second_per_device", "tokens", color=0),
-            line(
-                "throughput/model_tflops_per_device",
-                "model operations",
-                axis="y2",
-                dash=True,
-                color=1,
-            ),
-        ],
-        section="time",
-        overlay=False,
-        from_zero=True,
-        y2="TFLOP/s",
-    ),
-    lines(
-        "time_engines",
-        "Engines at work",
-        "Share of generation in which engines had nothing to run, and how many of their "
-        "sequences (engine.max_sequences) were running on average.",
-        "share",
-        [
-            line(IDLE, "idle", color=1),
-            line("throughput/running_mean", "running", color=2),
-        ],
-        section="time",
-        overlay=False,
-        y_range=[0, 1.05],
-        y_tick_format=".0%",
-    ),
-    lines(
-        "time_sync",
-        "Bringing the weights to the engines",
-        "Seconds of each sync: moving weights, checking that they arrived (verify), and policy and "
-        "engine taking turns in memory; and the bytes that moved between ranks.",
-        "seconds",
-        [
-            line(MOVED, "move", color=1),
-            line("time/sync_verify", "verify", color=0),
-            line("time/sync_turns", "turns in memory", color=3),
-            line("sync/bytes", "bytes moved", axis="y2", color=7, line=True),
-        ],
-        section="time",
-        kind="stacked_area",
-        overlay=False,
-        y2="bytes",
-        y2_tick_format=".3s",
-    ),
-]
+PLANNED = "derived/plan_{}_gib"
+"""The planned level of a phase."""
 
 
 def derived(run: RunData) -> dict[str, list[float | None]]:
     """generate without waiting for graders, what is in no phase, what of sync is moving weights,
     and the idle share of engines, by step. time/grade is a part of time/generate, and
-    time/sync_verify and time/sync_turns of time/sync."""
+    time/sync_verify and time/sync_turns of time/sync. And the levels of the memory plan, one value
+    for every step where the phase was measured."""
     column = run.metrics.column
     names = ("step", "grade", "sync_verify", "sync_turns", "engine_idle", *PHASES)
     times = {name: column(f"time/{name}") for name in names}
-    found: dict[str, list[float | None]] = {name: [] for name in (GENERATE, REST, MOVED, IDLE)}
+    series: dict[str, list[float | None]] = {name: [] for name in (GENERATE, REST, MOVED, IDLE)}
     for at in range(len(run.metrics.steps)):
         here = {name: values[at] for name, values in times.items()}
-        found[GENERATE].append(_less(here["generate"], here["grade"]))
-        found[REST].append(_less(here["step"], *(here[phase] for phase in PHASES)))
-        found[MOVED].append(_less(here["sync"], here["sync_verify"], here["sync_turns"]))
-        found[IDLE].append(_share(here["engine_idle"], here["generate"]))
-    return found
+        series[GENERATE].append(_less(here["generate"], here["grade"]))
+        series[REST].append(_less(here["step"], *(here[phase] for phase in PHASES)))
+        series[MOVED].append(_less(here["sync"], here["sync_verify"], here["sync_turns"]))
+        series[IDLE].append(_share(here["engine_idle"], here["generate"]))
+    for phase, gib in memory_plan(run).items():
+        measured = column(f"memory/{phase}_gib")
+        series[PLANNED.format(phase)] = [None if value is None else gib for value in measured]
+    return series
 
 
 def _less(whole: float | None, *parts: float | None) -> float | None:
@@ -148,3 +64,16 @@ def _less(whole: float | None, *parts: float | None) -> float | None:
 
 def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole or whole < 0 else min(1.0, max(0.0, part / whole))
+
+
+def memory_plan(run: RunData) -> dict[str, float]:
+    """GiB that each phase takes by the run's plan.json; empty if it has none."""
+    phases = (run.plan or {}).get("phases")
+    levels = {name: finite(phases.get(name)) for name in PHASES} if isinstance(phases, dict) else {}
+    return {name: gib for name, gib in levels.items() if gib is not None and gib > 0}
+
+
+def note(run: RunData) -> str | None:
+    """Return the plan's own note, such as why it says no more."""
+    text = (run.plan or {}).get("note")
+    return f"The plan of memory: {text}" if text else None

@@ -31,7 +31,7 @@ _TYPES: dict[str, frozenset[type]] = {
     "age": _WHOLE | _NULL,
     "logprobs": _NUMBER,
 }
-"""Of a value, by its name in an index or in the samples."""
+"""Types of a value, by its name in an index or in the samples."""
 _NOT_BELOW_0 = ("offset", "group", "num_tokens", "tokens")
 _MAX_WHOLE = 2**63 - 1
 _OF_GROUP = ("ticket", "source", "fate", "verdict", "prompt", "truth")
@@ -115,7 +115,7 @@ def read_group(path: Path, offset: int, ticket: int) -> dict[str, Any] | None:
 
 
 def policy_of(path: Path, ticket: int) -> dict[int, dict[str, Any]]:
-    """By sample, what the policy said of a group before the step's first update; empty if nothing.
+    """Return, by sample, the policy's values of a group before the step's first update.
 
     Reads as far as the group's last line alone: the lists of a step may be tens of megabytes.
     """
@@ -202,7 +202,7 @@ def _check(values: Any, name: str) -> None:
 
 
 def _policy_values(value: Any) -> dict[str, Any]:
-    """What of a line of policy values is in order; the rest is as if it had not been recorded."""
+    """Keep what is valid in a line of policy values, as if the rest had not been recorded."""
     found = dict(value) if isinstance(value, dict) else {}
     for name in ("advantage", "gap_mean", "gap_max"):
         found[name] = finite(found.get(name))

@@ -10,28 +10,29 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dapo_megatron.report import recorded
 from dapo_megatron.report.choosing import ASKED, Chooser, Pick, Wanted
-from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.folder import RunData, size_of
 from dapo_megatron.report.grades import Rules
 from dapo_megatron.report.token_text import find_tokenizer
 from dapo_megatron.report.viewer_data import Blob
+from dapo_megatron.report.wording import first_few
 
 MAX_BLOB_BYTES = 18_000_000
-"""Of all blobs together, compressed; the page writes them a third longer. A run that shares a page
-with others has a share of it, by the completions asked of it."""
+"""Size of all blobs together, compressed; the page writes them a third longer. A run that shares a
+page with others has a share of it, by the completions asked of it."""
 FULL_PAGE = 2000
 """Completions."""
 BYTES_PER_TOKEN = 4
 """Compressed, about: what a choice is planned with."""
 MAX_READ_BYTES = 200_000_000
-"""Of samples without an index."""
+"""Most bytes to read of samples without an index."""
 MAX_POLICY_BYTES = 200_000_000
-"""Of policy values that are searched for the largest gaps."""
+"""Most bytes of policy values to search for the largest gaps."""
 MAX_GAPS = 8
 _INSPECTED = 4
 """Groups of a step, where the config does not say it."""
@@ -47,7 +48,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What the page gets: one table, and blobs of JSON that it opens one by one."""
+    """Data for the page: one table, and blobs of JSON that it opens one by one."""
 
     table: dict[str, Any]
     blobs: dict[str, bytes]
@@ -106,10 +107,16 @@ class _Reading:
         self.policy = recorded.step_files(folder / "policy", ".jsonl")
 
     def is_wanted(self, step: int) -> bool:
-        """Whether completions are to be chosen of it."""
+        """True if completions are to be chosen from it."""
         return (self.first is None or self.first <= step) and (
             self.last is None or step <= self.last
         )
+
+    def warn_of(self, numbers: Sequence[int], what: str, each: str) -> None:
+        """Note which ones cannot be read, if there are any."""
+        if numbers:
+            which = f"({each} {first_few(numbers)})"
+            self.warnings.append(f"samples: {len(numbers)} {what} cannot be read {which}")
 
     def gaps(self) -> dict[int, int]:
         """Ticket -> sample of the largest gaps, from the steps whose metrics show the largest."""
@@ -118,8 +125,8 @@ class _Reading:
         steps = filter(self.is_wanted, self.policy)
         order = sorted(steps, key=lambda step: -(largest.get(step) or 0.0))
         paths = (self.policy[step] for step in order)
-        found = recorded.largest_gaps(paths, MAX_POLICY_BYTES, MAX_GAPS)
-        return {ticket: sample for _, ticket, sample in found}
+        gaps = recorded.largest_gaps(paths, MAX_POLICY_BYTES, MAX_GAPS)
+        return {ticket: sample for _, ticket, sample in gaps}
 
     def chooser(self, wanted: Wanted) -> Chooser:
         """One that has seen every step that can be read."""
@@ -142,15 +149,13 @@ class _Reading:
                 chooser.see(index, has_policy=step in self.policy)
             else:
                 chooser.see_asked(index)
-        if damaged:
-            shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-            self.warnings.append(f"samples: {len(damaged)} steps cannot be read (step {shown})")
+        self.warn_of(damaged, "steps", "step")
         return chooser
 
     def _readable_without_index(self, steps: Sequence[int]) -> set[int]:
-        """Of these steps, evenly chosen so that their files are no more than MAX_READ_BYTES."""
+        """Return steps, evenly chosen so that their files are no more than MAX_READ_BYTES."""
         steps = [step for step in steps if step not in self.indexes]
-        num_bytes = sum(_size(self.samples[step]) for step in steps)
+        num_bytes = sum(size_of(self.samples[step]) for step in steps)
         num = len(steps)
         if num_bytes > MAX_READ_BYTES:
             num = max(1, num * MAX_READ_BYTES // num_bytes)
@@ -191,21 +196,17 @@ class _Page:
                     break
         if self._blob.num_groups:
             self._close_blob()
-        if lost:
-            shown = ", ".join(map(str, lost[:5])) + (", ..." if len(lost) > 5 else "")
-            self._reading.warnings.append(
-                f"samples: {len(lost)} groups cannot be read (ticket {shown})"
-            )
+        self._reading.warn_of(lost, "groups", "ticket")
 
     def _added(self, pick: Pick) -> list[dict[str, Any]] | None:
         """The rows of a group, which is then in the blob; None if it cannot be shown."""
         group = self._read(pick)
         if group is None:
             return None
-        try:
+        # It may be of another version, or damaged in a way that its form does not show.
+        with suppress(ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
             return self._blob.add(len(self.blob_of), group, pick)
-        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
-            return None  # of another version, or damaged in a way that its form does not show
+        return None
 
     def _read(self, pick: Pick) -> dict[str, Any] | None:
         """The recorded line, with `policy`: what the policy said, by sample."""
@@ -215,9 +216,8 @@ class _Page:
         )
         if group is not None:
             path = self._reading.policy.get(wanted.step)
-            is_trained = group.get("fate") == "trained"
-            found = recorded.policy_of(path, wanted.ticket) if path and is_trained else {}
-            group["policy"] = found
+            is_trained = group["fate"] == "trained"
+            group["policy"] = recorded.policy_of(path, wanted.ticket) if path and is_trained else {}
         return group
 
     def _new_blob(self) -> Blob:
@@ -231,7 +231,7 @@ class _Page:
 
 
 def _note(page: _Page, reading: _Reading, chooser: Chooser) -> str:
-    """How much of the run is here, and what was chosen."""
+    """Describe how much of the run is here, and what was chosen."""
     said = [f"{len(page.rows):,} of {chooser.num_seen:,} completions are here"]
     if len(page.rows) < chooser.num_seen:
         said[0] += (
@@ -265,10 +265,3 @@ def _steps(first: int | None, last: int | None) -> str:
     if first is None:
         return f"step {last} or before"
     return f"steps {first} to {last}" if first < last else f"step {first}"
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

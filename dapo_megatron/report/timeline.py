@@ -17,48 +17,46 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_megatron.files import parse_json
-from dapo_megatron.report.finding import number, percent
 from dapo_megatron.report.folder import RunData, finite
 from dapo_megatron.report.phases import COLORS, LABELS
+from dapo_megatron.report.wording import number, percent
 
 MAX_TIMELINES = 12
 """In a report; of more the first, the last and the slowest are among those kept."""
 CELLS = 240
 """Equal parts of generation of which a replica's mean number of requests is drawn."""
 TAIL = 0.1
-"""Of the most requests: what is below it is the tail of a generation."""
+"""Share of the most requests below which the tail of a generation lies."""
 
 SPREAD = 0.05
-"""Of a step: what ranks differ by, or what is in no phase, below it is not told."""
+"""Share of a step below which a difference of ranks, or time in no phase, is not reported."""
 
 Point = tuple[float, float]
 """(seconds, requests from then on)."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     phase: str
     begin: float
     end: float
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     rank: int
     host: str
-    spans: tuple[Span, ...]
+    spans: list[Span]
 
 
-@dataclass(frozen=True)
-class Replica:
+class Replica(NamedTuple):
     replica: int
-    points: tuple[Point, ...]
+    points: list[Point]
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,22 @@ class Recorded:
     """One file."""
 
     step: int
-    ranks: tuple[Rank, ...]
-    replicas: tuple[Replica, ...]
+    ranks: list[Rank]
+    replicas: list[Replica]
+
+    @cached_property
+    def took(self) -> dict[str, dict[int, float]]:
+        """Seconds of each phase by rank."""
+        took: dict[str, dict[int, float]] = {}
+        for rank in self.ranks:
+            for phase, begin, end in rank.spans:
+                by_rank = took.setdefault(phase, {})
+                by_rank[rank.rank] = by_rank.get(rank.rank, 0.0) + end - begin
+        return took
 
     @property
     def seconds(self) -> float:
-        """Of the step, as far as it is in phases."""
+        """Length of the step, as far as it is in phases."""
         return max((span.end for rank in self.ranks for span in rank.spans), default=0.0)
 
     @property
@@ -85,12 +93,12 @@ class Recorded:
 
 
 def timelines(run: RunData) -> list[dict[str, Any]]:
-    """Those to draw, by step."""
+    """Timelines to draw, by step."""
     return [_shown(one) for path in _chosen(run) if (one := _read(path)) is not None]
 
 
 def note(run: RunData) -> str | None:
-    """What to say if there are none, or not all."""
+    """Return a note if there are none, or not all."""
     files = _files(run)
     if not files and run.knob("tracking.timeline_every") == 0:
         return "This run recorded none: tracking.timeline_every is 0."
@@ -98,12 +106,12 @@ def note(run: RunData) -> str | None:
         return "This run recorded none (tracking.timeline_every; older versions do not have it)."
     chosen = _chosen(run)
     wrong = [path.name for path in chosen if _read(path) is None]
-    said = []
+    sentences = []
     if wrong:
-        said.append(f"Left out, for they cannot be read: {', '.join(wrong[:5])}.")
+        sentences.append(f"Left out, for they cannot be read: {', '.join(wrong[:5])}.")
     if len(files) > len(chosen):
-        said.append(f"{len(chosen)} of {len(files)} recorded steps are shown.")
-    return " ".join(said) or None
+        sentences.append(f"{len(chosen)} of {len(files)} recorded steps are shown.")
+    return " ".join(sentences) or None
 
 
 # ---------------------------------------------------------------------------- reading
@@ -123,45 +131,41 @@ def _read(path: Path) -> Recorded | None:
 
 @lru_cache(maxsize=2 * MAX_TIMELINES)
 def _parsed(path: Path, time_ns: int) -> Recorded | None:
-    """Of a file as it was at `time_ns`: a report that is written again and again reads it once."""
+    """Parse a file as it was at `time_ns`, once for a report that is written again and again."""
     value = parse_json(path.read_bytes())
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
         return None
-    return Recorded(
-        value["step"],
-        tuple(
-            Rank(place, str(one.get("host", "")), tuple(_spans(one.get("spans"))))
-            for place, one in _numbered(value.get("ranks"), "rank")
-        ),
-        tuple(
-            Replica(place, tuple(_points(one.get("running"))))
-            for place, one in _numbered(value.get("replicas"), "replica")
-        ),
-    )
+    ranks = [
+        Rank(entry["rank"], str(entry.get("host", "")), list(_spans(entry.get("spans"))))
+        for entry in _list(value.get("ranks"))
+        if isinstance(entry, dict) and isinstance(entry.get("rank"), int)
+    ]
+    replicas = [
+        Replica(entry["replica"], sorted(_points(entry.get("running")), key=itemgetter(0)))
+        for entry in _list(value.get("replicas"))
+        if isinstance(entry, dict) and isinstance(entry.get("replica"), int)
+    ]
+    return Recorded(value["step"], ranks, replicas)
 
 
-def _numbered(values: Any, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for one in values if isinstance(values, list) else ():
-        if isinstance(one, dict) and isinstance(one.get(key), int):
-            yield one[key], one
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _spans(values: Any) -> Iterator[Span]:
-    for one in values if isinstance(values, list) else ():
-        if isinstance(one, list) and len(one) == 3 and isinstance(one[0], str):
-            begin, end = finite(one[1]), finite(one[2])
+    for entry in _list(values):
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str):
+            begin, end = finite(entry[1]), finite(entry[2])
             if begin is not None and end is not None and end >= begin:
-                yield Span(one[0], begin, end)
+                yield Span(entry[0], begin, end)
 
 
-def _points(values: Any) -> list[Point]:
-    found = []
-    for one in values if isinstance(values, list) else ():
-        if isinstance(one, list) and len(one) == 2:
-            at, count = finite(one[0]), finite(one[1])
+def _points(values: Any) -> Iterator[Point]:
+    for entry in _list(values):
+        if isinstance(entry, list) and len(entry) == 2:
+            at, count = finite(entry[0]), finite(entry[1])
             if at is not None and count is not None:
-                found.append((at, max(0.0, count)))
-    return sorted(found, key=lambda point: point[0])
+                yield at, max(0.0, count)
 
 
 # ---------------------------------------------------------------------------- choosing
@@ -186,8 +190,7 @@ def _step(path: Path) -> int:
 
 
 def _shown(one: Recorded) -> dict[str, Any]:
-    took = _took(one)
-    places = {phase: place for place, phase in enumerate(took)}
+    places = {phase: place for place, phase in enumerate(one.took)}
     return {
         "step": one.step,
         "seconds": round(one.seconds, 4),
@@ -201,32 +204,22 @@ def _shown(one: Recorded) -> dict[str, Any]:
                 "most": round(max(by_rank.values()), 4),
                 "slowest": max(by_rank, key=by_rank.__getitem__),
             }
-            for phase, by_rank in took.items()
+            for phase, by_rank in one.took.items()
         ],
         "ranks": [
             {
                 "rank": rank.rank,
                 "host": rank.host,
                 "spans": [
-                    [places[span.phase], round(span.begin, 4), round(span.end, 4)]
-                    for span in rank.spans
+                    [places[phase], round(begin, 4), round(end, 4)]
+                    for phase, begin, end in rank.spans
                 ],
             }
             for rank in one.ranks
         ],
         "engines": _engines(one),
-        "sentences": list(_sentences(one)),
+        "sentences": [*_longest(one), *_tail(one), *_first_dry(one), *_straggler(one)],
     }
-
-
-def _took(one: Recorded) -> dict[str, dict[int, float]]:
-    """Seconds of each phase by rank."""
-    found: dict[str, dict[int, float]] = {}
-    for rank in one.ranks:
-        for span in rank.spans:
-            by_rank = found.setdefault(span.phase, {})
-            by_rank[rank.rank] = by_rank.get(rank.rank, 0.0) + span.end - span.begin
-    return found
 
 
 def _engines(one: Recorded) -> dict[str, Any] | None:
@@ -267,15 +260,8 @@ def cells(points: Sequence[Point], begin: float, end: float, count: int = CELLS)
 # ---------------------------------------------------------------------------- in words
 
 
-def _sentences(one: Recorded) -> Iterator[str]:
-    yield from _longest(one)
-    yield from _tail(one)
-    yield from _first_dry(one)
-    yield from _straggler(one)
-
-
 def _longest(one: Recorded) -> Iterator[str]:
-    means = {phase: fmean(by_rank.values()) for phase, by_rank in _took(one).items()}
+    means = {phase: fmean(by_rank.values()) for phase, by_rank in one.took.items()}
     if not means or one.seconds <= 0:
         return
     phase = max(means, key=means.__getitem__)
@@ -288,17 +274,14 @@ def _longest(one: Recorded) -> Iterator[str]:
 
 
 def _tail(one: Recorded) -> Iterator[str]:
-    window = one.generation
-    if window is None or not one.replicas:
-        return
-    most, seconds = tail([replica.points for replica in one.replicas], *window)
-    if most <= 0:
-        return
-    whole = window[1] - window[0]
-    yield (
-        f"For {percent(seconds / whole)} of generate ({number(seconds)} of {number(whole)} s) "
-        f"fewer than a tenth of the most requests ({most:,.0f}) were running."
-    )
+    begin, end = one.generation or (0.0, 0.0)
+    most, seconds = tail([replica.points for replica in one.replicas], begin, end)
+    if most > 0:
+        whole = end - begin
+        yield (
+            f"For {percent(seconds / whole)} of generate ({number(seconds)} of {number(whole)} s) "
+            f"fewer than a tenth of the most requests ({most:,.0f}) were running."
+        )
 
 
 def tail(
@@ -353,14 +336,11 @@ def _last_busy(points: Sequence[Point]) -> float:
 
 def _straggler(one: Recorded) -> Iterator[str]:
     """The phase that ranks take most differently long."""
-    took = _took(one)
-    apart = {
-        phase: max(by_rank.values()) - min(by_rank.values()) for phase, by_rank in took.items()
-    }
-    if not apart:
+    if not one.took:
         return
+    apart = {phase: max(rs.values()) - min(rs.values()) for phase, rs in one.took.items()}
     phase = max(apart, key=apart.__getitem__)
-    by_rank = took[phase]
+    by_rank = one.took[phase]
     slow = max(by_rank, key=by_rank.__getitem__)
     host = next(rank.host for rank in one.ranks if rank.rank == slow)
     if apart[phase] >= SPREAD * one.seconds > 0:

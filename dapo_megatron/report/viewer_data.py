@@ -8,24 +8,19 @@ from typing import Any
 
 from dapo_megatron.report.choosing import Pick
 from dapo_megatron.report.folder import RunData
-from dapo_megatron.report.grades import (
-    GroupRewards,
-    Rules,
-    explain,
-    grader_of,
-    group_rewards,
-    shown,
-)
+from dapo_megatron.report.grades import Rules, explain, grader_of, group_rewards, shown
 from dapo_megatron.report.token_text import Pieces
 from dapo_megatron.rollout.serialization import rounded, significant, summary
 
 MAX_TOKENS = 32_768
-"""Of a completion that are shown; of a longer one the middle is left out, with a mark."""
+"""Longest completion shown whole; the middle of a longer one is left out, with a mark."""
 _MAX_PROMPT = 100_000
 """Characters."""
 _CHARACTERS_PER_TOKEN = 4
 _BYTES_PER_VALUE = 4
-"""Of JSON, about."""
+"""Approximate, in JSON."""
+_IN_BOTH = ("sample", "finish", "score", "correct", "reward", "advantage")
+"""Values in both the table and the completion in full."""
 
 
 class Blob:
@@ -34,7 +29,7 @@ class Blob:
     def __init__(self, run: RunData, rules: Rules, pieces: Pieces | None) -> None:
         self._run, self._rules, self._pieces = run, rules, pieces
         self._places: dict[tuple[int, str], int] = {}
-        """Of a token with its piece: one that ends inside a character has several."""
+        """Places of a token with its piece: one that ends inside a character has several."""
         self._counts: list[int] = []
         self._groups: dict[str, dict[str, Any]] = {}
         self.size = 0
@@ -52,19 +47,22 @@ class Blob:
         rows, shown_ones = [], []
         for position, one in enumerate(group["completions"]):
             policy = group["policy"].get(one["sample"], {})
-            trained = self._trained(group, position, rewards, policy)
+            # As recorded, else as computed; none if it was not trained on.
             recorded = policy.get("advantage")
-            facts = explain(grader, group, position, rewards, self._rules, recorded)
-            rows.append(_row(place, group, position, rewards, trained, policy, pick))
+            advantage = rewards.advantages[position] if recorded is None else recorded
+            row = {
+                **_row(place, group, one, policy, pick),
+                "reward": rounded(rewards.rewards[position]),
+                "advantage": rounded(advantage) if group["fate"] == "trained" else None,
+            }
+            rows.append(row)
             shown_ones.append(
                 {
-                    **{name: one[name] for name in ("sample", "finish", "score", "correct")},
-                    "reward": rows[-1]["reward"],
-                    "advantage": rows[-1]["advantage"],
+                    **{name: row[name] for name in _IN_BOTH},
                     "parsed": one["parsed"],
                     "pred": shown(one["pred"] or "") if one["score"] is not None else None,
-                    "why": rows[-1]["why"],
-                    "grade": facts,
+                    "why": row["why"],
+                    "grade": explain(grader, group, position, rewards, self._rules, recorded),
                     **self._tokens(one, policy),
                 }
             )
@@ -101,22 +99,8 @@ class Blob:
             "groups": self._groups,
         }
 
-    def _trained(
-        self,
-        group: Mapping[str, Any],
-        position: int,
-        rewards: GroupRewards,
-        policy: Mapping[str, Any],
-    ) -> float | None:
-        """The advantage that it was trained with: as recorded, else as computed; None if it was
-        not trained on."""
-        if group["fate"] != "trained":
-            return None
-        recorded: float | None = policy.get("advantage")
-        return rewards.advantages[position] if recorded is None else recorded
-
     def _tokens(self, one: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
-        """What there is of each token; gaps as they are, for their unit is that of the group."""
+        """Values of each token. Gaps are not scaled yet: their unit is that of the group."""
         num = len(one["tokens"])
         cut = (MAX_TOKENS // 2, num - MAX_TOKENS) if num > MAX_TOKENS else None
 
@@ -168,23 +152,18 @@ class Blob:
 def _row(
     place: int,
     group: Mapping[str, Any],
-    position: int,
-    rewards: GroupRewards,
-    advantage: float | None,
+    one: Mapping[str, Any],
     policy: Mapping[str, Any],
     pick: Pick,
 ) -> dict[str, Any]:
-    one = group["completions"][position]
+    """The row of a completion in the table, except reward and advantage."""
     brief = summary(pick.group.step, one)
-    graded = "none" if one["score"] is None else "read" if one["parsed"] else "unread"
     return {
         "step": pick.group.step,
         **{name: group[name] for name in ("ticket", "source", "fate", "verdict")},
         **{name: one[name] for name in ("sample", "correct", "score", "finish")},
-        "reward": rounded(rewards.rewards[position]),
-        "advantage": rounded(advantage),
         **{name: brief[name] for name in ("num_tokens", "age", "logprob_mean", "logprob_min")},
-        "graded": graded,
+        "graded": "none" if one["score"] is None else "read" if one["parsed"] else "unread",
         "gap_max": significant(policy.get("gap_max")),
         "why": pick.why(one["sample"]),
         "group": place,
@@ -199,8 +178,8 @@ def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float |
 
 
 def _gap_decimals(gaps: Sequence[Sequence[float | None]]) -> int:
-    """Such that the largest has four digits: at least 4, so that a scale of colours goes up to 1,
-    and at most the 6 that are recorded. On a CPU gaps are about 1e-6."""
+    """Decimals such that the largest has four digits: at least 4, so that a scale of colours goes
+    up to 1, and at most the 6 that are recorded. On a CPU gaps are about 1e-6."""
     known = (abs(gap) for some in gaps for gap in some if gap is not None and math.isfinite(gap))
     largest = max(known, default=0.0)
     return min(max(3 - math.floor(math.log10(largest)), 4), 6) if largest else 4

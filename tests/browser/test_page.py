@@ -16,10 +16,10 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from dapo_megatron.report import command
-from dapo_megatron.report.facts import facts
 from dapo_megatron.report.findings import findings
 from dapo_megatron.report.folder import read_run
-from dapo_megatron.report.payload import Options
+from dapo_megatron.report.page import Options
+from dapo_megatron.report.provenance import facts
 from tests.browser.chromium import READY, Watched
 from tests.browser.conftest import Open, write_report
 from tests.browser.reading import metrics, payload, traces

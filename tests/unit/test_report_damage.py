@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from dapo_megatron.report.folder import read_run
-from dapo_megatron.report.page import packed
-from dapo_megatron.report.payload import Options, Payload, make_payload
+from dapo_megatron.report.page import Options, Payload, make_payload, packed
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY
 

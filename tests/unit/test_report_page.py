@@ -24,12 +24,11 @@ from dapo_megatron.cluster import heartbeat
 from dapo_megatron.report import command, page
 from dapo_megatron.report.charts import CHARTS, chart_of, names_in, recorded
 from dapo_megatron.report.command import parse_steps, report, watch
-from dapo_megatron.report.escape import visible
-from dapo_megatron.report.facts import headline, span
+from dapo_megatron.report.curves import GHOSTS, ghosts, looks
 from dapo_megatron.report.folder import read_run
-from dapo_megatron.report.paper import GHOSTS, ghosts
-from dapo_megatron.report.payload import Options, make_payload
-from dapo_megatron.report.run_colors import looks
+from dapo_megatron.report.page import Options, make_payload
+from dapo_megatron.report.provenance import headline
+from dapo_megatron.report.wording import span, visible
 from dapo_megatron.types import ConfigError
 from tests.helpers.made_run import MadeRun
 from tests.unit.test_files import room_for
@@ -241,6 +240,9 @@ def test_charts_are_well_formed() -> None:
     for chart in CHARTS:
         assert re.fullmatch(r"[a-z_]+", chart["id"])
         assert chart["help"].endswith(".")
+        named_for, _, _ = chart["id"].partition("_")
+        section = named_for if named_for in ("groups", "time") else "dynamics"
+        assert chart["section"] == section
         assert set(chart.get("ghosts", ())) <= set(GHOSTS)
 
 

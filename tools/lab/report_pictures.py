@@ -19,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from dapo_megatron.report.command import report
-from dapo_megatron.report.payload import Options
+from dapo_megatron.report.page import Options
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SETTLE_MS = 2500
