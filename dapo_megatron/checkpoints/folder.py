@@ -5,8 +5,8 @@ that a kill at any moment leaves whole.
 of that step, and maybe weights of some of its updates. It is only there to go on from, until there
 is a newer one.
 
-Beside published checkpoints there may be `.partial/` (being written, or being deleted),
-`step_000012.replaced` (until the new one has its name), `step_000012.1` (of a past that is done
+Next to published checkpoints there may be `.partial/` (being written, or being deleted),
+`.step_000012.replaced` (until the new one has its name), `step_000012.1` (of a past that is done
 again) and `step_000012.damaged`.
 """
 
@@ -19,13 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.files import read_json, sync_to_disk
+from dapo_megatron.files import read_json, recover, replaced_by
 from dapo_megatron.types import CheckpointError
 
 STATE = "state.json"
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
-_REPLACED = ".replaced"
 _OPEN = "_open"
 _NAME = re.compile(rf"step_(\d{{6,}})({_OPEN})?")
 
@@ -57,31 +56,17 @@ def newest(checkpoints: Path) -> Path | None:
     return next(found, None)
 
 
-def settle(checkpoints: Path) -> None:
-    """After a kill: what was half written or half deleted goes, what was about to be replaced gets
-    its name back."""
-    for replaced in checkpoints.glob(f"step_*{_REPLACED}"):
-        final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
-        if final.exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(final)
+def recover_checkpoints(checkpoints: Path) -> None:
+    """Complete what a kill interrupted. Half-written and half-deleted checkpoints are deleted, and
+    one that was about to be replaced gets its name back."""
+    for replaced in checkpoints.glob("step_*.replaced"):  # as older versions named them
+        replaced.rename(replaced_by(replaced.with_suffix("")))
+    for replaced in checkpoints.glob(".step_*.replaced"):
+        recover(checkpoints / replaced.stem.removeprefix("."))
     # The second: as older versions named them.
     for half in (checkpoints / PARTIAL, *checkpoints.glob("step_*.partial")):
         if half.exists():
             shutil.rmtree(half)
-
-
-def publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its name; one that has it goes, and not before."""
-    sync_to_disk(partial)
-    replaced = final.with_name(f"{final.name}{_REPLACED}")
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    sync_to_disk(final.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
 def prune(checkpoints: Path, graveyard: Path, *, keep: int, keep_every: int | None) -> None:

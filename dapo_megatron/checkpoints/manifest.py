@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dapo_megatron.checkpoints.folder import STATE, read_state
+from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.files import read_json, sync_to_disk, write_json
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError
@@ -62,45 +63,43 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
 
 
 def fault_of(checkpoint: Path, exchange: Exchange) -> str | None:
-    """What is wrong with a published checkpoint, as `file: what`, or None. Every file is read, by
-    all ranks together, each its share. Collective, with the same answer everywhere."""
-    files: dict[str, Entry] = {}
-    fault: str | None = None
-    if exchange.rank == 0:
-        try:
-            read_state(checkpoint)
-            if has_manifest(checkpoint):
-                files = read_manifest(checkpoint)
-                fault = _missing_or_cut(checkpoint, files)
-        except CheckpointError as error:
-            fault = str(error)
-    files, fault = exchange.broadcast((files, fault), tuple[dict[str, Entry], str | None])
-    if fault is None:
-        mine = sorted(files)[exchange.rank :: exchange.world_size]
-        found = (_differs(checkpoint / name, files[name]) for name in mine)
-        faults = exchange.all_gather(next(filter(None, found), None), str | None)
-        fault = next(filter(None, faults), None)
-    return fault
+    """Return what is wrong with a published checkpoint, as `file: what`, or None. All ranks read
+    the files together, each its share. Collective, with the same answer everywhere."""
+    try:
+        files = on_rank0(exchange, lambda: _listed(checkpoint))
+    except CheckpointError as error:
+        return str(error)
+    files = exchange.broadcast(files or {}, dict[str, Entry])
+    mine = sorted(files)[exchange.rank :: exchange.world_size]
+    faults = (_differs(checkpoint / name, files[name]) for name in mine)
+    first_faults = exchange.all_gather(next(filter(None, faults), None), str | None)
+    return next(filter(None, first_faults), None)
 
 
-def _missing_or_cut(checkpoint: Path, files: Mapping[str, Entry]) -> str | None:
+def _listed(checkpoint: Path) -> dict[str, Entry]:
+    """Return the entries of a checkpoint whose files are all there, with their sizes. Without a
+    manifest there are none. Raises CheckpointError."""
+    read_state(checkpoint)
+    if not has_manifest(checkpoint):
+        return {}
+    files = read_manifest(checkpoint)
     if STATE not in files:
-        return f"{checkpoint / MANIFEST}: does not name {STATE}"
+        raise CheckpointError(f"{checkpoint / MANIFEST}: does not name {STATE}")
     for name, (num_bytes, _) in files.items():
         path = checkpoint / name
         if not path.is_file():
-            return f"{path}: missing"
-        if (found := path.stat().st_size) != num_bytes:
-            return f"{path}: {found:,} bytes, {num_bytes:,} were written"
-    return None
+            raise CheckpointError(f"{path}: missing")
+        if (size := path.stat().st_size) != num_bytes:
+            raise CheckpointError(f"{path}: {size:,} bytes, {num_bytes:,} were written")
+    return files
 
 
 def _differs(path: Path, entry: Entry) -> str | None:
     try:
-        found = entry_of(path)
+        is_same = entry_of(path) == entry
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror})"
-    return None if found == entry else f"{path}: not what was written (its SHA-256 differs)"
+    return None if is_same else f"{path}: not what was written (its SHA-256 differs)"
 
 
 def _sum_of(files: Mapping[str, object]) -> str:

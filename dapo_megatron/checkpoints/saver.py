@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from dapo_megatron.checkpoints import folder as folders
 from dapo_megatron.checkpoints.manifest import Entry, entry_of, write_manifest
-from dapo_megatron.cluster.collectives import ErrorRecord
+from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
-from dapo_megatron.files import write_text
+from dapo_megatron.files import publish_folder, write_text
 from dapo_megatron.protocols import Exchange, Snapshot
 from dapo_megatron.types import CheckpointError, DapoError
 
@@ -58,10 +58,6 @@ class _Job:
     part: Snapshot
     state: str
     """Text of state.json: made at once, for what it tells of goes on changing."""
-
-
-class _GivenUp(Exception):
-    """This checkpoint is not to be; on all ranks."""
 
 
 @dataclass
@@ -174,14 +170,15 @@ class Checkpoints:
         partial = self.folder / folders.PARTIAL / self.attempt / job.name
         partial = self.background.broadcast(partial, Path)
         try:
-            self._on_first(lambda: self._make_room(partial, needed))
+            self._rank0(lambda: self._make_room(partial, needed))
             known = self._write_parts(job, partial)
-            self._on_first(lambda: self._finish(job, partial, known))
-            self._check_owner()
-            self._on_first(lambda: folders.publish(partial, self.folder / partial.name))
-        except _GivenUp as given_up:
-            self._check_owner()  # a new owner clears away what others were writing
-            return self._give_up(partial, needed, str(given_up))
+            self._rank0(lambda: self._finish(job, partial, known))
+            on_rank0(self.background, self.check_owner)
+            self._rank0(lambda: publish_folder(partial, self.folder / partial.name))
+        except CheckpointError as error:
+            # A new owner deletes what others were writing. Unlike a full disk, that ends the run.
+            on_rank0(self.background, self.check_owner)
+            return self._give_up(partial, needed, "; ".join(str(error).splitlines()))
         if self.background.rank == 0:
             self.published(self.folder / partial.name, job.step)
             self._prune(partial.parent)
@@ -194,51 +191,44 @@ class Checkpoints:
             raise CheckpointError("no room")
 
     def _write_parts(self, job: _Job, partial: Path) -> dict[str, Entry]:
-        """Entries of the files that all ranks wrote."""
+        """Write this rank's part, and its share of the export. Return the entries of all ranks'
+        files."""
 
         def write() -> dict[str, Entry]:
             job.part(partial)
             sums = job.part.sums
             return {name: ((partial / name).stat().st_size, sums[name]) for name in sums}
 
-        known = self._all(write, dict[str, Entry])
+        entries = self._all_ranks(write)
         if self.export is not None:
-            self._on_first(lambda: self.describe(partial))
-            known += self._export(self.export, partial)
-        return {name: entry for one in known for name, entry in one.items()}
+            self._rank0(lambda: self.describe(partial))
+            entries |= self._export(self.export, partial)
+        everyone = self.background.all_gather(entries, dict[str, Entry])
+        return {name: entry for of_rank in everyone for name, entry in of_rank.items()}
 
-    def _export(self, export: Export, partial: Path) -> list[dict[str, Entry]]:
+    def _export(self, export: Export, partial: Path) -> dict[str, Entry]:
+        """Write the other format. Return the entries of the files that this rank has read."""
         target, rank, num_ranks = partial / HF, self.background.rank, self.background.world_size
 
         def create() -> None:
             target.mkdir()
             export.create(target)
 
-        self._on_first(create)
-        self._or_give_up(lambda: export.write(partial, target, rank, num_ranks))
-        self._on_first(lambda: export.finish(target))
-        names = self._all(lambda: sorted(path.name for path in target.iterdir()), list[str])[0]
+        def finish() -> list[str]:
+            export.finish(target)
+            return sorted(path.name for path in target.iterdir() if path.is_file())
+
+        self._rank0(create)
+        self._all_ranks(lambda: export.write(partial, target, rank, num_ranks))
+        names = self.background.broadcast(self._rank0(finish) or [], list[str])
         mine = names[rank::num_ranks]
-        return self._all(
-            lambda: {f"{HF}/{name}": entry_of(target / name) for name in mine}, dict[str, Entry]
-        )
+        return self._all_ranks(lambda: {f"{HF}/{name}": entry_of(target / name) for name in mine})
 
     def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
         if self.export is None:
             self.describe(partial)
         write_text(partial / folders.STATE, job.state)
         write_manifest(partial, known)
-
-    def _check_owner(self) -> None:
-        """Unlike a full disk, nothing to go on after."""
-        error = None
-        if self.background.rank == 0:
-            try:
-                self.check_owner()
-            except DapoError as raised:
-                error = raised
-        if record := self.background.broadcast(ErrorRecord.of(error), ErrorRecord | None):
-            raise error or record.error()
 
     def _give_up(self, partial: Path, needed: int, why: str) -> str:
         situation = self._situation()
@@ -273,22 +263,18 @@ class Checkpoints:
         except OSError as error:
             self._say(f"an old checkpoint could not be deleted: {error}")
 
-    def _on_first(self, action: Callable[[], None]) -> None:
-        """Do it on rank 0 alone."""
-        self._or_give_up(action if self.background.rank == 0 else lambda: None)
+    def _rank0(self, action: Callable[[], Result]) -> Result | None:
+        return on_rank0(self.background, lambda: self._guarded(action))
 
-    def _all(self, action: Callable[[], Result], of: object) -> list[Result]:
-        """Do it on every rank; results, of the type `of`, by rank."""
-        return self.background.all_gather(self._or_give_up(action), of)
+    def _all_ranks(self, action: Callable[[], Result]) -> Result:
+        return on_all_ranks(self.background, lambda: self._guarded(action))
 
-    def _or_give_up(self, action: Callable[[], Result]) -> Result:
-        """Do it on every rank. What fails on one rank is given up on all."""
-        result, error = None, None
+    def _guarded(self, action: Callable[[], Result]) -> Result:
+        """Raise CheckpointError for every failure that costs only this checkpoint."""
         try:
-            result = action()
-        except (OSError, DapoError) as raised:
-            error = f"rank {self.background.rank}: {raised}"
-        errors = self.background.all_gather(error, str | None)
-        if error := next(filter(None, errors), None):
-            raise _GivenUp(error)
-        return cast(Result, result)
+            return action()
+        except OSError as error:
+            where = error.filename or self.folder
+            raise CheckpointError(f"{where}: {error.strerror or error}") from error
+        except DapoError as error:
+            raise CheckpointError(str(error)) from error

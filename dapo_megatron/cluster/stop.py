@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_megatron.cluster.attempt import HUNG, STOPPED
-from dapo_megatron.cluster.collectives import ErrorRecord
+from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.emergency_io import say, stacks, within
 from dapo_megatron.cluster.exit_reason import record
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import Fenced, Stopped
+from dapo_megatron.types import Stopped
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 SAME_SECONDS = 1.0
@@ -74,23 +74,17 @@ class Stop:
         self._is_saved.set()
 
     def check(self, exchange: Exchange) -> None:
-        """Raises Stopped on all ranks if any of them was asked to, Fenced if the run is another
-        attempt's. Collective."""
-        fenced = ErrorRecord.of(self._fenced()) if exchange.rank == 0 else None
-        told = exchange.all_gather((self.signal, fenced), tuple[str | None, ErrorRecord | None])
-        if record := told[0][1]:
-            raise record.error()
-        if name := next((name for name, _ in told if name), None):
+        """Raise Stopped on all ranks if any of them was asked to stop, Fenced if another attempt
+        has taken the run's folder. Collective."""
+        on_rank0(exchange, self._check_folder)
+        names = exchange.all_gather(self.signal, str | None)
+        if name := next(filter(None, names), None):
             raise Stopped(f"stopped by {name}")
 
-    def _fenced(self) -> Fenced | None:
+    def _check_folder(self) -> None:
         if time.monotonic() - self._owner_checked > OWNER_SECONDS:
             self._owner_checked = time.monotonic()
-            try:
-                self._check_owner()
-            except Fenced as error:
-                return error
-        return None
+            self._check_owner()
 
     def _take(self, number: int, _: Any) -> None:
         name = signal.Signals(number).name

@@ -26,7 +26,7 @@ from dapo_megatron.config import Config, PreflightConfig
 from dapo_megatron.doctor.check import Check, Status, worst
 from dapo_megatron.doctor.node import Look, look_at_node, node_name, odd_ones, within
 from dapo_megatron.doctor.nodes_report import Findings, as_json, render
-from dapo_megatron.files import read_json
+from dapo_megatron.files import read_json, write_text
 from dapo_megatron.types import CheckpointError, RankError
 
 PINGS = 5
@@ -87,9 +87,7 @@ class NodeFile:
             "phase": self.phase,
             "checks": [asdict(check) for check in checks],
         }
-        partial = self.path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        write_text(self.path, json.dumps(body, indent=2) + "\n", durable=False)
 
 
 def check_nodes(

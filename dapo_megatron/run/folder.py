@@ -17,7 +17,7 @@ from dapo_megatron.checkpoints.folder import (
     free_name,
     place_of,
     published,
-    settle,
+    recover_checkpoints,
 )
 from dapo_megatron.checkpoints.manifest import has_manifest
 from dapo_megatron.cluster.attempt import attempt
@@ -76,7 +76,7 @@ class RunFolder:
             if not self._wait_for_lock(lock_seconds):
                 self._take_over()
             write_json(self.owner, {"attempt": self.attempt})
-            settle(self.checkpoints)
+            recover_checkpoints(self.checkpoints)
         except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
             raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
         except OSError as error:  # a disk that is full or away: may be mended by the next start
