@@ -32,6 +32,7 @@ import typer
 from rich import progress as bars
 from rich.console import Console
 
+from dapo_megatron.cluster.processes import resident_bytes
 from dapo_megatron.data.preparing.prepare import Settings, prepare
 from dapo_megatron.data.preparing.report import LABELS, markdown, report_path
 from dapo_megatron.data.preparing.tables import Batch, checked
@@ -366,14 +367,7 @@ def show(report: dict[str, Any], files: list[Path], seconds: float) -> None:
     for reason, number in rows["kept"].items():
         print(f"{number:>12,} of them {LABELS[reason]} (kept)")
     print(", ".join(map(str, files)))
-    print(f"{seconds:.1f} s, peak memory {peak_memory() / MIB:.0f} MiB")
-
-
-def peak_memory() -> int:
-    """The highest resident memory of this process so far, bytes."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
+    print(f"{seconds:.1f} s, peak memory {resident_bytes() / MIB:.0f} MiB")
 
 
 if __name__ == "__main__":

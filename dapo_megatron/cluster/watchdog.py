@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +35,7 @@ from dapo_megatron.cluster import exit_reason, flight_recorder, heartbeat
 from dapo_megatron.cluster.attempt import HUNG, attempt
 from dapo_megatron.cluster.emergency_io import say, stacks, within
 from dapo_megatron.cluster.heartbeat import Alarm, Pulse, State
+from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.safe_output import above_panel
 from dapo_megatron.files import write_json
 
@@ -81,7 +81,7 @@ class Watch:
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get("start", max(limits.values()))}
         self._attempt = start_attempt or attempt()
-        self._host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._host = node_name()
         self._alarm = Alarm.of(folder, self._attempt)
         self._hang_file = hang_file(folder, self._attempt)
         self._phase, self._step = "", 0

@@ -35,11 +35,6 @@ class Look(NamedTuple):
     facts: dict[str, str]
 
 
-def node_name() -> str:
-    """As Slurm calls this node, else its host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def look_at_node(config: Config, num_tasks: int, *, is_used: bool) -> Look:
     """Everything that one node can say without the others; `num_tasks` run on it, and `is_used`
     says whether on GPUs. Raises nothing for a fault it finds."""

@@ -21,10 +21,11 @@ from typing import Any
 
 from rich.console import Console
 
+from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config, PreflightConfig
 from dapo_megatron.doctor.check import Check, Status, worst
-from dapo_megatron.doctor.node import Look, look_at_node, node_name, odd_ones, within
+from dapo_megatron.doctor.node import Look, look_at_node, odd_ones, within
 from dapo_megatron.doctor.nodes_report import Findings, as_json, render
 from dapo_megatron.files import read_json, write_text
 from dapo_megatron.types import CheckpointError, RankError

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from dapo_megatron.config import Config, OptimizerConfig
 from dapo_megatron.policy import fp8
 from dapo_megatron.policy.device import device, has_cuda
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import ConfigError, torch_dtype
 
 FUSED = {
     "transformer_engine": "transformer_engine.pytorch.optimizers",
@@ -57,7 +57,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
 
 
 def _settings(config: Config, *, overlap: bool) -> MegatronOptimizerConfig:
-    numbers, moments = config.optimizer, getattr(torch, config.optimizer.moments)
+    numbers, moments = config.optimizer, torch_dtype(config.optimizer.moments)
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=numbers.lr,
@@ -67,7 +67,7 @@ def _settings(config: Config, *, overlap: bool) -> MegatronOptimizerConfig:
         adam_eps=numbers.eps,
         clip_grad=numbers.clip_grad,
         bf16=config.policy.precision == "bfloat16",
-        params_dtype=getattr(torch, config.policy.precision),
+        params_dtype=torch_dtype(config.policy.precision),
         use_distributed_optimizer=True,
         overlap_param_gather=overlap,
         # AdamW itself then holds the float32 copies of the weights.

@@ -40,7 +40,7 @@ from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.replay import NoEngine, NoEvaluation, Replay, no_sync
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking import RunRecorder, SilentRecorder
-from dapo_megatron.types import ConfigError, Prompt, whole
+from dapo_megatron.types import ConfigError, Prompt, torch_dtype, whole
 
 if TYPE_CHECKING:
     from dapo_megatron.run.context import Session
@@ -255,7 +255,7 @@ def _checkpoints(
         describe=partial(
             copy_companions,
             Path(config.model.path),
-            dtype=getattr(torch, config.policy.precision),
+            dtype=torch_dtype(config.policy.precision),
         ),
         extra={"mlflow_run": recorder.run_id},
     )
@@ -267,7 +267,7 @@ class HfExport:
     def __init__(self, config: Config) -> None:
         self._model = Path(config.model.path)
         self._ignore = config.model.ignore_fields
-        self._dtype = getattr(torch, config.policy.precision)
+        self._dtype = torch_dtype(config.policy.precision)
         shapes = hf_tensors(read_architecture(config))
         self._infos = {name: TensorInfo(shape, self._dtype) for name, shape in shapes.items()}
         self.num_bytes = sum(info.nbytes for info in self._infos.values())

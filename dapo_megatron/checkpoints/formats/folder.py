@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from dapo_megatron.checkpoints.formats.file import dtype_name
 from dapo_megatron.files import (
     open_lock,
     partial_folder,
@@ -23,7 +22,7 @@ from dapo_megatron.files import (
     sync_to_disk,
     try_lock,
 )
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.types import CheckpointError, dtype_name
 
 MEGATRON_JSON = "megatron.json"
 _RUN_JSON = "state.json"  # a training checkpoint's (run/folder.py)
