@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -40,6 +40,7 @@ from dapo_megatron.doctor.measure import Measured, compare, measure
 from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
 from dapo_megatron.doctor.shrink import shrink
 from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
+from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.policy import MegatronPolicy
 from dapo_megatron.run.build import loss_function
@@ -62,6 +63,8 @@ class Proof:
         ]
         if not self.cases:
             raise ConfigError(f"--only: no case has {only!r} in its name")
+        compared = replace(self.cases[0], packed=True).config(config, config.model.path)
+        check(compared, read_model_config(config), Machine.here(), has_engine=False)
         self.tolerance = TOLERANCES[precision]
         self.exact = _reference_precision(precision)
         self.report = Report(terminal, self.cases)

@@ -176,9 +176,9 @@ def reference(case: Case, precision: str = "float64") -> Case:
 def matrix(config: Config, hf: Mapping[str, Any], num_ranks: int, precision: str) -> list[Case]:
     """All cases for the model `hf` on up to `num_ranks` processes: the config's own layout first,
     then from few ranks to many. What the model cannot take is left out."""
-    # Transformer Engine computes in bfloat16 alone.
-    kernels = "auto" if precision == "bfloat16" else "local"
-    base = config.policy.model_copy(update={"precision": precision, "kernels": kernels})
+    base = config.policy.model_copy(update={"precision": precision, "kernels": "auto"})
+    if precision != "bfloat16":  # Transformer Engine computes in no other
+        base = base.model_copy(update={"kernels": "local", "fused_rope": False})
     own = own_ranks(config.policy, hf, num_ranks)
     layouts = [(own, base, True)] if own is not None else []
     layouts += [

@@ -30,11 +30,19 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.cluster.watchdog import Watchdog
-from dapo_megatron.config import Config, LossConfig, OptimizerConfig, PolicyConfig, TrainConfig
+from dapo_megatron.config import (
+    Config,
+    LossConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TrainConfig,
+    read_model_config,
+)
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.model import hf_tensors, read_architecture
+from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
 from dapo_megatron.plan.saved import keep_plan
 from dapo_megatron.protocols import LossFn, Parts, Planner, Policy, RolloutEngine
@@ -178,11 +186,10 @@ def stoppable(loss: LossFn, policy: PolicyConfig, stop: Callable[[], None]) -> L
 def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
     """The engine first: it sizes its cache by what memory is free. It then sleeps, and the policy
     is there; the first sync gives the engine its turn. Collective."""
-    from dapo_megatron.engine import device
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.policy.policy import MegatronPolicy
 
-    device.check_environment(config.engine, os.environ)
+    check(config, read_model_config(config), Machine.here())
     engine = VllmEngine(
         config,
         rank=ranks.rank,
