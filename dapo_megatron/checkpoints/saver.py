@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from dapo_megatron.checkpoints import folder as folders
-from dapo_megatron.checkpoints.manifest import Entry, entry_of, write_manifest
+from dapo_megatron.checkpoints.folder import Entry, entry_of, write_manifest
 from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
 from dapo_megatron.files import publish_folder, write_text

@@ -31,9 +31,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from dapo_megatron.cluster import exit_reason, flight_recorder, heartbeat
+from dapo_megatron.cluster import exit_reason, heartbeat
 from dapo_megatron.cluster.attempt import HUNG, attempt
-from dapo_megatron.cluster.emergency_io import say, stacks, within
+from dapo_megatron.cluster.emergency_io import Flight, last_collectives, say, stacks, within
 from dapo_megatron.cluster.heartbeat import Alarm, Pulse, State
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.safe_output import above_panel
@@ -196,7 +196,7 @@ class Watchdog:
             f"exchanges: {here.num_exchanges}, last: {here.exchange or 'none'}; stacks:\n"
             f"{stacks()}"
         )
-        flown = within(ASK_SECONDS, flight_recorder.last_collectives) or flight_recorder.Flight()
+        flown = within(ASK_SECONDS, last_collectives) or Flight()
         self._num_collectives = flown.counts
         self._state = State.HUNG
         within(ASK_SECONDS, self._write_pulse)

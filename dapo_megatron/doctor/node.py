@@ -11,12 +11,12 @@ import resource
 import shutil
 import socket
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from dapo_megatron.cluster import emergency_io
 from dapo_megatron.config import Config
 from dapo_megatron.doctor.check import Check, Status
 from dapo_megatron.doctor.gpus import GpuError, check_gpus, read_gpus
@@ -58,24 +58,22 @@ def look_at_node(config: Config, num_tasks: int, *, is_used: bool) -> Look:
 
 
 def within(seconds: float, name: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
-    """The checks of `look`, or a failed one if it is not done in time. What hangs in the kernel
-    cannot be stopped: its thread is left behind."""
-    found: list[Check] = []
-    done = threading.Event()
+    """Return the checks of `look`, or a failed one if it is not done in time. What hangs in the
+    kernel cannot be stopped: its thread is left behind."""
 
-    def run() -> None:
+    def run() -> list[Check]:
+        checks: list[Check] = []
         try:
-            found.extend(look())
+            checks.extend(look())
         except OSError as error:
-            remedy = "exclude the node, or have it mended"
-            found.append(Check(name, Status.FAIL, f"cannot be looked at: {error}", remedy))
-        done.set()
+            checks.append(Check(name, Status.FAIL, f"cannot be looked at: {error}", remedy))
+        return checks
 
-    threading.Thread(target=run, daemon=True, name=name).start()
-    if not done.wait(seconds):
-        text = f"no answer in {seconds:g} s"
-        return [Check(name, Status.FAIL, text, "exclude the node, or have it mended")]
-    return found
+    remedy = "exclude the node, or have it repaired"
+    checks = emergency_io.within(seconds, run)
+    if checks is None:
+        return [Check(name, Status.FAIL, f"no answer in {seconds:g} s", remedy)]
+    return checks
 
 
 def _gpus(

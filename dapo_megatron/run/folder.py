@@ -10,16 +10,16 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from dapo_megatron.checkpoints import fault_of
 from dapo_megatron.checkpoints.folder import (
     DAMAGED,
     STATE,
+    fault_of,
     free_name,
+    has_manifest,
     place_of,
     published,
     recover_checkpoints,
 )
-from dapo_megatron.checkpoints.manifest import has_manifest
 from dapo_megatron.cluster.attempt import attempt
 from dapo_megatron.files import open_lock, read_json, try_lock, write_json
 from dapo_megatron.protocols import Exchange

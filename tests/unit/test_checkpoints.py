@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.checkpoints import folder, newest, read_state, restoring
-from dapo_megatron.checkpoints.manifest import MANIFEST, _sum_of, read_manifest
+from dapo_megatron.checkpoints.folder import MANIFEST, _sum_of, read_manifest
 from dapo_megatron.files import publish_folder, write_json
 from dapo_megatron.loop import Progress
 from dapo_megatron.types import CheckpointError
