@@ -1,9 +1,9 @@
-"""The folder of a run's checkpoints, `checkpoints/step_000012/`: what is there, and changes to it
-that a kill at any moment leaves whole.
+"""The folder of a run's checkpoints, `checkpoints/step_000012/`. A kill at any moment leaves every
+published checkpoint complete.
 
-`step_000012_open/` is of a run that was stopped after it, in the middle of step 13: it has groups
-of that step, and maybe weights of some of its updates. It is only there to go on from, until there
-is a newer one.
+`step_000012_open/` belongs to a run that was stopped in the middle of step 13. It has groups of
+that step, and maybe weights of some of its updates. The run resumes from it until there is a newer
+checkpoint.
 
 Next to published checkpoints there may be `.partial/` (being written, or being deleted),
 `.step_000012.replaced` (until the new one has its name), `step_000012.1` (of a past that is done
@@ -43,30 +43,30 @@ _NAME = re.compile(rf"step_(\d{{6,}})({_OPEN})?")
 
 
 def name_of(step: int, *, is_open: bool = False) -> str:
-    """Of the checkpoint after a step; `is_open`: and within the one that follows."""
+    """Return the name of the checkpoint after a step; `is_open`: within the step that follows."""
     return f"step_{step:06d}{_OPEN if is_open else ''}"
 
 
 def place_of(name: str) -> tuple[int, bool]:
-    """(step, whether within the one that follows) of a checkpoint's name, by which checkpoints are
-    in order; what is appended to the name when it is set aside does not count."""
+    """Return (step, whether within the step that follows) for a checkpoint's name. Checkpoints are
+    ordered by it. What is appended to the name of one set aside does not count."""
     match = _NAME.match(name)
     return (int(match[1]), match[2] is not None) if match else (0, False)
 
 
 def published(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of what has a checkpoint's name, newest first."""
+    """Return (step, folder) of everything with a checkpoint's name, newest first."""
     if not checkpoints.exists():
         return []
-    found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name)]
-    found.sort(key=lambda path: place_of(path.name), reverse=True)
-    return [(place_of(path.name)[0], path) for path in found]
+    paths = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name)]
+    paths.sort(key=lambda path: place_of(path.name), reverse=True)
+    return [(place_of(path.name)[0], path) for path in paths]
 
 
 def newest(checkpoints: Path) -> Path | None:
-    """The newest published checkpoint of a folder, or None. It is not verified."""
-    found = (path for _, path in published(checkpoints) if (path / STATE).exists())
-    return next(found, None)
+    """Return the newest published checkpoint of a folder, or None. It is not verified."""
+    paths = (path for _, path in published(checkpoints) if (path / STATE).exists())
+    return next(paths, None)
 
 
 def recover_checkpoints(checkpoints: Path) -> None:
@@ -83,12 +83,12 @@ def recover_checkpoints(checkpoints: Path) -> None:
 
 
 def prune(checkpoints: Path, graveyard: Path, *, keep: int, keep_every: int | None) -> None:
-    """Delete all but the newest `keep` and those of steps that are multiples of `keep_every`. One
-    within a step does not count; it goes unless it is the newest of all."""
-    found = published(checkpoints)
-    between = [(step, path) for step, path in found if not _is_open(path)]
+    """Delete all except the newest `keep` and those of steps that are multiples of `keep_every`.
+    One within a step does not count, and is deleted unless it is the newest of all."""
+    everything = published(checkpoints)
+    between = [(step, path) for step, path in everything if not _is_open(path)]
     old = [path for step, path in between[keep:] if keep_every is None or step % keep_every]
-    for path in (*old, *(path for _, path in found[1:] if _is_open(path))):
+    for path in (*old, *(path for _, path in everything[1:] if _is_open(path))):
         # Renamed first: a half-deleted folder must not look like a checkpoint.
         shutil.rmtree(path.rename(graveyard / f"{path.name}.old"))
 
@@ -98,7 +98,7 @@ def _is_open(path: Path) -> bool:
 
 
 def free_name(path: Path) -> Path:
-    """`path`, or the first of PATH.1, PATH.2, ... that is free."""
+    """Return `path`, or the first of PATH.1, PATH.2, ... that is free."""
     free, number = path, 0
     while free.exists():
         number += 1
@@ -135,8 +135,8 @@ def entry_of(path: Path) -> Entry:
 
 
 def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
-    """Write manifest.json for all files in `folder`; those not `known` are read for it, and all of
-    them brought to the disk."""
+    """Write manifest.json for all files in `folder`. Those not `known` are read for it, and all of
+    them are synced to disk."""
     files = dict(known)
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -147,12 +147,12 @@ def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
 
 
 def has_manifest(checkpoint: Path) -> bool:
-    """False for checkpoints of versions that wrote none."""
+    """Return False for checkpoints of versions that wrote no manifest."""
     return (checkpoint / MANIFEST).exists() or bool(read_state(checkpoint).get("manifest"))
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Entry]:
-    """Entries by file name. Raises CheckpointError for what is not as it was written."""
+    """Return entries by file name. Raises CheckpointError for a manifest that has changed."""
     path = checkpoint / MANIFEST
     manifest = read_json(path, "not a manifest")
     files = manifest.get("files")

@@ -34,18 +34,18 @@ class Export(Protocol):
     """Another format of a checkpoint, made from its files. Methods raise OSError or DapoError."""
 
     num_bytes: int
-    """Of all its files."""
+    """Size of all its files together."""
 
     def create(self, target: Path) -> None:
-        """Begin it in an empty folder; one rank does."""
+        """Start it in an empty folder. Called on one rank."""
         ...
 
     def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
-        """Do a rank's share, from the checkpoint `source`; all ranks do, at once."""
+        """Write a rank's share of the checkpoint `source`. Called on all ranks at once."""
         ...
 
     def finish(self, target: Path) -> None:
-        """Make it whole, when all have written; one rank does."""
+        """Complete it when all ranks have written. Called on one rank."""
         ...
 
 
@@ -57,7 +57,7 @@ class _Job:
     name: str
     part: Snapshot
     state: str
-    """Text of state.json: made at once, for what it tells of goes on changing."""
+    """Text of state.json, made at once because the state goes on changing."""
 
 
 @dataclass
@@ -69,21 +69,21 @@ class Checkpoints:
     """<run>/checkpoints, which all ranks share."""
     exchange: Exchange
     background: Exchange
-    """Of the writing threads alone."""
+    """Exchange of the writing threads only."""
     snapshot: Callable[[], Snapshot]
-    """Copies what a rank holds."""
+    """Copies this rank's part."""
     attempt: str = "0"
-    """Of rank 0; it writes under a name of its own."""
+    """Name of this start, on rank 0. Partial checkpoints are written under it."""
     check_owner: Callable[[], None] = lambda: None
     """Raises Fenced when another attempt has taken the run's folder. Called on rank 0."""
     note: Callable[[str], None] = lambda _: None
-    """A line for the user."""
+    """Shows a line to the user."""
     published: Callable[[Path, int], None] = lambda path, step: None
-    """Told on rank 0 of each checkpoint that is there, and its step; from the writing thread."""
+    """Called on rank 0, from the writing thread, with each published checkpoint and its step."""
     export: Export | None = None
     describe: Callable[[Path], None] = lambda _: None
-    """Puts into a folder what goes with weights, config.json and tokenizer, so that a checkpoint
-    can be read without the model it came from."""
+    """Copies config.json and tokenizer into a folder, so that a checkpoint can be read without the
+    model it came from."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Saved with every checkpoint (the MLflow run id)."""
 
@@ -98,8 +98,8 @@ class Checkpoints:
         self._error: BaseException | None = None
 
     def due(self, step: int) -> bool:
-        """Every `checkpoint.every` steps, after the last one, and when rank 0's clock says that
-        the last save began `checkpoint.max_minutes` ago."""
+        """Return True every `checkpoint.every` steps, after the last step, and when rank 0's last
+        save began `checkpoint.max_minutes` ago."""
         numbers = self.config.checkpoint
         if step == self.config.train.rollout_steps:
             return True
@@ -111,17 +111,18 @@ class Checkpoints:
         return self.exchange.broadcast(elapsed >= 60 * numbers.max_minutes, bool)
 
     def copy(self) -> None:
-        """Copy what a rank holds now, for the `save` that follows; the policy may have made room
-        for an engine by then. Waits first for a write still under way, and its memory."""
+        """Copy what a rank holds now, for the `save` that follows. By then the policy may have been
+        offloaded. Waits first for a write still under way, and its memory."""
         self._join()
         self._part = self.snapshot()
 
     def save(
         self, step: int, state: Mapping[str, Any], *, is_open: bool = False
     ) -> Callable[[], None]:
-        """Calling what is returned has the copy, made now if there is none, written and published.
-        `is_open`: in the middle of the next step; it leaves the one of `step` itself alone, and
-        lasts until there is a newer one. Waits first for a write still under way. Collective."""
+        """Return a function that writes and publishes the copy, which is made now if there is none.
+        `is_open`: the checkpoint is within the next step. It does not replace the one of `step`,
+        and is kept until there is a newer one. Waits first for a write still under way.
+        Collective."""
         self._join()
         part, self._part = self._part or self.snapshot(), None
         self._begun = time.monotonic()
@@ -131,14 +132,14 @@ class Checkpoints:
         job = _Job(step, folders.name_of(step, is_open=is_open), part, text)
 
         def start() -> None:
-            # A daemon: a run that fails must not wait for the disk.
+            # A daemon thread, because a run that fails must not wait for the disk.
             self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
             self._thread.start()
 
         return start
 
     def wait(self) -> None:
-        """Until nothing is under way, at the end of a run. Raises CheckpointError, on all ranks, if
+        """Wait until nothing is under way, at the end of a run. Raises CheckpointError, on all ranks, if
         the last checkpoint could not be written."""
         self._join()
         if self._failure is not None:
@@ -164,7 +165,7 @@ class Checkpoints:
             raise
 
     def _write(self, job: _Job) -> str | None:
-        """Write and publish; what went wrong, the same on all ranks, or None."""
+        """Write and publish. Return what went wrong, the same on all ranks, or None."""
         needed = sum(self.background.all_gather(job.part.num_bytes, int))
         needed += self.export.num_bytes if self.export else 0
         partial = self.folder / folders.PARTIAL / self.attempt / job.name
@@ -241,8 +242,8 @@ class Checkpoints:
         return text
 
     def _say(self, text: str) -> None:
-        """To this rank's log and to the user. The disk that is full may be the logs' too, and not
-        to be heard is no reason to end the run."""
+        """Write to this rank's log and to the user. The logs may be on the disk that is full, and
+        an unheard message is no reason to end the run."""
         with suppress(OSError):
             os.write(2, f"{text}\n".encode())
         with suppress(OSError):
