@@ -139,7 +139,7 @@ class Checkpoints:
         return start
 
     def wait(self) -> None:
-        """Wait until nothing is under way, at the end of a run. Raises CheckpointError, on all ranks,
+        """Wait at the end of a run until nothing is under way. Raises CheckpointError on all ranks
         if the last checkpoint could not be written."""
         self._join()
         if self._failure is not None:
