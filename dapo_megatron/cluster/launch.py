@@ -48,7 +48,7 @@ def launch(
     """
     with private_folder() as folder:
         shared = {**os.environ, **attempt_variable(), **meeting_variables(folder)}
-        port = _free_port()
+        port = free_port()
         ranks = [
             subprocess.Popen(
                 command,
@@ -131,7 +131,8 @@ def _prepare_rank() -> None:
     die_with_parent()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
