@@ -104,3 +104,7 @@ def test_a_devices_use_is_never_overstated_and_exact_while_an_engine_stays_as_it
     woken = (used[0], used[1] + asleep)
     found = highest_use(woken, (unknown[0], unknown[1] + asleep), peak + asleep)
     assert found <= context + grown + max(peak, after + asleep)
+
+
+def test_peak_memory_is_of_this_process() -> None:
+    assert 10 * 2**20 < processes.resident_bytes() < 2**40
