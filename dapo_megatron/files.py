@@ -1,4 +1,4 @@
-"""Write small files whole or not at all; read JSON that may be damaged or hostile; lock files."""
+"""Write files and folders atomically, recover after a kill, read untrusted JSON, lock files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -88,21 +89,21 @@ def read_json(
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Write JSON whole or not at all; see `write_text`."""
+    """Write JSON atomically; see `atomic_write`."""
     write_text(path, json.dumps(value), durable=durable)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write a text whole or not at all; see `whole`. Raises OSError."""
-    with whole(path, durable=durable) as file:
+    """Write a text atomically; see `atomic_write`. Raises OSError."""
+    with atomic_write(path, durable=durable) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write, which takes its name when all is written: a reader sees the old one or the
-    new one; if `durable`, after a power cut too. A part that was written goes, for it holds room
-    that others need."""
+def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a file that gets its name when the block ends. A reader sees the old file or the new
+    one. With `durable` this holds after a power cut, too. If the block raises, the partial file is
+    deleted, because it takes space that others need."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     _remove(partial)  # of a process that had this number and was killed
     with ExitStack() as undo:
@@ -120,6 +121,46 @@ def whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 def _remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink()
+
+
+@contextmanager
+def partial_folder(folder: Path) -> Iterator[Path]:
+    """Make an empty folder to write in, and delete it when the block ends. What a killed process
+    left under this name is deleted first."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish_folder(partial: Path, final: Path) -> None:
+    """Give a complete folder its final name. A folder that has this name is deleted afterwards."""
+    sync_to_disk(partial)
+    try:
+        if final.exists():
+            final.rename(replaced_by(final))
+        partial.rename(final)
+        sync_to_disk(final.parent)
+    finally:
+        recover(final)
+
+
+def replaced_by(final: Path) -> Path:
+    """Return where a folder lies while another takes its name."""
+    return final.with_name(f".{final.name}.replaced")
+
+
+def recover(final: Path) -> None:
+    """Complete a `publish_folder` that was interrupted. The old folder is deleted if the new one
+    has its name, and gets its name back otherwise."""
+    replaced = replaced_by(final)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    elif replaced.exists():
+        replaced.rename(final)
 
 
 def sync_to_disk(path: Path) -> None:

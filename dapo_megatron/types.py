@@ -305,6 +305,21 @@ def whole(shape: Iterable[int]) -> Region:
     return Region((0,) * len(shape), shape)
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name, such as bfloat16. Raises ValueError for any other name."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype {name!r}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that configs and checkpoints have for a dtype, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of the HF tensor `name`, held or wanted by some rank. Several ranks may hold the same

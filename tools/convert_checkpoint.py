@@ -25,7 +25,6 @@ from math import log2
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich import progress as bars
 from rich.console import Console
@@ -41,10 +40,11 @@ from dapo_megatron.checkpoints.formats.compare import (
 from dapo_megatron.checkpoints.formats.describe import describe, rows
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
 from dapo_megatron.checkpoints.formats.writer import StoreWriter, fill
+from dapo_megatron.cluster.processes import resident_bytes
 from dapo_megatron.config import PolicyConfig, refuse
 from dapo_megatron.model import Architecture
 from dapo_megatron.plan.layout import policy_problems, stage_layers
-from dapo_megatron.types import CheckpointError, DapoError
+from dapo_megatron.types import CheckpointError, DapoError, torch_dtype
 
 GIB = 2**30
 NUM_SHOWN = 10
@@ -212,9 +212,9 @@ def convert(
     inside = store.folder.resolve().is_relative_to(target.resolve())
     if inside and store.folder.resolve() != target.resolve():
         raise CheckpointError(f"{target}: SOURCE is inside it; choose another name")
-    to = getattr(torch, dtype) if dtype else None
+    to = torch_dtype(dtype) if dtype else None
     infos = {name: TensorInfo(info.shape, to or info.dtype) for name, info in store.tensors.items()}
-    started, baseline = time.monotonic(), memory("VmRSS")
+    started, baseline = time.monotonic(), resident_bytes("VmRSS")
     with publish(target, overwrite=overwrite) as folder:
         if check:
             check_copies(store)
@@ -234,7 +234,7 @@ def convert(
         f"{target}: {len(infos):,} tensors, {writer.nbytes:,} bytes in {written - started:.1f} s "
         f"({speed:,.0f} MB/s)"
         + (f", read back and compared in {done - written:.1f} s" if check else ", not read back")
-        + f"; peak memory {memory('VmHWM') / 2**20:,.0f} MiB"
+        + f"; peak memory {resident_bytes() / 2**20:,.0f} MiB"
     )
     return {
         "source": str(store.folder),
@@ -245,7 +245,7 @@ def convert(
         "seconds": written - started,
         "check_seconds": done - written,
         "baseline_bytes": baseline,
-        "peak_bytes": memory("VmHWM"),
+        "peak_bytes": resident_bytes(),
     }
 
 
@@ -392,13 +392,6 @@ def listed(found: list[Difference]) -> str:
 def num_bytes(store: Store) -> int:
     """Of all tensors."""
     return sum(info.nbytes for info in store.tensors.values())
-
-
-def memory(field: str) -> int:
-    """A figure of this process in bytes: VmRSS now, VmHWM at its highest."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    [line] = [line for line in status.splitlines() if line.startswith(f"{field}:")]
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import random
-import shutil
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
@@ -40,6 +39,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from dapo_megatron.files import partial_folder, publish_folder
 
 PAD, EOS, UNK, ANSWER = "<pad>", "<eos>", "<unk>", "<answer>"
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -290,20 +291,15 @@ def accuracy(
 
 
 def publish(model: PreTrainedModel, folder: Path) -> None:
-    """Write model, tokenizer and generation settings beside `folder`, then rename into place."""
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    replaced = folder.with_name(f".{folder.name}.{os.getpid()}.replaced")
-    partial.mkdir(parents=True)
+    """Write model, tokenizer and generation settings next to `folder`, then rename into place."""
     model.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
     )
-    model.save_pretrained(partial)
-    (partial / "model.safetensors").chmod(0o644)
-    make_tokenizer().save_pretrained(partial)
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with partial_folder(folder.with_name(f".{folder.name}.{os.getpid()}.partial")) as partial:
+        model.save_pretrained(partial)
+        (partial / "model.safetensors").chmod(0o644)
+        make_tokenizer().save_pretrained(partial)
+        publish_folder(partial, folder)
 
 
 def main(

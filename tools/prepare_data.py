@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import shutil
 import signal
 import sys
 import time
@@ -33,10 +32,12 @@ import typer
 from rich import progress as bars
 from rich.console import Console
 
+from dapo_megatron.cluster.processes import resident_bytes
 from dapo_megatron.data.preparing.prepare import Settings, prepare
 from dapo_megatron.data.preparing.report import LABELS, markdown, report_path
 from dapo_megatron.data.preparing.tables import Batch, checked
 from dapo_megatron.data.preparing.unique import Source, file_source
+from dapo_megatron.files import partial_folder
 from dapo_megatron.types import DapoError, DataError
 
 SHINGLE_CHARACTERS = 5
@@ -273,19 +274,14 @@ def read_hub(
 
 @contextmanager
 def workshop(output: Path) -> Iterator[Path]:
-    """A folder beside the output, gone afterwards; so is what a killed command left there."""
-    folder = output.with_name(f"{output.name}.partial")
+    """Make a temporary folder next to the output. Raises DataError if the disk fails."""
     try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        yield folder
+        with partial_folder(output.with_name(f"{output.name}.partial")) as folder:
+            yield folder
     except OSError as error:
         raise DataError(
             f"{error.filename or output}: cannot be written ({error.strerror or error})"
         ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def report_on(
@@ -371,14 +367,7 @@ def show(report: dict[str, Any], files: list[Path], seconds: float) -> None:
     for reason, number in rows["kept"].items():
         print(f"{number:>12,} of them {LABELS[reason]} (kept)")
     print(", ".join(map(str, files)))
-    print(f"{seconds:.1f} s, peak memory {peak_memory() / MIB:.0f} MiB")
-
-
-def peak_memory() -> int:
-    """The highest resident memory of this process so far, bytes."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
+    print(f"{seconds:.1f} s, peak memory {resident_bytes() / MIB:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Checkpoints of a run: written in the background, published whole, proved right before they are
 used."""
 
-from dapo_megatron.checkpoints.folder import newest, read_state, restoring
-from dapo_megatron.checkpoints.manifest import fault_of
+from dapo_megatron.checkpoints.folder import fault_of, newest, read_state, restoring
 from dapo_megatron.checkpoints.saver import Checkpoints
 
 __all__ = ["Checkpoints", "fault_of", "newest", "read_state", "restoring"]

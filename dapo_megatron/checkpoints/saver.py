@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from dapo_megatron.checkpoints import folder as folders
-from dapo_megatron.checkpoints.manifest import Entry, entry_of, write_manifest
-from dapo_megatron.cluster.collectives import ErrorRecord
+from dapo_megatron.checkpoints.folder import Entry, entry_of, write_manifest
+from dapo_megatron.cluster.collectives import on_all_ranks, on_rank0
 from dapo_megatron.config import Config
-from dapo_megatron.files import write_text
+from dapo_megatron.files import publish_folder, write_text
 from dapo_megatron.protocols import Exchange, Snapshot
 from dapo_megatron.types import CheckpointError, DapoError
 
@@ -34,18 +34,18 @@ class Export(Protocol):
     """Another format of a checkpoint, made from its files. Methods raise OSError or DapoError."""
 
     num_bytes: int
-    """Of all its files."""
+    """Size of all its files together."""
 
     def create(self, target: Path) -> None:
-        """Begin it in an empty folder; one rank does."""
+        """Start it in an empty folder. Called on one rank."""
         ...
 
     def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
-        """Do a rank's share, from the checkpoint `source`; all ranks do, at once."""
+        """Write a rank's share of the checkpoint `source`. Called on all ranks at once."""
         ...
 
     def finish(self, target: Path) -> None:
-        """Make it whole, when all have written; one rank does."""
+        """Complete it when all ranks have written. Called on one rank."""
         ...
 
 
@@ -57,11 +57,7 @@ class _Job:
     name: str
     part: Snapshot
     state: str
-    """Text of state.json: made at once, for what it tells of goes on changing."""
-
-
-class _GivenUp(Exception):
-    """This checkpoint is not to be; on all ranks."""
+    """Text of state.json, made at once because the state goes on changing."""
 
 
 @dataclass
@@ -73,21 +69,21 @@ class Checkpoints:
     """<run>/checkpoints, which all ranks share."""
     exchange: Exchange
     background: Exchange
-    """Of the writing threads alone."""
+    """Exchange of the writing threads only."""
     snapshot: Callable[[], Snapshot]
-    """Copies what a rank holds."""
+    """Copies this rank's part."""
     attempt: str = "0"
-    """Of rank 0; it writes under a name of its own."""
+    """Name of this start, on rank 0. Partial checkpoints are written under it."""
     check_owner: Callable[[], None] = lambda: None
     """Raises Fenced when another attempt has taken the run's folder. Called on rank 0."""
     note: Callable[[str], None] = lambda _: None
-    """A line for the user."""
+    """Shows a line to the user."""
     published: Callable[[Path, int], None] = lambda path, step: None
-    """Told on rank 0 of each checkpoint that is there, and its step; from the writing thread."""
+    """Called on rank 0, from the writing thread, with each published checkpoint and its step."""
     export: Export | None = None
     describe: Callable[[Path], None] = lambda _: None
-    """Puts into a folder what goes with weights, config.json and tokenizer, so that a checkpoint
-    can be read without the model it came from."""
+    """Copies config.json and tokenizer into a folder, so that a checkpoint can be read without the
+    model it came from."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Saved with every checkpoint (the MLflow run id)."""
 
@@ -102,8 +98,8 @@ class Checkpoints:
         self._error: BaseException | None = None
 
     def due(self, step: int) -> bool:
-        """Every `checkpoint.every` steps, after the last one, and when rank 0's clock says that
-        the last save began `checkpoint.max_minutes` ago."""
+        """Return True every `checkpoint.every` steps, after the last step, and when rank 0's last
+        save began `checkpoint.max_minutes` ago."""
         numbers = self.config.checkpoint
         if step == self.config.train.rollout_steps:
             return True
@@ -115,17 +111,18 @@ class Checkpoints:
         return self.exchange.broadcast(elapsed >= 60 * numbers.max_minutes, bool)
 
     def copy(self) -> None:
-        """Copy what a rank holds now, for the `save` that follows; the policy may have made room
-        for an engine by then. Waits first for a write still under way, and its memory."""
+        """Copy what a rank holds now, for the `save` that follows. By then the policy may have been
+        offloaded. Waits first for a write still under way, and its memory."""
         self._join()
         self._part = self.snapshot()
 
     def save(
         self, step: int, state: Mapping[str, Any], *, is_open: bool = False
     ) -> Callable[[], None]:
-        """Calling what is returned has the copy, made now if there is none, written and published.
-        `is_open`: in the middle of the next step; it leaves the one of `step` itself alone, and
-        lasts until there is a newer one. Waits first for a write still under way. Collective."""
+        """Return a function that writes and publishes the copy, which is made now if there is none.
+        `is_open`: the checkpoint is within the next step. It does not replace the one of `step`,
+        and is kept until there is a newer one. Waits first for a write still under way.
+        Collective."""
         self._join()
         part, self._part = self._part or self.snapshot(), None
         self._begun = time.monotonic()
@@ -135,15 +132,15 @@ class Checkpoints:
         job = _Job(step, folders.name_of(step, is_open=is_open), part, text)
 
         def start() -> None:
-            # A daemon: a run that fails must not wait for the disk.
+            # A daemon thread, because a run that fails must not wait for the disk.
             self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
             self._thread.start()
 
         return start
 
     def wait(self) -> None:
-        """Until nothing is under way, at the end of a run. Raises CheckpointError, on all ranks, if
-        the last checkpoint could not be written."""
+        """Wait at the end of a run until nothing is under way. Raises CheckpointError on all ranks
+        if the last checkpoint could not be written."""
         self._join()
         if self._failure is not None:
             raise CheckpointError(
@@ -168,20 +165,21 @@ class Checkpoints:
             raise
 
     def _write(self, job: _Job) -> str | None:
-        """Write and publish; what went wrong, the same on all ranks, or None."""
+        """Write and publish. Return what went wrong, the same on all ranks, or None."""
         needed = sum(self.background.all_gather(job.part.num_bytes, int))
         needed += self.export.num_bytes if self.export else 0
         partial = self.folder / folders.PARTIAL / self.attempt / job.name
         partial = self.background.broadcast(partial, Path)
         try:
-            self._on_first(lambda: self._make_room(partial, needed))
+            self._rank0(lambda: self._make_room(partial, needed))
             known = self._write_parts(job, partial)
-            self._on_first(lambda: self._finish(job, partial, known))
-            self._check_owner()
-            self._on_first(lambda: folders.publish(partial, self.folder / partial.name))
-        except _GivenUp as given_up:
-            self._check_owner()  # a new owner clears away what others were writing
-            return self._give_up(partial, needed, str(given_up))
+            self._rank0(lambda: self._finish(job, partial, known))
+            on_rank0(self.background, self.check_owner)
+            self._rank0(lambda: publish_folder(partial, self.folder / partial.name))
+        except CheckpointError as error:
+            # A new owner deletes what others were writing. Unlike a full disk, that ends the run.
+            on_rank0(self.background, self.check_owner)
+            return self._give_up(partial, needed, "; ".join(str(error).splitlines()))
         if self.background.rank == 0:
             self.published(self.folder / partial.name, job.step)
             self._prune(partial.parent)
@@ -194,51 +192,44 @@ class Checkpoints:
             raise CheckpointError("no room")
 
     def _write_parts(self, job: _Job, partial: Path) -> dict[str, Entry]:
-        """Entries of the files that all ranks wrote."""
+        """Write this rank's part, and its share of the export. Return the entries of all ranks'
+        files."""
 
         def write() -> dict[str, Entry]:
             job.part(partial)
             sums = job.part.sums
             return {name: ((partial / name).stat().st_size, sums[name]) for name in sums}
 
-        known = self._all(write, dict[str, Entry])
+        entries = self._all_ranks(write)
         if self.export is not None:
-            self._on_first(lambda: self.describe(partial))
-            known += self._export(self.export, partial)
-        return {name: entry for one in known for name, entry in one.items()}
+            self._rank0(lambda: self.describe(partial))
+            entries |= self._export(self.export, partial)
+        everyone = self.background.all_gather(entries, dict[str, Entry])
+        return {name: entry for of_rank in everyone for name, entry in of_rank.items()}
 
-    def _export(self, export: Export, partial: Path) -> list[dict[str, Entry]]:
+    def _export(self, export: Export, partial: Path) -> dict[str, Entry]:
+        """Write the other format. Return the entries of the files that this rank has read."""
         target, rank, num_ranks = partial / HF, self.background.rank, self.background.world_size
 
         def create() -> None:
             target.mkdir()
             export.create(target)
 
-        self._on_first(create)
-        self._or_give_up(lambda: export.write(partial, target, rank, num_ranks))
-        self._on_first(lambda: export.finish(target))
-        names = self._all(lambda: sorted(path.name for path in target.iterdir()), list[str])[0]
+        def finish() -> list[str]:
+            export.finish(target)
+            return sorted(path.name for path in target.iterdir() if path.is_file())
+
+        self._rank0(create)
+        self._all_ranks(lambda: export.write(partial, target, rank, num_ranks))
+        names = self.background.broadcast(self._rank0(finish) or [], list[str])
         mine = names[rank::num_ranks]
-        return self._all(
-            lambda: {f"{HF}/{name}": entry_of(target / name) for name in mine}, dict[str, Entry]
-        )
+        return self._all_ranks(lambda: {f"{HF}/{name}": entry_of(target / name) for name in mine})
 
     def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
         if self.export is None:
             self.describe(partial)
         write_text(partial / folders.STATE, job.state)
         write_manifest(partial, known)
-
-    def _check_owner(self) -> None:
-        """Unlike a full disk, nothing to go on after."""
-        error = None
-        if self.background.rank == 0:
-            try:
-                self.check_owner()
-            except DapoError as raised:
-                error = raised
-        if record := self.background.broadcast(ErrorRecord.of(error), ErrorRecord | None):
-            raise error or record.error()
 
     def _give_up(self, partial: Path, needed: int, why: str) -> str:
         situation = self._situation()
@@ -251,8 +242,8 @@ class Checkpoints:
         return text
 
     def _say(self, text: str) -> None:
-        """To this rank's log and to the user. The disk that is full may be the logs' too, and not
-        to be heard is no reason to end the run."""
+        """Write to this rank's log and to the user. The logs may be on the disk that is full, and
+        an unheard message is no reason to end the run."""
         with suppress(OSError):
             os.write(2, f"{text}\n".encode())
         with suppress(OSError):
@@ -273,22 +264,18 @@ class Checkpoints:
         except OSError as error:
             self._say(f"an old checkpoint could not be deleted: {error}")
 
-    def _on_first(self, action: Callable[[], None]) -> None:
-        """Do it on rank 0 alone."""
-        self._or_give_up(action if self.background.rank == 0 else lambda: None)
+    def _rank0(self, action: Callable[[], Result]) -> Result | None:
+        return on_rank0(self.background, lambda: self._guarded(action))
 
-    def _all(self, action: Callable[[], Result], of: object) -> list[Result]:
-        """Do it on every rank; results, of the type `of`, by rank."""
-        return self.background.all_gather(self._or_give_up(action), of)
+    def _all_ranks(self, action: Callable[[], Result]) -> Result:
+        return on_all_ranks(self.background, lambda: self._guarded(action))
 
-    def _or_give_up(self, action: Callable[[], Result]) -> Result:
-        """Do it on every rank. What fails on one rank is given up on all."""
-        result, error = None, None
+    def _guarded(self, action: Callable[[], Result]) -> Result:
+        """Raise CheckpointError for every failure that costs only this checkpoint."""
         try:
-            result = action()
-        except (OSError, DapoError) as raised:
-            error = f"rank {self.background.rank}: {raised}"
-        errors = self.background.all_gather(error, str | None)
-        if error := next(filter(None, errors), None):
-            raise _GivenUp(error)
-        return cast(Result, result)
+            return action()
+        except OSError as error:
+            where = error.filename or self.folder
+            raise CheckpointError(f"{where}: {error.strerror or error}") from error
+        except DapoError as error:
+            raise CheckpointError(str(error)) from error

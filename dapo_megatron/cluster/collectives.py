@@ -22,7 +22,7 @@ import msgspec
 
 from dapo_megatron import types
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import DapoError, RankError
+from dapo_megatron.types import DapoError, RankError, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,7 +177,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     raise TypeError(f"{type(value).__name__}: ranks cannot send each other values of this type")
 
 
@@ -187,9 +187,8 @@ def _special(kind: type, value: Any) -> Any:
 
     if kind is Path and isinstance(value, str):
         return Path(value)
-    dtype = getattr(torch, value, None) if kind is torch.dtype and isinstance(value, str) else None
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    if kind is torch.dtype and isinstance(value, str):
+        return torch_dtype(value)
     raise ValueError(f"no {kind.__name__}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import MutableMapping
 
@@ -43,6 +44,11 @@ def port_of(environ: MutableMapping[str, str]) -> int:
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     job, restart, step = (int(environ.get(name) or "0") for name in names)
     return FIRST_PORT + (job + 101 * restart + 1009 * step) % NUM_PORTS
+
+
+def node_name() -> str:
+    """Return Slurm's name of this node, else its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dapo_megatron.cluster.attempt import attempt_variable
+from dapo_megatron.cluster.processes import die_with_parent
 from dapo_megatron.cluster.ranks import STORE
 from dapo_megatron.cluster.scratch import private_folder
 from dapo_megatron.cluster.secret import secret_variable
@@ -48,12 +48,12 @@ def launch(
     """
     with private_folder() as folder:
         shared = {**os.environ, **attempt_variable(), **meeting_variables(folder)}
-        port = _free_port()
+        port = free_port()
         ranks = [
             subprocess.Popen(
                 command,
                 env={**shared, **_environment(rank, num_processes, port)},
-                preexec_fn=_die_with_parent,
+                preexec_fn=_prepare_rank,
             )
             for rank in range(num_processes)
         ]
@@ -126,14 +126,13 @@ def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[Non
             signal.signal(number, handler)
 
 
-def _die_with_parent() -> None:
-    """Linux: SIGKILL for this process when the one that started it is gone."""
+def _prepare_rank() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    die_with_parent()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

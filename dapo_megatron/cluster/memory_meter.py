@@ -16,15 +16,14 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.protocols import Exchange
 
 GIB = 2**30
-_PROCESS = Path("/proc/self")
 
 
 class Gauge(Protocol):
@@ -82,7 +81,7 @@ class ProcessGauge:
         """Forget the maximum."""
         self._highest = self.highest()
         with suppress(OSError):
-            (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
+            forget_peak()
 
     def peaks(self) -> dict[str, float]:
         """See Gauge."""
@@ -95,9 +94,7 @@ class ProcessGauge:
 
 def _peak_bytes() -> int:
     with suppress(OSError):
-        for line in (_PROCESS / "status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        return resident_bytes()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -7,8 +7,6 @@ clocks are laid side by side: those of two nodes may differ by more than a phase
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from dapo_megatron.cluster.join import node_name
 from dapo_megatron.protocols import Exchange
 
 MAX_POINTS = 200
@@ -99,7 +98,7 @@ class Timeline:
         self._exchange = exchange
         self._every = every
         self._keep = keep
-        self._host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._host = node_name()
         self._replica: int | None = None
         self._max_sequences = 1
         self.requests = 0

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,10 +31,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from dapo_megatron.cluster import exit_reason, flight_recorder, heartbeat
+from dapo_megatron.cluster import exit_reason, heartbeat
 from dapo_megatron.cluster.attempt import HUNG, attempt
-from dapo_megatron.cluster.emergency_io import say, stacks, within
+from dapo_megatron.cluster.emergency_io import Flight, last_collectives, say, stacks, within
 from dapo_megatron.cluster.heartbeat import Alarm, Pulse, State
+from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.safe_output import above_panel
 from dapo_megatron.files import write_json
 
@@ -81,7 +81,7 @@ class Watchdog:
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get("start", max(limits.values()))}
         self._attempt = start_attempt or attempt()
-        self._host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._host = node_name()
         self._alarm = Alarm.of(folder, self._attempt)
         self._hang_file = hang_file(folder, self._attempt)
         self._phase, self._step = "", 0
@@ -196,7 +196,7 @@ class Watchdog:
             f"exchanges: {here.num_exchanges}, last: {here.exchange or 'none'}; stacks:\n"
             f"{stacks()}"
         )
-        flown = within(ASK_SECONDS, flight_recorder.last_collectives) or flight_recorder.Flight()
+        flown = within(ASK_SECONDS, last_collectives) or Flight()
         self._num_collectives = flown.counts
         self._state = State.HUNG
         within(ASK_SECONDS, self._write_pulse)

@@ -27,7 +27,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,6 +48,7 @@ from dapo_megatron.doctor.quiet_rank import QuietRank, quiet_rank
 from dapo_megatron.doctor.shrink import shrink, write_random_model
 from dapo_megatron.doctor.table import TOLERANCES, CaseTable, Row
 from dapo_megatron.model import read_architecture, to_hf_config
+from dapo_megatron.plan.compatibility import Machine
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.policy.device import claim, has_cuda
@@ -115,6 +116,9 @@ class LayoutProof:
         ]
         if not self.cases:
             raise ConfigError(f"--only: no case has {only!r} in its name")
+        compared = replace(self.cases[0], packed=True).config(config, config.model.path)
+        arch = read_architecture(config)
+        check_compatibility(compared, arch, Machine.here(), has_engine=False)
         self.tolerance = TOLERANCES[precision]
         self.exact = _reference_precision(precision)
         self.table = CaseTable(session.terminal, self.cases)

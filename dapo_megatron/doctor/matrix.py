@@ -177,9 +177,9 @@ def reference(case: Case, precision: str = "float64") -> Case:
 def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -> list[Case]:
     """Return all cases for a model on up to `num_ranks` processes: the config's own layout
     first, then from few ranks to many. Layouts that the model does not allow are left out."""
-    # Transformer Engine computes only in bfloat16.
-    kernels = "auto" if precision == "bfloat16" else "local"
-    base = config.policy.model_copy(update={"precision": precision, "kernels": kernels})
+    base = config.policy.model_copy(update={"precision": precision, "kernels": "auto"})
+    if precision != "bfloat16":  # Transformer Engine computes in no other
+        base = base.model_copy(update={"kernels": "local", "fused_rope": False})
     own = own_ranks(config.policy, arch, num_ranks)
     layouts = [(own, base, True)] if own is not None else []
     layouts += [

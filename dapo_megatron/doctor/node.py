@@ -11,12 +11,12 @@ import resource
 import shutil
 import socket
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from dapo_megatron.cluster import emergency_io
 from dapo_megatron.config import Config
 from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.gpus import GpuError, check_gpus, describe, read_gpus
@@ -33,11 +33,6 @@ class NodeState(NamedTuple):
 
     checks: list[Check]
     facts: dict[str, str]
-
-
-def node_name() -> str:
-    """Return the name that Slurm gives this node, else its host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def check_node(config: Config, num_tasks: int, *, is_used: bool) -> NodeState:
@@ -67,21 +62,19 @@ def check_node(config: Config, num_tasks: int, *, is_used: bool) -> NodeState:
 def within(seconds: float, name: str, find: Callable[[], Iterable[Check]]) -> list[Check]:
     """Return the checks of `find`, or a failed one if it is not done in time. A thread that hangs
     in the kernel cannot be stopped, so it is left behind."""
-    checks: list[Check] = []
-    done = threading.Event()
 
-    def run() -> None:
+    def run() -> list[Check]:
+        checks: list[Check] = []
         try:
             checks.extend(find())
         except OSError as error:
-            remedy = "exclude the node, or have it repaired"
             checks.append(Check(name, Status.FAIL, f"cannot be checked: {error}", remedy))
-        done.set()
+        return checks
 
-    threading.Thread(target=run, daemon=True, name=name).start()
-    if not done.wait(seconds):
-        text = f"no answer in {seconds:g} s"
-        return [Check(name, Status.FAIL, text, "exclude the node, or have it repaired")]
+    remedy = "exclude the node, or have it repaired"
+    checks = emergency_io.within(seconds, run)
+    if checks is None:
+        return [Check(name, Status.FAIL, f"no answer in {seconds:g} s", remedy)]
     return checks
 
 

@@ -25,12 +25,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config import Config, PreflightConfig
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.doctor.bandwidth import BUDGETS, Bandwidth, Wire, judge, measure
 from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
-from dapo_megatron.doctor.node import NodeState, check_node, compare_facts, node_name, within
+from dapo_megatron.doctor.node import NodeState, check_node, compare_facts, within
 from dapo_megatron.files import read_json, write_text
 from dapo_megatron.policy import device
 from dapo_megatron.tracking.provenance import commit, versions

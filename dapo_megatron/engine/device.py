@@ -9,7 +9,7 @@ import os
 import random
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from dapo_megatron.cluster.scratch import clear_abandoned, locked
-from dapo_megatron.engine import memory
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
@@ -58,13 +57,6 @@ def prepare_environment(rank: int, local_rank: int) -> None:
     """Set what vLLM reads when it is imported. What the user has set stays as it is."""
     for name, value in {**_ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}.items():
         os.environ.setdefault(name, value)
-
-
-def check_environment(config: EngineConfig, environment: Mapping[str, str]) -> None:
-    """Refuse, before anything is built, an environment in which an engine could not sleep. Raises
-    ConfigError naming the variable."""
-    if has_cuda() and config.sleep:
-        memory.check_allocator(environment)
 
 
 def arguments(config: EngineConfig) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""An engine's GPU memory: what it must find when it wakes up, and settings it cannot live with.
+"""An engine's GPU memory: what it must find when it wakes up.
 
-vLLM (0.32) keeps weights and KV cache in pools of their own, beside torch's caching allocator
-(`vllm.device_allocator.cumem`): asleep they have addresses and no memory behind them.
+vLLM (0.32) keeps weights and KV cache in pools of their own, next to torch's caching allocator
+(`vllm.device_allocator.cumem`): asleep they have addresses and no memory behind them. Settings of
+torch's allocator that these pools cannot live with are refused by plan/compatibility.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -24,26 +25,6 @@ Part = Literal["weights", "kv_cache"]
 """vLLM's tags of what can be woken by itself; anything else comes with either."""
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 _NAMES = {"weights": "weights", "kv_cache": "KV cache"}
-
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_REFUSED = {
-    "expandable_segments:true": "vLLM's pools are made of segments that do not expand: it would "
-    "switch this off and on in the running process",
-    "backend:cudamallocasync": "vLLM's pools need torch's own allocator",
-}
-
-
-def check_allocator(environment: Mapping[str, str]) -> None:
-    """Refuse settings of torch's CUDA allocator that the pools of a sleeping engine do not go with.
-    Raises ConfigError naming the variable."""
-    for variable in _VARIABLES:
-        settings = environment.get(variable, "").replace(" ", "").lower().split(",")
-        for setting, why in _REFUSED.items():
-            if setting in settings or setting.replace("true", "1") in settings:
-                raise ConfigError(
-                    f"{variable}: {setting} does not go with engine.sleep: {why}. Take it out of "
-                    "the variable, or set engine.sleep=false"
-                )
 
 
 def check_room(part: Part) -> None:

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.model import Architecture, Latent
+from dapo_megatron.types import torch_dtype
 
 Kernels = Literal["local", "transformer_engine"]
 
@@ -45,7 +44,7 @@ class Micro:
     @property
     def width(self) -> int:
         """Bytes of a number."""
-        return int(getattr(torch, self.policy.precision).itemsize)
+        return torch_dtype(self.policy.precision).itemsize
 
     @property
     def input_width(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from dapo_megatron.config import Config
 from dapo_megatron.model import Architecture, engine_pieces
 from dapo_megatron.plan.parts import GIB, Part
+from dapo_megatron.types import torch_dtype
 
 WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"
 BATCHED_TOKENS = 16_384
@@ -40,7 +41,7 @@ class Engine:
 
 def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) -> Engine:
     """Estimate an engine on GPUs of `memory_bytes` each; None: without GPUs."""
-    size, dtype = config.engine_tensor_parallel, getattr(torch, config.policy.precision)
+    size, dtype = config.engine_tensor_parallel, torch_dtype(config.policy.precision)
     weights, small = _weights(arch, size, dtype, config.engine.expert_parallel)
     how = f"over {size} ranks"
     if config.engine.quantization == "fp8":

@@ -25,7 +25,6 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.types import ConfigError
 
 # Megatron's name of a recipe, and the format that goes with it: e5m2 has the range that gradients
 # need under one scale per tensor; a scale per block leaves them e4m3 and its precision.
@@ -41,16 +40,10 @@ what the pass of log-probs happened to see last."""
 
 def model_settings(config: PolicyConfig) -> dict[str, Any]:
     """For TransformerConfig. Attention stays in bfloat16; experts' tokens are padded to what FP8
-    needs by Megatron's grouped layer itself (TEGroupedMLP), so routing stays as it is. Raises
-    ConfigError."""
+    needs by Megatron's grouped layer itself (TEGroupedMLP), so routing stays as it is."""
     fp8 = config.fp8
     if fp8 is None:
         return {}
-    if fp8.parameters and fp8.recipe == "delayed":
-        raise ConfigError(
-            "policy.fp8.parameters: with recipe delayed, weights would be read from the checkpoint "
-            "before there is a scale to round them by; use recipe current or blockwise, or false"
-        )
     recipe, number_format = _RECIPES[fp8.recipe]
     return {
         "fp8": number_format,

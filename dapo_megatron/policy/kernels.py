@@ -9,35 +9,21 @@ from dapo_megatron.config import PolicyConfig
 from dapo_megatron.config.kernels import Kernels, kernels_for
 from dapo_megatron.model import Architecture
 from dapo_megatron.policy.device import has_cuda
-from dapo_megatron.types import ConfigError
 
 
 def kernels(config: PolicyConfig, arch: Architecture) -> Kernels:
-    """What policy.kernels comes to here, for this model. Raises ConfigError."""
+    """Return what policy.kernels comes to here, for this model. plan/compatibility has refused what
+    cannot run."""
     installed = find_spec("transformer_engine") is not None
     is_latent = arch.latent is not None
     chosen = kernels_for(config, has_gpu=has_cuda(), is_installed=installed, is_latent=is_latent)
-    if chosen == "transformer_engine" and is_latent:
-        raise ConfigError(
-            f"policy.kernels: {arch.family} runs in Megatron's own layers alone; use auto or local"
-        )
-    if chosen == "transformer_engine" and not (installed and has_cuda()):
-        raise ConfigError(
-            "policy.kernels: transformer_engine needs an NVIDIA GPU and the package "
-            "(requirements.txt); use auto or local"
-        )
-    if config.fp8 and chosen == "local":
-        raise ConfigError(
-            "policy.fp8: needs Transformer Engine's layers, and policy.kernels = "
-            f"{config.kernels} means Megatron's own here; use null, or a machine with an NVIDIA "
-            "GPU and the package, precision bfloat16 and a model without latent attention"
-        )
+    assert chosen == "transformer_engine" or not config.fp8, "see plan/compatibility"
     return chosen
 
 
 def kernels_chosen(config: PolicyConfig, arch: Architecture) -> dict[str, str]:
     """What the policy computes with, for the header of a run and its parameters in MLflow: the keys
-    are policy's, the values what was made of them. Raises ConfigError as `kernels`."""
+    are policy's, the values what was made of them."""
     if kernels(config, arch) == "local":
         facts = {"kernels": f"local (Megatron-core {_version('megatron-core')})"}
         return facts | {"rope": "plain", "fp8": "none"}

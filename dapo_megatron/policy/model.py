@@ -23,6 +23,7 @@ from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.rope import rope_frequencies
 from dapo_megatron.policy.specs import block_spec
+from dapo_megatron.types import torch_dtype
 
 
 def initialize_parallel(config: PolicyConfig, seed: int) -> None:
@@ -45,7 +46,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
 
     Fused activations stay off, and fused rope by default: with them, spikes of log-probs are on
     record (NVIDIA-NeMo/RL issue 1801)."""
-    dtype = getattr(torch, config.precision)
+    dtype = torch_dtype(config.precision)
     fused = kernels(config, arch) == "transformer_engine"
     make = MLATransformerConfig if arch.latent else TransformerConfig
     return make(

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import signature
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from dapo_megatron.config import Config, OptimizerConfig
 from dapo_megatron.policy import fp8
 from dapo_megatron.policy.device import device, has_cuda
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import ConfigError, torch_dtype
 
 FUSED = {
     "transformer_engine": "transformer_engine.pytorch.optimizers",
@@ -49,7 +48,8 @@ def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
     weight decay spares none (Megatron's default would spare biases and norms), hence the empty
     overrides. Raises ConfigError."""
     name = kernels(config.optimizer)
-    _check(config, name)
+    is_exact = config.optimizer.moments == "float32"
+    assert is_exact or name == "transformer_engine", "see plan/compatibility"
     overlap = chunks[0].ddp_config.overlap_param_gather
     with _told(adam(name)), _host_copies():
         settings = _settings(config, overlap=overlap)
@@ -57,7 +57,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
 
 
 def _settings(config: Config, *, overlap: bool) -> MegatronOptimizerConfig:
-    numbers, moments = config.optimizer, getattr(torch, config.optimizer.moments)
+    numbers, moments = config.optimizer, torch_dtype(config.optimizer.moments)
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=numbers.lr,
@@ -67,7 +67,7 @@ def _settings(config: Config, *, overlap: bool) -> MegatronOptimizerConfig:
         adam_eps=numbers.eps,
         clip_grad=numbers.clip_grad,
         bf16=config.policy.precision == "bfloat16",
-        params_dtype=getattr(torch, config.policy.precision),
+        params_dtype=torch_dtype(config.policy.precision),
         use_distributed_optimizer=True,
         overlap_param_gather=overlap,
         # AdamW itself then holds the float32 copies of the weights.
@@ -157,37 +157,6 @@ def _why_not(name: str) -> str | None:
     if not hasattr(module, "FusedAdam") or (name == "apex" and find_spec("amp_C") is None):
         return f"the installed {name} has no fused AdamW"
     return None
-
-
-def _check(config: Config, name: str) -> None:
-    """Raise ConfigError for what this AdamW, or Megatron around it, cannot do."""
-    numbers, policy = config.optimizer, config.policy
-    if numbers.moments == "bfloat16":
-        if policy.precision != "bfloat16":
-            raise ConfigError(
-                f"optimizer.moments: bfloat16 with policy.precision {policy.precision}; "
-                "use float32 moments"
-            )
-        if numbers.cpu_offload:
-            raise ConfigError(
-                "optimizer.moments: bfloat16 with optimizer.cpu_offload, which updates in float32; "
-                "use one of them"
-            )
-        if name != "transformer_engine" or "exp_avg_dtype" not in signature(adam(name)).parameters:
-            raise ConfigError(
-                f"optimizer.moments: bfloat16 needs Transformer Engine's AdamW, and here "
-                f"optimizer.kernels {numbers.kernels} is {name}; use float32"
-            )
-    if numbers.cpu_offload and policy.precision != "bfloat16":
-        # Of float32 weights the distributed optimizer has views, which torch's optimizers refuse.
-        raise ConfigError(
-            f"optimizer.cpu_offload: needs policy.precision bfloat16, not {policy.precision}; use 0"
-        )
-    if numbers.cpu_offload and policy.fp8 and policy.fp8.parameters:
-        raise ConfigError(
-            "optimizer.cpu_offload: not with policy.fp8.parameters, whose weights the host cannot "
-            "read; use 0, or set policy.fp8.parameters to false"
-        )
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.policy.snapshot import Snapshot
 from dapo_megatron.policy.step import Runner
 from dapo_megatron.protocols import Exchange, LossFn, Planner
-from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch
+from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch, torch_dtype
 
 
 class MegatronPolicy:
@@ -79,7 +79,7 @@ class MegatronPolicy:
         """See protocols.Policy."""
         self._assert_here()
         micro = self._microbatches(batch)
-        exact = torch.promote_types(getattr(torch, self._config.policy.precision), torch.float32)
+        exact = torch.promote_types(torch_dtype(self._config.policy.precision), torch.float32)
         whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
         with megatron_device():
             self._train(False)

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.file import dtype_name
 from dapo_megatron.checkpoints.formats.megatron import slots_of
 from dapo_megatron.checkpoints.formats.moments import (
     MAIN,
@@ -32,7 +31,7 @@ from dapo_megatron.checkpoints.formats.moments import (
 )
 from dapo_megatron.checkpoints.formats.store import Store
 from dapo_megatron.model import Architecture, Place, Slot
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.types import CheckpointError, dtype_name
 
 
 def reshard(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dapo_megatron.policy import fp8
 from dapo_megatron.policy.rows import Rows
-from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs, reductions
+from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.types import MicroTokens, TokenBatch
 
@@ -66,7 +66,6 @@ class Runner:
         self._chunks = list(chunks)
         self._temperature = temperature
         self._vocab = vocab
-        reductions(head)  # refuses one that cannot run before anything has run
         self._head_name = head
         config = self._chunks[0].config
         self._has_experts = config.num_moe_experts is not None

@@ -17,10 +17,8 @@ one tile.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_megatron.policy.collectives import all_reduce
-from dapo_megatron.types import ConfigError
 
 Head = Literal["torch", "triton"]
 
@@ -105,15 +102,9 @@ def linear_logprobs(
 
 
 def reductions(head: Head) -> Reductions:
-    """What `policy.logprob_head` names. Raises ConfigError where it cannot run."""
+    """Return what `policy.logprob_head` names. plan/compatibility has refused what cannot run."""
     if head == "torch":
         return _WithTorch()
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if find_spec("triton") is None or not (torch.cuda.is_available() or interpreted):
-        raise ConfigError(
-            "policy.logprob_head: triton needs an NVIDIA GPU and the package triton (torch for "
-            "CUDA brings it); use torch"
-        )
     kernels: Reductions = import_module("dapo_megatron.policy.head_kernels").WithTriton()
     return kernels
 

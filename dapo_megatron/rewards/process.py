@@ -15,7 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
-from dapo_megatron.rewards.process_tree import kill_descendants, remove_folder
+from dapo_megatron.cluster.processes import helper_environment, kill_descendants, remove_folder
 from dapo_megatron.rewards.worker_messages import (
     MAX_MESSAGE_BYTES,
     Failure,
@@ -83,7 +83,7 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # graders print; stderr stays, for what goes wrong
-                env=_environment(environment) | {"TMPDIR": self._folder},
+                env=helper_environment((*INHERITED, *environment)) | {"TMPDIR": self._folder},
                 start_new_session=True,  # its own group: what a grader starts is killed with it
             )
 
@@ -279,12 +279,3 @@ class Workers:
         self.replace()
         if self._successor is not None:
             self._successor.stop()
-
-
-def _environment(names: Collection[str]) -> dict[str, str]:
-    environment = {key: os.environ[key] for key in (*INHERITED, *names) if key in os.environ}
-    # The same modules as here, however this process came to find them.
-    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # it has no business on a GPU
-    environment["OMP_NUM_THREADS"] = "1"
-    return environment

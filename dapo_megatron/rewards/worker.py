@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dapo_megatron.rewards.process_tree import adopt_orphans, die_with_parent
+from dapo_megatron.cluster.processes import adopt_orphans, die_with_parent
 from dapo_megatron.rewards.registry import GraderFn, resolve
 from dapo_megatron.rewards.worker_messages import Failure, decode_batch, encode, encode_answer
 from dapo_megatron.types import Grade
@@ -32,11 +32,10 @@ def main() -> None:
     # this process when it is done with it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        die_with_parent()  # even in the middle of a hung grading
-        adopt_orphans()
-        with contextlib.suppress(OSError):  # if memory runs out, graders go before the training
-            Path("/proc/self/oom_score_adj").write_text("1000")
+    die_with_parent()  # even in the middle of a hung grading
+    adopt_orphans()
+    with contextlib.suppress(OSError):  # if memory runs out, graders go before the training
+        Path("/proc/self/oom_score_adj").write_text("1000")
     memory_bytes = int(sys.argv[2]) * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     with (

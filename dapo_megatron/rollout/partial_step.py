@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dapo_megatron.config import Config, refuse
 from dapo_megatron.rollout.serialization import group_from_json, group_to_json
-from dapo_megatron.types import Group, StepStats
+from dapo_megatron.types import Group, StepStats, dtype_name, torch_dtype
 
 
 def cut_by(config: Config) -> dict[str, Any]:
@@ -86,10 +86,9 @@ class OpenStep:
 def _to_text(values: Tensor) -> dict[str, str]:
     """Exactly, in a third of the space that digits take."""
     data = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    name = str(values.dtype).removeprefix("torch.")
-    return {"dtype": name, "base64": base64.b64encode(data).decode()}
+    return {"dtype": dtype_name(values.dtype), "base64": base64.b64encode(data).decode()}
 
 
 def _from_text(value: Mapping[str, str]) -> Tensor:
     data = bytearray(base64.b64decode(value["base64"]))
-    return torch.frombuffer(data, dtype=getattr(torch, value["dtype"]))
+    return torch.frombuffer(data, dtype=torch_dtype(value["dtype"]))

@@ -30,11 +30,18 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.cluster.watchdog import Watchdog
-from dapo_megatron.config import Config, LossConfig, OptimizerConfig, PolicyConfig, TrainConfig
+from dapo_megatron.config import (
+    Config,
+    LossConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TrainConfig,
+)
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.model import hf_tensors, read_architecture
+from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
 from dapo_megatron.protocols import LossFn, Parts, Planner, Policy, RolloutEngine
@@ -46,7 +53,7 @@ from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking import RunRecorder, SilentRecorder
-from dapo_megatron.types import ConfigError, LossOutput, MicroTokens, Prompt, whole
+from dapo_megatron.types import ConfigError, LossOutput, MicroTokens, Prompt, torch_dtype, whole
 
 
 @dataclass
@@ -178,11 +185,10 @@ def stoppable(loss: LossFn, policy: PolicyConfig, stop: Callable[[], None]) -> L
 def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
     """The engine first: it sizes its cache by what memory is free. It then sleeps, and the policy
     is there; the first sync gives the engine its turn. Collective."""
-    from dapo_megatron.engine import device
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.policy.policy import MegatronPolicy
 
-    device.check_environment(config.engine, os.environ)
+    check(config, read_architecture(config), Machine.here())
     engine = VllmEngine(
         config,
         rank=ranks.rank,
@@ -338,7 +344,7 @@ def _checkpoints(
         describe=partial(
             copy_companions,
             Path(config.model.path),
-            dtype=getattr(torch, config.policy.precision),
+            dtype=torch_dtype(config.policy.precision),
         ),
         extra={"mlflow_run": recorder.run_id},
     )
@@ -350,7 +356,7 @@ class HfExport:
     def __init__(self, config: Config) -> None:
         self._model = Path(config.model.path)
         self._ignore = config.model.ignore_fields
-        self._dtype = getattr(torch, config.policy.precision)
+        self._dtype = torch_dtype(config.policy.precision)
         shapes = hf_tensors(read_architecture(config))
         self._infos = {name: TensorInfo(shape, self._dtype) for name, shape in shapes.items()}
         self.num_bytes = sum(info.nbytes for info in self._infos.values())

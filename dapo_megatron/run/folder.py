@@ -10,16 +10,16 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from dapo_megatron.checkpoints import fault_of
 from dapo_megatron.checkpoints.folder import (
     DAMAGED,
     STATE,
+    fault_of,
     free_name,
+    has_manifest,
     place_of,
     published,
-    settle,
+    recover_checkpoints,
 )
-from dapo_megatron.checkpoints.manifest import has_manifest
 from dapo_megatron.cluster.attempt import attempt
 from dapo_megatron.files import open_lock, read_json, try_lock, write_json
 from dapo_megatron.protocols import Exchange
@@ -76,7 +76,7 @@ class RunFolder:
             if not self._wait_for_lock(lock_seconds):
                 self._take_over()
             write_json(self.owner, {"attempt": self.attempt})
-            settle(self.checkpoints)
+            recover_checkpoints(self.checkpoints)
         except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
             raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
         except OSError as error:  # a disk that is full or away: may be mended by the next start

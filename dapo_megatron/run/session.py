@@ -19,7 +19,7 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
-from dapo_megatron.model import read_architecture
+from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.run.context import RunContext, open_context, report_error
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Stopped
 
@@ -42,7 +42,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
     from dapo_megatron.run.record import open_recorder
 
     config, ranks, folder = context.config, context.ranks, context.folder
-    notes = _check_compatibility(config, has_engine=replay is None)
+    notes = check(config, read_architecture(config), Machine.here(), has_engine=replay is None)
     source = context.resume_from
     state = read_state(source) if source else None
     with restoring(source):
@@ -89,17 +89,6 @@ def _train(context: RunContext, replay: Path | None) -> None:
         summary = _conclude(context, progress, instruments.memory.highest_gib())
         recorder.keep(folder.summary)
     recorder.summary(summary, folder.path)
-
-
-def _check_compatibility(config: Config, *, has_engine: bool) -> list[str]:
-    """Return what the user should know about this config on this machine. Raises ConfigError."""
-    import torch
-
-    from dapo_megatron.plan.compatibility import Machine, check
-
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    machine = Machine.here(capability, torch.version.cuda)
-    return check(config, read_architecture(config), machine, has_engine=has_engine)
 
 
 def _live_parts(

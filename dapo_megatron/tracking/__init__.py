@@ -3,7 +3,7 @@ Rank 0 has a composite of them; the other ranks track nothing."""
 
 from dapo_megatron.tracking.console import RolloutProgress, RunConsole
 from dapo_megatron.tracking.jsonl import JsonlTracker
-from dapo_megatron.tracking.mlflow_spool import MlflowSpool, deliver, settle, why_waiting
+from dapo_megatron.tracking.mlflow_spool import MlflowSpool, deliver, deliver_rest, why_waiting
 from dapo_megatron.tracking.provenance import commit, cpu_name, run_tags, versions
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
 from dapo_megatron.tracking.run_report import RunReport
@@ -24,8 +24,8 @@ __all__ = [
     "commit",
     "cpu_name",
     "deliver",
+    "deliver_rest",
     "run_tags",
-    "settle",
     "versions",
     "why_waiting",
     "write_samples",

@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dapo_megatron.cluster.processes import helper_environment
 from dapo_megatron.config import Config, FileSource
 from dapo_megatron.files import open_lock, try_lock
 from dapo_megatron.tracking import spool
@@ -203,9 +204,9 @@ def why_waiting(folder: Path, sender: subprocess.Popen[bytes] | None = None) -> 
     return next(filter(None, errors), "it is slow")
 
 
-def settle(run_folder: Path) -> None:
-    """For a folder whose run is over and was moved aside: if MLflow does not know all of it yet,
-    a process of its own tells it, KILLED if it did not say how it ended. Does not wait."""
+def deliver_rest(run_folder: Path) -> None:
+    """Start a process that delivers what MLflow lacks of a run that is over and was moved aside. A
+    run without an end is KILLED. Does not wait."""
     folder = run_folder / spool.FOLDER
     number = max(spool.attempts(folder), default=0)
     if spool.read_cursor(folder, "facts").begun or spool.num_waiting(folder):
@@ -233,7 +234,7 @@ def start_sender(
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment() | {"MLFLOW_TRACKING_URI": given_uri()},
+                env=helper_environment() | {"MLFLOW_TRACKING_URI": given_uri()},
                 start_new_session=True,
             )
     except OSError as error:
@@ -241,16 +242,6 @@ def start_sender(
         return None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def child_environment() -> dict[str, str]:
-    """For a process beside the ranks: it is none, has no business on a GPU, and finds the modules
-    that this process found."""
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 def tracking_uri(config: Config) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dapo_megatron.tracking.mlflow_spool import SHORT_WAIT_SECONDS, child_environment
+from dapo_megatron.cluster.processes import helper_environment
+from dapo_megatron.tracking.mlflow_spool import SHORT_WAIT_SECONDS
 
 NAME = "report.html"
 LOG = "logs/report.log"
@@ -95,7 +96,7 @@ class RunReport:
     def _start(self) -> subprocess.Popen[bytes]:
         """It is no part of the job: a signal to the ranks is not for it."""
         environment = {
-            name: value for name, value in child_environment().items() if not OF_A_RANK.match(name)
+            name: value for name, value in helper_environment().items() if not OF_A_RANK.match(name)
         }
         log = self._run_folder / LOG
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from dapo_megatron.files import whole
+from dapo_megatron.files import atomic_write
 from dapo_megatron.rollout.serialization import (
     DECIMALS,
     SampleIndex,
@@ -58,7 +58,7 @@ def write_samples(
     for old in (index_path(folder, step), policy_path(folder, step)):
         old.unlink(missing_ok=True)
     path, index = samples_path(folder, step), Index(step)
-    with _whole(path) as file:
+    with _open(path) as file:
         for group, fate in groups:
             line = {
                 "fate": str(fate),
@@ -83,7 +83,7 @@ def write_policy(
     """
     path = policy_path(folder, step)
     tickets: set[int] = set()
-    with _whole(path) as file:
+    with _open(path) as file:
         for one in sequences:
             tickets.add(one.ticket)
             is_whole = len(tickets) <= num_whole_groups
@@ -108,14 +108,14 @@ class Index(SampleIndex):
     def write(self, folder: Path) -> Path:
         """Write it beside the samples in `folder`; the path. Raises OSError."""
         path = index_path(folder, self.step)
-        with _whole(path) as file:
+        with _open(path) as file:
             file.write(json.dumps(self.columns()).encode())
         return path
 
 
-def _whole(path: Path) -> AbstractContextManager[BinaryIO]:
+def _open(path: Path) -> AbstractContextManager[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return whole(path)
+    return atomic_write(path)
 
 
 def _verdict(group: Group) -> str | None:

@@ -47,7 +47,7 @@ ROOMS = {
     "data": room(
         "types files config algo rewards", "torch transformers jinja2 pyarrow reasoning_gym"
     ),
-    "rewards": room("types files config algo", "math_verify msgspec reasoning_gym sympy"),
+    "rewards": room("types files config algo cluster", "math_verify msgspec reasoning_gym sympy"),
     "cluster": room(f"{LOW} config", "torch msgspec rich"),
     "plan": room(f"{LOW} config model bridge", "torch rich"),
     # cluster for ranks that fail together.
@@ -62,7 +62,7 @@ ROOMS = {
     "rollout": room(f"{LOW} config algo data rewards", "torch"),
     "loop": room(f"{LOW} config algo data rewards rollout", "torch"),
     # rollout for the form of a group on disk, torch for the name of the GPU.
-    "tracking": room(f"{LOW} config rollout", "mlflow rich torch"),
+    "tracking": room(f"{LOW} config cluster rollout", "mlflow rich torch"),
     "doctor": room(
         f"{LOW} config model algo data bridge policy cluster plan tracking run",
         "torch transformers rich",

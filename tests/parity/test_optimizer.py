@@ -233,12 +233,6 @@ def test_moments_in_bfloat16_by_a_stand_in_are_saved_and_go_on(ranks: Any) -> No
     [
         ({"optimizer__kernels": "apex"}, "optimizer.kernels: apex: needs an NVIDIA GPU"),
         ({"optimizer__kernels": "transformer_engine"}, "transformer_engine: needs an NVIDIA GPU"),
-        ({"optimizer__moments": "bfloat16"}, "optimizer.moments: bfloat16 with policy.precision"),
-        ({"optimizer__cpu_offload": 0.5}, "optimizer.cpu_offload: needs policy.precision bfloat16"),
-        (
-            {"optimizer__moments": "bfloat16", "policy__precision": "bfloat16"},
-            "optimizer.kernels auto is torch; use float32",
-        ),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(keys: dict[str, Any], said: str) -> None:

@@ -106,10 +106,11 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(
     with pytest.raises(CheckpointError) as caught:
         run.save(2, OnTheWay(lambda: (_ for _ in ()).throw(OSError(122, "Disk quota exceeded"))))
     said = str(caught.value)
-    assert said.startswith("step_000002 was NOT saved: rank 0: [Errno 122] Disk quota exceeded")
+    why = f"rank 0: {run.folder.checkpoints}: Disk quota exceeded"
+    assert said.startswith(f"step_000002 was NOT saved: {why}; it needs")
     assert f"the newest checkpoint remains {kept}" in said
     [note] = run.notes
-    assert note.startswith("CHECKPOINT FAILED: step_000002 was NOT saved: rank 0: [Errno 122]")
+    assert note.startswith(f"CHECKPOINT FAILED: step_000002 was NOT saved: {why}; it needs")
     assert note.endswith(f"the newest checkpoint remains {kept}")  # whatever the run does now
     assert note.removeprefix("CHECKPOINT FAILED: ") in said
     assert said.endswith("resume=auto goes on from what there is")
@@ -344,7 +345,8 @@ def test_ranks_publish_together_or_not_at_all(tmp_path: Path) -> None:
     assert both[0] == both[1]
     said = both[0]
     assert said["published 1"]
-    assert said["error 2"].startswith("step_000002 was NOT saved: rank 1: [Errno 5] Input/output")
+    why = f"rank 1: {tmp_path}: Input/output error"
+    assert said["error 2"].startswith(f"step_000002 was NOT saved: {why}; it needs")
     assert said["published 3"]
     assert names(tmp_path) == ["step_000001", "step_000003"]
     assert read_state(tmp_path / "step_000003")["step"] == 3

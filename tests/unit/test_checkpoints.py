@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.checkpoints import folder, newest, read_state, restoring
-from dapo_megatron.checkpoints.manifest import MANIFEST, _sum_of, read_manifest
-from dapo_megatron.files import write_json
+from dapo_megatron.checkpoints.folder import MANIFEST, _sum_of, read_manifest
+from dapo_megatron.files import publish_folder, write_json
 from dapo_megatron.loop import Progress
 from dapo_megatron.types import CheckpointError
 from tests.helpers.saving import (
@@ -247,8 +247,8 @@ def test_replacing_leaves_no_moment_without_one(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Path, "rename", dies(Path.rename))
         patch.setattr(shutil, "rmtree", dies(shutil.rmtree))
-        folder.publish(partial, old)
-    folder.settle(tmp_path)
+        publish_folder(partial, old)
+    folder.recover_checkpoints(tmp_path)
     assert read_state(old) == {"new": after == 2}
     assert names(tmp_path) == ["step_000003"]
     assert not (tmp_path / ".partial").exists()

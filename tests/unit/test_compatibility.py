@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
@@ -209,9 +210,59 @@ def test_the_page_is_not_stale() -> None:
     assert all(rule.why in written for rule in RULES)
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("value", "is_refused"),
+    [
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:512, expandable_segments: true", True),
+        ("expandable_segments:1", True),
+        ("backend:cudaMallocAsync", True),
+        ("", False),
+        ("max_split_size_mb:512", False),
+        ("expandable_segments:False", False),
+        ("backend:native", False),
+    ],
+)
+def test_an_allocator_that_a_sleeping_engine_cannot_live_with_is_refused(
+    variable: str, value: str, is_refused: bool
+) -> None:
+    def is_found(config: Config, machine: Machine) -> bool:
+        return "engine-sleep-allocator" in names(Run(config, QWEN3, machine))
+
+    there = replace(H100, environment={variable: value})
+    assert is_found(config_of(), there) == is_refused
+    assert not is_found(config_of("engine.sleep=false"), there)
+    assert not is_found(config_of(), replace(there, capability=None))  # CPU
+
+
+@pytest.mark.parametrize("machine", [NO_GPU, Machine((9, 0), (13, 0))], ids=["no GPU", "no TE"])
+@pytest.mark.parametrize(
+    ("rule", "overrides"),
+    [
+        ("kernels-machine", ("policy.kernels=transformer_engine",)),
+        ("fp8-machine", ("policy.fp8={recipe: current}",)),
+        ("moments-kernels", ("optimizer.moments=bfloat16",)),
+        ("head-machine", ("policy.logprob_head=triton",)),
+        ("optimizer-machine", ("optimizer.kernels=transformer_engine",)),
+    ],
+)
+def test_what_a_machine_lacks_is_refused(
+    machine: Machine, rule: str, overrides: tuple[str, ...]
+) -> None:
+    config = config_of("policy.precision=bfloat16", *overrides)
+    assert rule in names(Run(config, QWEN3, machine))
+    assert rule not in names(Run(config, QWEN3, H100))
+    with pytest.raises(ConfigError):
+        check(config, QWEN3, machine)
+
+
 def test_the_machine_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    here = Machine.here((9, 0), "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    here = Machine.here()
     assert here.capability == (9, 0) and here.cuda == (13, 0)
     assert here.environment["TRITON_INTERPRET"] == "1"
     assert "head-machine" not in names(Run(config_of("policy.logprob_head=triton"), QWEN3, here))

@@ -35,38 +35,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_cuda", lambda: True)
 
 
-# ------------------------------------------------------------------ settings of the allocator
-
-
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-@pytest.mark.parametrize(
-    "value",
-    [
-        "expandable_segments:True",
-        "max_split_size_mb:512, expandable_segments: true",
-        "expandable_segments:1",
-        "backend:cudaMallocAsync",
-    ],
-)
-def test_an_allocator_that_a_sleeping_engine_cannot_live_with_is_refused(
-    gpu: None, variable: str, value: str
-) -> None:
-    engine = tiny_config().engine
-    with pytest.raises(ConfigError, match=rf"^{variable}: .*engine\.sleep=false"):
-        device.check_environment(engine, {variable: value})
-    device.check_environment(tiny_config(engine__sleep="false").engine, {variable: value})
-
-
-def test_other_settings_pass(gpu: None) -> None:
-    for value in ("", "max_split_size_mb:512", "expandable_segments:False", "backend:native"):
-        device.check_environment(tiny_config().engine, {"PYTORCH_CUDA_ALLOC_CONF": value})
-
-
-def test_without_a_gpu_the_allocator_does_not_matter() -> None:
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    device.check_environment(tiny_config().engine, environment)
-
-
 # ------------------------------------------------------------------ room to wake up
 
 

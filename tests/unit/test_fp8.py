@@ -12,7 +12,6 @@ from torch import Tensor
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import Place, architecture, layout_of
 from dapo_megatron.policy.shards import shards_of
-from dapo_megatron.types import ConfigError
 from tests.helpers.published import PUBLISHED
 
 PLACE = Place(0, 2, first_layer=0, num_layers=2, has_embedding=True, has_head=True)
@@ -217,13 +216,6 @@ def test_megatron_takes_the_settings(fp8: dict[str, Any]) -> None:
     assert DistributedDataParallelConfig(**ddp_settings(config)).fp8_param_gather == has_parameters
     optimizer = OptimizerConfig(optimizer="adam", **optimizer_settings(config))
     assert optimizer.fp8_recipe == (model.fp8_recipe if has_parameters else None)
-
-
-def test_weights_are_not_rounded_by_a_scale_that_is_not_there() -> None:
-    from dapo_megatron.policy.fp8 import model_settings
-
-    with pytest.raises(ConfigError, match=r"policy\.fp8\.parameters.*delayed"):
-        model_settings(policy(recipe="delayed", parameters=True))
 
 
 def test_no_fp8_says_nothing() -> None:

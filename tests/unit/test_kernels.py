@@ -13,7 +13,6 @@ from dapo_megatron.plan.compatibility import Machine, Run
 from dapo_megatron.plan.estimate import kernels_of
 from dapo_megatron.policy import kernels as module
 from dapo_megatron.policy.kernels import kernels, kernels_chosen
-from dapo_megatron.types import ConfigError
 from tests.helpers.configs import TINY
 from tests.helpers.published import PUBLISHED
 
@@ -49,15 +48,6 @@ def test_auto(machine: Any, gpu: bool, installed: bool, precision: str) -> None:
     assert kernels(policy(precision=precision, kernels="local"), model()) == "local"
 
 
-@pytest.mark.parametrize(("gpu", "installed"), [(False, True), (True, False)])
-def test_what_is_not_there_is_refused(machine: Any, gpu: bool, installed: bool) -> None:
-    machine(gpu, installed)
-    with pytest.raises(ConfigError, match=r"policy\.kernels: transformer_engine needs"):
-        kernels(policy(kernels="transformer_engine"), model())
-    with pytest.raises(ConfigError, match=r"policy\.fp8: needs Transformer Engine"):
-        kernels(policy(fp8={"recipe": "current"}), model())
-
-
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("asked", ["auto", "local"])
@@ -72,14 +62,6 @@ def test_policy_plan_and_compatibility_agree(
     here = Machine((9, 0) if gpu else None, (13, 0), frozenset({"transformer_engine"}))
     assert Run(config, arch, here).fused == (chosen == "transformer_engine")
     assert (chosen == "transformer_engine") == (gpu and asked == "auto" and family == "qwen3")
-
-
-def test_latent_attention_in_fused_layers_is_refused(machine: Any) -> None:
-    machine(True, True)
-    with pytest.raises(ConfigError, match=r"policy\.kernels: deepseek_v3 runs in.*auto or local"):
-        kernels(policy(kernels="transformer_engine"), model("deepseek_v3"))
-    with pytest.raises(ConfigError, match=r"policy\.fp8.*latent attention"):
-        kernels(policy(fp8={"recipe": "current"}), model("deepseek_v3"))
 
 
 def test_what_is_logged(machine: Any) -> None:

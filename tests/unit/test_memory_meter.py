@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.cluster import memory_meter
+from dapo_megatron.cluster import processes
 from dapo_megatron.cluster.memory_meter import GIB, MemoryMeter, ProcessGauge, highest_use
 from dapo_megatron.cluster.ranks import Ranks
 
@@ -80,7 +80,7 @@ def test_the_rank_that_takes_most_counts() -> None:
 def test_without_linuxs_maximum_it_is_the_processs_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory_meter, "_PROCESS", tmp_path / "nowhere")
+    monkeypatch.setattr(processes, "_PROCESS", tmp_path / "nowhere")
     gauge = ProcessGauge()
     gauge.begin()
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -104,3 +104,7 @@ def test_a_devices_use_is_never_overstated_and_exact_while_an_engine_stays_as_it
     woken = (used[0], used[1] + asleep)
     found = highest_use(woken, (unknown[0], unknown[1] + asleep), peak + asleep)
     assert found <= context + grown + max(peak, after + asleep)
+
+
+def test_peak_memory_is_of_this_process() -> None:
+    assert 10 * 2**20 < processes.resident_bytes() < 2**40

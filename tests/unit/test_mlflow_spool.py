@@ -31,8 +31,8 @@ from dapo_megatron.tracking import (
     MlflowSpool,
     commit,
     deliver,
+    deliver_rest,
     mlflow_spool,
-    settle,
     spool,
     versions,
     why_waiting,
@@ -640,7 +640,7 @@ def test_a_run_that_is_moved_aside_is_killed_where_it_is(server: Server, run: Co
         rank_0.kill()
     aside = run.folder.with_name(f"{run.folder.name}.1")
     run.folder.rename(aside)
-    settle(aside)
+    deliver_rest(aside)
     wait_until(lambda: spool.num_waiting(aside / "mlflow") == 0)
     wait_until(lambda: [one.info.status for one in all_runs(run)] == ["KILLED"])
     assert not run.folder.exists()

@@ -38,7 +38,6 @@ from tools.prepare_data import (
     app,
     bands_of,
     jaccard,
-    peak_memory,
     read_hub,
     sha256_of,
 )
@@ -698,7 +697,3 @@ def test_the_report_names_files_by_hash_and_is_found_from_the_data(tmp_path: Pat
     assert report_of(output) is None, "the file is not what the report tells of"
     (tmp_path / "some.v2.report.json").write_text("[]")
     assert report_of(output) is None
-
-
-def test_peak_memory_is_of_this_process() -> None:
-    assert 10 * 2**20 < peak_memory() < 2**40

@@ -337,7 +337,7 @@ def test_nothing_is_left_after_a_run(seconds: float) -> None:
     code = f"""
         import os
         from dapo_megatron.rewards import sandbox
-        from dapo_megatron.rewards.process_tree import adopt_orphans
+        from dapo_megatron.cluster.processes import adopt_orphans
         adopt_orphans()
         sandbox.lacking()
         before = len(os.listdir("/proc/self/fd"))

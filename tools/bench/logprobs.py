@@ -27,7 +27,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -39,6 +38,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from dapo_megatron.tracking.provenance import facts
 
@@ -215,16 +215,14 @@ def _start_peak() -> int:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_peak()
     return int(psutil.Process().memory_info().rss)
 
 
 def _peak() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+    return resident_bytes()
 
 
 # -------------------------------------------------------------------------- in the first process

@@ -21,7 +21,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -35,6 +34,7 @@ from torch import Tensor
 from dapo_megatron.bridge.plan import make_plan
 from dapo_megatron.bridge.transfer import Transfer
 from dapo_megatron.cluster.launch import is_launched, launch
+from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.model import Architecture, Place, architecture, engine_pieces, layout_of
 from dapo_megatron.policy.shards import shards_of
@@ -200,16 +200,10 @@ def gathered(gather: FullGather, engine: Engine) -> Carry:
     return carry
 
 
-def resident_bytes(key: str) -> int:
-    """VmRSS or VmHWM of this process."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
 def run_once(carry: Carry, ranks: Ranks) -> dict[str, float]:
     """Seconds until the last rank is done; of the worst rank, bytes received and memory on top."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed is not counted as there before
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM from here on
+    forget_peak()
     before = resident_bytes("VmRSS")
     ranks.barrier()
     started, processor = time.perf_counter(), time.process_time()
@@ -217,7 +211,7 @@ def run_once(carry: Carry, ranks: Ranks) -> dict[str, float]:
     processor = time.process_time() - processor
     ranks.barrier()
     seconds = time.perf_counter() - started
-    peak = resident_bytes("VmHWM") - before
+    peak = resident_bytes() - before
     mine = (seconds, processor, received, peak, num_tensors)
     worst = zip(*ranks.all_gather(mine, tuple[float, float, int, int, int]))
     names = ("seconds", "processor_seconds", "received_bytes", "peak_bytes", "num_tensors")

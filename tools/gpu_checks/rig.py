@@ -6,7 +6,6 @@ Shape letters: T tokens of a batch.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dapo_megatron.cluster.launch import free_port
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.scratch import prepare_scratch
-from dapo_megatron.config import Config
+from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.config.file import load_config
+from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.policy.device import backend, claim
 from dapo_megatron.types import Completion, LossOutput, MicroTokens, SampleRequest, TokenBatch
 from gpu_checks.shapes import model_folder
@@ -81,12 +82,9 @@ def used_gib() -> float:
 
 def one_rank() -> Ranks:
     """Join a world of this process alone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     os.environ.update({name: str(value) for name, value in alone.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     prepare_scratch()
     claim(0)
     return join(backend())
@@ -123,6 +121,7 @@ def make_policy(config: Config, ranks: Ranks) -> Any:
     from dapo_megatron.policy.policy import MegatronPolicy
     from dapo_megatron.run.build import planner
 
+    check(config, read_model_config(config), Machine.here(), has_engine=False)
     return MegatronPolicy(config, ranks, planner(config.policy, config.train))
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.file import dtype_name
 from dapo_megatron.checkpoints.formats.store import Extent, Store
 from dapo_megatron.checkpoints.formats.writer import blocks
-from dapo_megatron.types import Region, whole
+from dapo_megatron.types import Region, dtype_name, whole
 
 Progress = Callable[[int], object]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dapo_megatron.checkpoints.formats.file import dtype_name
 from dapo_megatron.checkpoints.formats.store import Store
+from dapo_megatron.types import dtype_name
 
 
 def describe(store: Store) -> dict[str, Any]:

@@ -198,11 +198,6 @@ class TensorFileWriter:
         )
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As config.json and people write it: `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def check_room(folder: Path, num_bytes: int) -> None:
     """Raise CheckpointError unless the disk of `folder` has room for `num_bytes`."""
     free = shutil.disk_usage(folder).free

@@ -13,9 +13,16 @@ from pathlib import Path
 
 import torch
 
-from dapo_megatron.checkpoints.formats.file import dtype_name
-from dapo_megatron.files import open_lock, read_json, sync_to_disk, try_lock
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.files import (
+    open_lock,
+    partial_folder,
+    publish_folder,
+    read_json,
+    recover,
+    sync_to_disk,
+    try_lock,
+)
+from dapo_megatron.types import CheckpointError, dtype_name
 
 MEGATRON_JSON = "megatron.json"
 _RUN_JSON = "state.json"  # a training checkpoint's (run/folder.py)
@@ -87,11 +94,11 @@ def _stays(path: Path) -> bool:
 
 @contextmanager
 def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A new folder to fill. It becomes `target` when the block ends, and is removed when the block
-    raises (an interrupt included).
+    """Make a new folder to fill. It becomes `target` when the block ends, and is deleted when the
+    block raises (an interrupt included).
 
-    Until then it is `<target>.partial`; one that a killed process left behind, with its lock, is
-    removed first, and a `target` that it was about to replace is put back.
+    Until then it is `<target>.partial`. One that a killed process left behind, with its lock, is
+    deleted first, and a `target` that it was about to replace gets its name back.
     Raises CheckpointError if `target` exists (with `overwrite`: if it holds anything but a model),
     if a folder of the other name is somebody else's, or if another process is filling it.
     """
@@ -101,23 +108,18 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(lock):
-            _settle(target)
+            recover(target)
             if target.exists():
                 _check_replaceable(target, overwrite)
-            if partial.exists():
-                if not is_left_over:
-                    raise CheckpointError(
-                        f"{partial}: in the way, and no killed command left it; move it elsewhere"
-                    )
-                shutil.rmtree(partial)
-            partial.mkdir()
-            try:
+            if partial.exists() and not is_left_over:
+                raise CheckpointError(
+                    f"{partial}: in the way, and no killed command left it; move it elsewhere"
+                )
+            with partial_folder(partial):
                 yield partial
-                for path in [*(path for path in partial.iterdir() if path.is_file()), partial]:
+                for path in filter(Path.is_file, partial.iterdir()):
                     sync_to_disk(path)
-                _put(partial, target)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+                publish_folder(partial, target)
     except OSError as error:
         raise CheckpointError(f"{error.filename or target}: {error.strerror}") from error
 
@@ -132,31 +134,6 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise CheckpointError(
             f"{target}: holds no model; --overwrite replaces only a model's folder"
         )
-
-
-def _put(partial: Path, target: Path) -> None:
-    try:
-        if target.exists():
-            target.rename(replaced_by(target))
-        partial.rename(target)
-        sync_to_disk(target.parent)
-    finally:
-        _settle(target)
-
-
-def replaced_by(target: Path) -> Path:
-    """Where a folder lies while another takes its name."""
-    return target.with_name(f".{target.name}.replaced")
-
-
-def _settle(target: Path) -> None:
-    """After a replacement, or one cut short: the old folder goes if the new one is there, and else
-    gets its name back."""
-    replaced = replaced_by(target)
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-    elif replaced.exists():
-        replaced.rename(target)
 
 
 @contextmanager

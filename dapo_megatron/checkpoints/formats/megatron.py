@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo, dtype_name
+from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo
 from dapo_megatron.checkpoints.formats.folder import MEGATRON_JSON, check_file_name
 from dapo_megatron.checkpoints.formats.store import (
     Extent,
@@ -30,7 +30,7 @@ from dapo_megatron.checkpoints.formats.store import (
 from dapo_megatron.checkpoints.formats.writer import FilePlan, StoreWriter
 from dapo_megatron.files import parse_json, read_json
 from dapo_megatron.model import Architecture, Part, Place, Slot, architecture, layout_of
-from dapo_megatron.types import CheckpointError, ConfigError
+from dapo_megatron.types import CheckpointError, ConfigError, dtype_name
 
 VERSION = 1
 _PREFIX = "model/"

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.file import TensorInfo, dtype_name
+from dapo_megatron.checkpoints.formats.file import TensorInfo
 from dapo_megatron.model import Architecture, hf_tensors
-from dapo_megatron.types import CheckpointError, Region, Shard, whole
+from dapo_megatron.types import CheckpointError, Region, Shard, dtype_name, whole
 
 
 class TensorSource(Protocol):

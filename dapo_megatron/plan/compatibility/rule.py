@@ -43,11 +43,14 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, capability: tuple[int, int] | None, cuda: str | None) -> Machine:
-        """This process's; the two arguments are torch's answers, which is not imported here."""
+    def here(cls) -> Machine:
+        """Return what this process computes with."""
+        import torch
+
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        cuda = tuple(int(part) for part in (torch.version.cuda or "").split(".") if part.isdigit())
         installed = frozenset(name for name in PACKAGES if find_spec(name) is not None)
-        version = tuple(int(part) for part in (cuda or "").split(".") if part.isdigit())
-        return cls(capability, version, installed, dict(os.environ))
+        return cls(capability, cuda, installed, dict(os.environ))
 
 
 @dataclass(frozen=True, slots=True)

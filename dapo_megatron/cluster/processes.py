@@ -1,0 +1,94 @@
+"""This process and its children: their environment, their memory, their end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+_PROCESS = Path("/proc/self")
+
+
+def helper_environment(names: Collection[str] | None = None) -> dict[str, str]:
+    """Return the environment of a process that helps the ranks. It finds the modules that this
+    process found, sees no GPU and has one thread. With `names` it inherits only these variables."""
+    inherited = os.environ.keys() if names is None else os.environ.keys() & set(names)
+    return {name: os.environ[name] for name in inherited} | {
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def die_with_parent() -> None:
+    """Linux: have the kernel kill this process when its parent dies, whatever it is doing then."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Linux: become the parent of every descendant that loses its own, so that no daemon gets
+    away."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def resident_bytes(field: str = "VmHWM") -> int:
+    """Return the resident memory of this process: VmHWM is its maximum, VmRSS its present size.
+    Raises OSError where there is no /proc."""
+    lines = (_PROCESS / "status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def forget_peak() -> None:
+    """Reset VmHWM to the present size. Raises OSError where that is not allowed."""
+    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
+
+
+def kill_descendants(root: int) -> None:
+    """Kill every process below process `root`, which adopts orphans, but not `root` itself.
+
+    All are stopped before the first is killed, because a stopped process cannot fork.
+    """
+    stopped: set[int] = set()
+    while running := _descendants(root) - stopped:
+        _signal(running, signal.SIGSTOP)
+        stopped |= running
+    _signal(stopped, signal.SIGKILL)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder of temporary files, however deep an adversary made it."""
+    try:
+        os.rmdir(folder)
+    except OSError:
+        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def _signal(process_ids: set[int], number: signal.Signals) -> None:
+    for process_id in process_ids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process_id, number)
+
+
+def _descendants(root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    descendants: set[int] = set()
+    generation = [root]
+    while generation:
+        generation = [child for parent in generation for child in children.get(parent, ())]
+        descendants.update(generation)
+    return descendants
