@@ -20,6 +20,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class Phase(StrEnum):
+    """Phases of a run, in the order of a rollout step. Each is a key of config.watchdog."""
+
+    START = "start"
+    GENERATE = "generate"
+    LOGPROBS = "logprobs"
+    UPDATE = "update"
+    SYNC = "sync"
+    CHECKPOINT = "checkpoint"
+    EVALUATE = "evaluate"
+    OTHER = "other"
+    """Between the others."""
+
+
+STEP_PHASES = tuple(phase for phase in Phase if phase not in (Phase.START, Phase.OTHER))
+"""Phases that are measured in every step, as time/<phase> and memory/<phase>_gib."""
+
+
 class Verdict(StrEnum):
     """What dynamic sampling says of a group (arXiv 2503.14476, eq. 11)."""
 

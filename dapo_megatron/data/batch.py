@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.loss import Aggregation, aggregation_weights
-from dapo_megatron.algo.overlong import overlong_penalty
+from dapo_megatron.algo.overlong import Reward, completion_reward
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.types import Completion, Finish, Group, Inspected, LogProbs, TokenBatch
 
@@ -31,6 +31,19 @@ def counted(group: Group, overlong: OverlongConfig) -> list[Completion]:
     return [one for one in group.completions if one.finish is not Finish.LENGTH]
 
 
+def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
+    """Return the reward of a completion, or None if it has no grade."""
+    if completion.grade is None:
+        return None
+    return completion_reward(
+        completion.grade.score,
+        len(completion.tokens),
+        penalty=overlong.penalty,
+        max_tokens=overlong.max_tokens,
+        buffer_tokens=overlong.buffer_tokens,
+    )
+
+
 def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -> TokenBatch:
     """One batch of the counted completions of `groups`, in their order; weights are 1.
 
@@ -40,12 +53,16 @@ def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -
     completion that has no grade, or whose log-probs do not cover its tokens.
     """
     sequences = _sequences(groups, overlong)
-    rewards = torch.tensor(
-        [_reward(group, completion, overlong) for group, completion in sequences],
-        dtype=torch.float32,
-    )
+    rewards: list[float] = []
+    for group, completion in sequences:
+        shaped = reward(completion, overlong)
+        if shaped is None:
+            raise ValueError(f"{_name(group, completion)}: no grade; such a group abstains")
+        rewards.append(shaped.total)
     group_ids = torch.tensor([group.ticket for group, _ in sequences], dtype=torch.int64)
-    advantages = group_advantage(rewards, group_ids, eps=eps).tolist()
+    advantages = group_advantage(
+        torch.tensor(rewards, dtype=torch.float32), group_ids, eps=eps
+    ).tolist()
     tokens: list[tuple[int, ...]] = []
     mask: list[list[bool]] = []
     advantage: list[list[float]] = []
@@ -134,18 +151,6 @@ def _name(group: Group, completion: Completion) -> str:
 
 def _sequences(groups: Sequence[Group], overlong: OverlongConfig) -> list[tuple[Group, Completion]]:
     return [(group, one) for group in groups for one in counted(group, overlong)]
-
-
-def _reward(group: Group, completion: Completion, overlong: OverlongConfig) -> float:
-    if completion.grade is None:
-        raise ValueError(f"{_name(group, completion)}: no grade; such a group abstains")
-    if not overlong.penalty:
-        return completion.grade.score
-    return completion.grade.score + overlong_penalty(
-        len(completion.tokens),
-        max_tokens=overlong.max_tokens,
-        buffer_tokens=overlong.buffer_tokens,
-    )
 
 
 def _flat(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -10,10 +10,9 @@ from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
 from dapo_megatron.plan.estimate import make_plan
 from dapo_megatron.plan.parts import GIB
-from dapo_megatron.types import DapoError
+from dapo_megatron.plan.phases import PHASES
+from dapo_megatron.types import STEP_PHASES, DapoError
 
-MEASURED_PHASES = ("generate", "logprobs", "update", "sync")
-"""Of the plan's phases those of which memory/<phase>_gib is measured."""
 _ODD = (DapoError, OSError, ArithmeticError, LookupError, TypeError, ValueError)
 """What a model's config.json with which policy and engine can do may raise here."""
 
@@ -29,7 +28,7 @@ def keep_plan(
         plan = make_plan(
             config, num_processes, gpu_memory_gib=gpu_bytes / GIB, gpus_per_node=per_node
         )
-        phases = {phase: plan.num_bytes(phase) / GIB for phase in MEASURED_PHASES}
+        phases = {phase: plan.num_bytes(phase) / GIB for phase in PHASES if phase in STEP_PHASES}
         said = "of the rank that takes most, CUDA and NCCL included, which are assumed"
         write_json(path, {"device": "gpu", "phases": phases, "note": said})
     except _ODD as error:  # the file is for the report alone: no run ends for it

@@ -18,7 +18,7 @@ from dapo_megatron.plan.estimate import Plan
 from dapo_megatron.plan.host_memory import offloaded
 from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.stage import Stage
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import ConfigError, Phase
 
 MEMORY_BANDWIDTH = {
     "H100": 3.35e12,
@@ -106,10 +106,10 @@ def estimate_speed(plan: Plan, assumptions: Assumptions | None = None) -> Speed:
     prompts = config.rollout.prompts_per_step / keep
     return Speed(
         seconds={
-            "generate": _generate(plan, given, peak, prompts, prompt, response),
-            "logprobs": train(backward=False) * _unfilled(plan, length, sequences, 1),
-            "update": update * _unfilled(plan, length, sequences, minis),
-            "sync": _sync(plan, given),
+            Phase.GENERATE: _generate(plan, given, peak, prompts, prompt, response),
+            Phase.LOGPROBS: train(backward=False) * _unfilled(plan, length, sequences, 1),
+            Phase.UPDATE: update * _unfilled(plan, length, sequences, minis),
+            Phase.SYNC: _sync(plan, given),
         },
         prompts=prompts,
         response_tokens=response,

@@ -9,12 +9,13 @@ from dapo_megatron.report import groups
 from dapo_megatron.report.finding import Finding, named, number, percent
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.memory import memory_plan
-from dapo_megatron.report.phases import IDLE, PHASES, derived
+from dapo_megatron.report.phases import IDLE, derived
 from dapo_megatron.report.thresholds import limit
 from dapo_megatron.report.trend import Track, track, track_of
+from dapo_megatron.types import STEP_PHASES, Phase
 
 _LEAST_GIB = 0.5
-_RARE = ("checkpoint", "evaluate")
+_RARE = (Phase.CHECKPOINT, Phase.EVALUATE)
 
 
 def engines(run: RunData) -> Iterator[Finding]:
@@ -41,7 +42,7 @@ def growth(run: RunData) -> Iterator[Finding]:
     step = track(run, "time/step")
     if not step.is_long or step.late <= 0:
         return
-    for phase in PHASES:
+    for phase in STEP_PHASES:
         seconds = track(run, f"time/{phase}")
         if phase in _RARE or not seconds.is_long:
             continue
@@ -52,8 +53,8 @@ def growth(run: RunData) -> Iterator[Finding]:
         if min(seconds.growth, by_token) < limit("time.growth"):
             continue
         much = min(seconds.growth, by_token) >= limit("time.growth_much")
-        meanwhile = _keep_rate(run) if phase == "generate" else ""
-        if phase == "sync":
+        meanwhile = _keep_rate(run) if phase is Phase.GENERATE else ""
+        if phase is Phase.SYNC:
             meanwhile = " `doctor nodes` measures the network."
         again = f", {by_token:.1f} times for each token" if per_token.is_long else ""
         yield Finding(
@@ -76,10 +77,10 @@ def _keep_rate(run: RunData) -> str:
 
 
 _GROWTH_KNOBS = {
-    "generate": "engine.max_sequences: higher; rollout.lookahead: higher",
-    "logprobs": "train.max_tokens_per_microbatch: higher",
-    "update": "train.max_tokens_per_microbatch: higher; policy.recompute",
-    "sync": "sync.fingerprint_every: higher",
+    Phase.GENERATE: "engine.max_sequences: higher; rollout.lookahead: higher",
+    Phase.LOGPROBS: "train.max_tokens_per_microbatch: higher",
+    Phase.UPDATE: "train.max_tokens_per_microbatch: higher; policy.recompute",
+    Phase.SYNC: "sync.fingerprint_every: higher",
 }
 
 
@@ -117,7 +118,7 @@ def slow_steps(run: RunData) -> Iterator[Finding]:
     steps = [series.steps[place] for place in slow]
     worst = max(slow, key=series.values.__getitem__)
     at = run.metrics.steps.index(series.steps[worst])
-    phase = max(PHASES, key=lambda one: column(f"time/{one}")[at] or 0.0)
+    phase = max(STEP_PHASES, key=lambda one: column(f"time/{one}")[at] or 0.0)
     yield Finding(
         "note",
         f"Slow at {named(steps)}",
@@ -149,11 +150,11 @@ def throughput(run: RunData) -> Iterator[Finding]:
 
 def _what_grew(run: RunData) -> str:
     """The phase that takes so many seconds more than at first, as none does."""
-    tracks = {phase: track(run, f"time/{phase}") for phase in PHASES if phase not in _RARE}
+    tracks = {phase: track(run, f"time/{phase}") for phase in STEP_PHASES if phase not in _RARE}
     phase, most = max(tracks.items(), key=lambda item: item[1].late - item[1].early)
     if most.late <= most.early:
         return ""
-    kept = _keep_rate(run) if phase == "generate" else ""
+    kept = _keep_rate(run) if phase is Phase.GENERATE else ""
     return (
         f" Of all phases {phase} grew most, {number(most.early)} → {number(most.late)} s a step."
         f"{kept}"
@@ -165,7 +166,7 @@ def memory(run: RunData) -> Iterator[Finding]:
     plan = memory_plan(run)
     planned = plan["phases"] if plan else {}
     over, leaks = [], []
-    for phase in PHASES:
+    for phase in STEP_PHASES:
         series = track(run, f"memory/{phase}_gib")
         if not series:
             continue

@@ -7,7 +7,8 @@ from typing import Any
 
 from dapo_megatron.report.charts import line, lines
 from dapo_megatron.report.folder import RunData, finite
-from dapo_megatron.report.phases import COLORS, LABELS, PHASES
+from dapo_megatron.report.phases import COLORS, LABELS
+from dapo_megatron.types import STEP_PHASES
 
 
 def memory_plan(run: RunData) -> dict[str, Any] | None:
@@ -17,7 +18,7 @@ def memory_plan(run: RunData) -> dict[str, Any] | None:
     phases = run.plan.get("phases")
     planned = {
         phase: gib
-        for phase in PHASES
+        for phase in STEP_PHASES
         if isinstance(phases, dict) and (gib := finite(phases.get(phase))) is not None and gib > 0
     }
     if not planned and not run.plan.get("note"):
@@ -53,11 +54,11 @@ def note(run: RunData) -> str | None:
 def charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """What any of the runs measured, and planned in the same colours, dashed."""
     plans = [plan["phases"] for run in runs if (plan := memory_plan(run))]
-    planned = [phase for phase in PHASES if any(phase in plan for plan in plans)]
+    planned = [phase for phase in STEP_PHASES if any(phase in plan for plan in plans)]
     against = " Dashed: what the plan said before the run." if planned else ""
     measured = [
         line(f"memory/{phase}_gib", LABELS.get(phase, phase), color=COLORS[phase])
-        for phase in PHASES
+        for phase in STEP_PHASES
     ]
     levels = [
         line(
@@ -75,7 +76,7 @@ def charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             color=COLORS[phase],
             dash=True,
         )
-        for phase in PHASES
+        for phase in STEP_PHASES
     ]
     found = [
         lines(

@@ -6,26 +6,24 @@ from typing import Any
 
 from dapo_megatron.report.charts import line, lines
 from dapo_megatron.report.folder import RunData, finite
-
-PHASES = ("generate", "logprobs", "update", "sync", "checkpoint", "evaluate")
-"""What the loop's clock measures, each in time/<phase>, in the order of a step."""
+from dapo_megatron.types import STEP_PHASES, Phase
 
 COLORS = {
-    "generate": 0,
+    Phase.GENERATE: 0,
     "grade": 5,
-    "logprobs": 4,
-    "update": 2,
-    "sync": 1,
-    "checkpoint": 3,
-    "evaluate": 6,
+    Phase.LOGPROBS: 4,
+    Phase.UPDATE: 2,
+    Phase.SYNC: 1,
+    Phase.CHECKPOINT: 3,
+    Phase.EVALUATE: 6,
     "rest": 7,
 }
 """Slot of the series colours by phase, here and in the timeline."""
 
 LABELS = {
-    "generate": "generate",
+    Phase.GENERATE: "generate",
     "grade": "wait for graders",
-    "logprobs": "log-probs",
+    Phase.LOGPROBS: "log-probs",
     "rest": "the rest",
 }
 
@@ -33,13 +31,13 @@ GENERATE = "derived/time_generate"
 REST = "derived/time_rest"
 MOVED = "derived/time_sync_moved"
 IDLE = "derived/engine_idle"
-_METRICS = {"generate": GENERATE, "rest": REST}
+_METRICS = {Phase.GENERATE: GENERATE, "rest": REST}
 
 
 def _stack() -> list[dict[str, Any]]:
     return [
-        line(_METRICS.get(phase, f"time/{phase}"), LABELS.get(phase, phase), color=color)
-        for phase, color in COLORS.items()
+        line(_METRICS.get(phase, f"time/{phase}"), LABELS.get(phase, phase), color=COLORS[phase])
+        for phase in (Phase.GENERATE, "grade", *STEP_PHASES[1:], "rest")
     ]
 
 
@@ -127,13 +125,13 @@ def derived(run: RunData) -> dict[str, list[float | None]]:
     and the idle share of engines, by step. time/grade is a part of time/generate, and
     time/sync_verify and time/sync_turns of time/sync."""
     column = run.metrics.column
-    names = ("step", "grade", "sync_verify", "sync_turns", "engine_idle", *PHASES)
+    names = ("step", "grade", "sync_verify", "sync_turns", "engine_idle", *STEP_PHASES)
     times = {name: column(f"time/{name}") for name in names}
     found: dict[str, list[float | None]] = {name: [] for name in (GENERATE, REST, MOVED, IDLE)}
     for at in range(len(run.metrics.steps)):
         here = {name: values[at] for name, values in times.items()}
         found[GENERATE].append(_less(here["generate"], here["grade"]))
-        found[REST].append(_less(here["step"], *(here[phase] for phase in PHASES)))
+        found[REST].append(_less(here["step"], *(here[phase] for phase in STEP_PHASES)))
         found[MOVED].append(_less(here["sync"], here["sync_verify"], here["sync_turns"]))
         found[IDLE].append(_share(here["engine_idle"], here["generate"]))
     return found

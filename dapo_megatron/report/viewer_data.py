@@ -174,14 +174,14 @@ def _row(
     policy: Mapping[str, Any],
     pick: Pick,
 ) -> dict[str, Any]:
-    one = group["completions"][position]
+    one, reward = group["completions"][position], rewards.rewards[position]
     brief = summary(pick.group.step, one)
     graded = "none" if one["score"] is None else "read" if one["parsed"] else "unread"
     return {
         "step": pick.group.step,
         **{name: group[name] for name in ("ticket", "source", "fate", "verdict")},
         **{name: one[name] for name in ("sample", "correct", "score", "finish")},
-        "reward": rounded(rewards.rewards[position]),
+        "reward": rounded(reward and reward.total),
         "advantage": rounded(advantage),
         **{name: brief[name] for name in ("num_tokens", "age", "logprob_mean", "logprob_min")},
         "graded": graded,
