@@ -137,14 +137,14 @@ class Completion:
 class SampleRequest:
     """One completion asked of an engine: a new one, or the rest of one that was interrupted.
 
-    `tokens` is the prompt; `so_far` what an earlier version sampled of the response (at least one
-    token), or None. `max_tokens` limits the whole response. `seed` depends on run, ticket, sample
-    and the number of tokens so far alone.
+    `so_far` is what earlier versions sampled of the response (at least one token), or None.
+    `max_tokens` limits the whole response. `seed` depends only on run, ticket, sample and the
+    number of tokens so far.
     """
 
     ticket: int
     sample: int
-    tokens: tuple[int, ...]
+    prompt: Prompt
     seed: int
     max_tokens: int
     temperature: float

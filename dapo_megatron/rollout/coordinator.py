@@ -2,8 +2,8 @@
 
 Prompts get tickets in the order of the stream, as many as a forecast of the keep rate wants in
 flight. Completions are graded as they finish, and a group is decided with its last grade. A step
-ends as soon as its N mixed groups can be committed (`groups.commit`); the engines are then stopped,
-and what they were at goes on in the next step, under its weights. Nothing waits for a batch, and
+ends as soon as its N mixed groups can be committed; the engines are then stopped, and what they
+were sampling goes on in the next step, under its weights. Nothing waits for a batch, and
 nothing that could be trained on is lost. With `on_policy`, the paper's rule: strict order, and what
 is open at the end of a step expires. The picture is in docs/rollout.md.
 """
@@ -21,10 +21,9 @@ from dapo_megatron.algo.sampling import verdict
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.batch import counted
 from dapo_megatron.data.stream import PromptStream
-from dapo_megatron.rollout.dispatch import Dispatcher, Sampling
-from dapo_megatron.rollout.driver import Driver, News
+from dapo_megatron.rollout.dispatch import Dispatcher, OpenGroup, Sampling
+from dapo_megatron.rollout.driver import Driver, Events
 from dapo_megatron.rollout.forecast import KeepRate
-from dapo_megatron.rollout.groups import OpenGroup, commit
 from dapo_megatron.rollout.ledger import Ledger, State
 from dapo_megatron.rollout.serialization import group_from_json, group_to_json
 from dapo_megatron.types import (
@@ -78,14 +77,14 @@ class Coordinator:
         self._overlong = overlong
         self._stream = stream
         self._driver = driver
-        self._sampling = Sampling(
+        sampling = Sampling(
             num_samples=config.samples_per_prompt,
             max_tokens=config.max_response_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
             seed_name=f"{seed}/train",
         )
-        self._dispatcher = Dispatcher(driver, self._sampling.seed_name)
+        self._dispatcher = Dispatcher(driver, sampling)
         self._ended: list[tuple[Group, Fate]] = []  # and not told of yet
         self._fates: dict[str, Counter[str]] = {}  # by data set, over the run
         # Of this process alone: a resumed run may have another grader.
@@ -110,11 +109,11 @@ class Coordinator:
             self._submit(group)
         while (chosen := self._commit(step)) is None:
             self._top_up(step)
-            news = self._dispatcher.advance(self._regrade)
+            events = self._dispatcher.advance(self._regrade)
             self._regrade = []
-            self._hear(news, step)
-            if news.stop:
-                raise self._stopped(news.stop, begin)
+            self._handle(events, step)
+            if events.stop:
+                raise self._stopped(events.stop, begin)
             self._check_graders()
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
         return self._close(step, chosen, self._driver.grade_seconds - waited)
@@ -175,33 +174,28 @@ class Coordinator:
         return math.ceil(ahead / self.keep_rate.mean) - undecided
 
     def _submit(self, group: OpenGroup) -> None:
-        missing = group.to_sample()
-        if missing:
+        if self._dispatcher.submit(group):
             self.ledger.move(group.ticket, State.RUNNING)
-            self._dispatcher.submit(
-                self._sampling.order(group.ticket, group.prompt, sample, so_far)
-                for sample, so_far in missing
-            )
 
-    # ------------------------------------------------------------------ hearing
+    # ------------------------------------------------------------------ events
 
-    def _hear(self, news: News, step: _Step) -> None:
-        for ticket, completion in news.sampled:
+    def _handle(self, events: Events, step: _Step) -> None:
+        for ticket, completion in events.sampled:
             group = self.groups[ticket]
             group.completions[completion.sample] = completion
             if group.is_sampled:
                 self.ledger.move(ticket, State.GRADING)
-        for ticket, sample, grade, why in news.graded:
-            found = self.groups.get(ticket)
-            if found is None:  # expired at the end of a step, on_policy
+        for ticket, sample, grade, why in events.graded:
+            if ticket not in self.groups:  # expired at the end of a step, on_policy
                 continue
-            found.set_grade(sample, grade)
-            source = found.prompt.source
+            group = self.groups[ticket]
+            group.set_grade(sample, grade)
+            source = group.prompt.source
             step.outcomes[source, "unparsed" if grade and not grade.parsed else why] += 1
             if grade is not None:
                 self._answered.add(source)
-            if found.is_sampled and not found.to_grade():
-                self._decide(found, step)
+            if group.is_decided:
+                self._decide(group, step)
 
     def _decide(self, group: OpenGroup, step: _Step) -> None:
         """The last grade of a group has come."""
@@ -236,13 +230,31 @@ class Coordinator:
         """The groups to train on, if it can be said by now."""
         wanted, num_ready = self._config.prompts_per_step, self._num_ready()
         if num_ready >= wanted:
-            return commit(self.groups.values(), wanted, self._max_overtake)
+            return self._first_ready(wanted)
         undecided = len(self.groups) - num_ready
         if undecided or step.issued < self._bound or self._config.at_bound == "wait":
             return None
         if num_ready and self._config.at_bound == "train_partial":
             return list(self.groups.values())
         raise self._starved(self._shortage(step) + _ADVICE)
+
+    def _first_ready(self, wanted: int) -> list[OpenGroup] | None:
+        """Return the first `wanted` groups that are ready, in ticket order, or None if it is too
+        early to say.
+
+        A group that is still running is passed over in at most `max_overtake` steps; then whatever
+        comes after it must wait. Nothing is dropped for being slow: that would prefer short
+        answers.
+        """
+        chosen: list[OpenGroup] = []
+        for group in self.groups.values():
+            if group.is_ready:
+                chosen.append(group)
+                if len(chosen) == wanted:
+                    return chosen
+            elif group.overtaken >= self._max_overtake:
+                return None
+        return None
 
     def _close(self, step: _Step, chosen: list[OpenGroup], grade_seconds: float) -> Collected:
         self._interrupt()

@@ -84,7 +84,7 @@ def _new_weights(engine: Any, folder: Path) -> Seen:
     for version in range(first + 1, first + 4):
         done |= run(engine, rest(asked, done, partial), 4)
         partial = interrupted(engine)
-        clean.append((engine.has_work(), engine._llm.llm_engine.has_unfinished_requests()))
+        clean.append((bool(engine.requests), engine._llm.llm_engine.has_unfinished_requests()))
         randomize(model, seed=200 + version)
         sync(engine, model, version)
         models[version] = copy.deepcopy(model)
