@@ -105,6 +105,11 @@ class WeightSync:
             canary_gap=gap,
         )
 
+    def switch_to_policy(self) -> None:
+        """Give the accelerator to the policy, whichever model has it."""
+        self._engine.sleep()
+        self._policy.onload()
+
     def _move(self, version: int) -> None:
         """The weights, and agreement on which they are."""
         stream = iter(self._transfer)

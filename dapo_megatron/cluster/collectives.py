@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
+from dapo_megatron import types
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import DapoError, RankError
 
@@ -161,6 +162,11 @@ def _encoder() -> msgspec.msgpack.Encoder:
 
 @cache
 def _decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
+    import torch
+
+    # msgspec evaluates the annotations of a class in its module, and types.py imports torch for the
+    # type checker only.
+    vars(types)["torch"] = torch
     return msgspec.msgpack.Decoder(of, dec_hook=_special)
 
 
