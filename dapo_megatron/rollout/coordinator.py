@@ -20,7 +20,7 @@ from typing import Any
 from dapo_megatron.algo.sampling import verdict
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.batch import counted
-from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.dispatch import Dispatcher, OpenGroup, Sampling
 from dapo_megatron.rollout.driver import Driver, Events
 from dapo_megatron.rollout.forecast import KeepRate

@@ -32,8 +32,7 @@ from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config, LossConfig, OptimizerConfig, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
-from dapo_megatron.data.sources import load_source
-from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.data.prompts import PromptStream, load_source
 from dapo_megatron.model import hf_tensors, read_architecture
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
 from dapo_megatron.plan.saved import keep_plan

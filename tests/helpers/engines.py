@@ -123,10 +123,10 @@ def segment_gap(
         for part in completion.segments:
             model = models.get(part.version, other)
             assert model is not None
-            logits = model(ids[None]).logits[0, len(request.tokens) - 1 : -1]
+            logits = model(ids[None]).logits[0, len(request.prompt.tokens) - 1 : -1]
             # A greedy token's log-prob is the plain one.
             logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
-            sampled = logprobs.gather(1, ids[len(request.tokens) :, None])[:, 0]
+            sampled = logprobs.gather(1, ids[len(request.prompt.tokens) :, None])[:, 0]
             place = slice(first, first + part.num_tokens)
             gaps.append((sampled[place] - torch.tensor(completion.logprobs)[place]).abs().max())
             first += part.num_tokens

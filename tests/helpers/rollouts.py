@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
-from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import Events
 from dapo_megatron.types import Collected, Completion, Finish, Grade, Prompt, SampleRequest, Segment

@@ -67,7 +67,7 @@ def _again_and_again(engine: Any, folder: Path) -> Seen:
     return {
         "completion": completion,
         "gap": gap(hf_model(folder), asked, done),
-        "scored": engine.score([[*asked[0].tokens, *completion.tokens][:-1]])[0],
+        "scored": engine.score([[*asked[0].prompt.tokens, *completion.tokens][:-1]])[0],
     }
 
 

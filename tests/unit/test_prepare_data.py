@@ -28,7 +28,7 @@ from dapo_megatron.data.preparing.prepare import Settings, prepare
 from dapo_megatron.data.preparing.report import LABELS, report_of
 from dapo_megatron.data.preparing.tables import ROW_GROUP, write
 from dapo_megatron.data.preparing.unique import file_source
-from dapo_megatron.data.sources import load_source
+from dapo_megatron.data.prompts import load_source
 from dapo_megatron.types import DataError
 from tests.helpers import published_data as made
 from tools.make_tiny_model import make_tokenizer

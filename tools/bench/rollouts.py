@@ -35,7 +35,7 @@ from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
-from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.doctor.facts import facts
 from dapo_megatron.engine import engine as engine_module
 from dapo_megatron.engine.engine import VllmEngine

@@ -17,7 +17,7 @@ from rollout_workload import Workload
 from virtual_engines import EngineModel, VirtualDriver
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
-from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.types import Fate, Prompt, SampleRequest
 

@@ -19,8 +19,8 @@ from dapo_megatron.data.preparing.frame import Frame, frame_of
 from dapo_megatron.data.preparing.report import LABELS
 from dapo_megatron.data.preparing.tables import BATCH_ROWS, Spool, checked, read, write
 from dapo_megatron.data.preparing.unique import Inputs, Source, Unique, collect, file_source
+from dapo_megatron.data.prompts import render
 from dapo_megatron.data.rows import Row
-from dapo_megatron.data.sources import render
 from dapo_megatron.types import DataError
 
 if TYPE_CHECKING:
