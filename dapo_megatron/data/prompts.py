@@ -8,13 +8,15 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
 from dapo_megatron.data.rows import CHUNK_ROWS, Row, checked_row, read_jsonl, read_parquet
+from dapo_megatron.files import read_json
 from dapo_megatron.rewards.registry import names as grader_names
 from dapo_megatron.rewards.registry import row_check
-from dapo_megatron.types import ConfigError, DataError, Prompt
+from dapo_megatron.types import CheckpointError, ConfigError, DataError, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,6 +201,25 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _rows(source: FileSource) -> Iterator[Row]:
     read = read_parquet if source.kind == "parquet" else read_jsonl
     return (checked_row(*row) for row in islice(read(source.path), source.limit))
+
+
+def report_path(data: Path) -> Path:
+    """Return the path of the JSON report that tools/prepare_data.py writes of a data file."""
+    return data.with_suffix(".report.json")
+
+
+def report_of(path: str | Path) -> Path | None:
+    """Return the JSON report of a data file, or None if there is none or it is of another file.
+
+    Compares name and size only; the data is not read.
+    """
+    data, report = Path(path), report_path(Path(path))
+    try:
+        output = read_json(report)["output"]
+        fits = (output["name"], output["bytes"]) == (data.name, data.stat().st_size)
+    except (CheckpointError, OSError, KeyError, TypeError):
+        return None
+    return report if fits else None
 
 
 # ---------------------------------------------------------------------------- order
