@@ -20,11 +20,11 @@ from dapo_megatron.config import OverlongConfig
 from dapo_megatron.types import Completion, Finish, Group, Inspected, LogProbs, TokenBatch
 
 
-def counted(group: Group, overlong: OverlongConfig) -> list[Completion]:
-    """The completions that count for their group: its verdict, its mean, its place in a batch.
+def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion]:
+    """Return the completions that enter their group's verdict, its mean and the batch.
 
-    All of them; but with `overlong.filter`, and not `overlong.filtered_in_mean`, truncated ones are
-    as if never sampled.
+    All of them, except truncated ones with `overlong.filter` and without
+    `overlong.filtered_in_mean`.
     """
     if not overlong.filter or overlong.filtered_in_mean:
         return list(group.completions)
@@ -45,12 +45,12 @@ def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
 
 
 def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -> TokenBatch:
-    """One batch of the counted completions of `groups`, in their order; weights are 1.
+    """Return one batch of the valid completions of `groups`, in their order; weights are 1.
 
-    reward = grade.score (+ overlong_penalty); the advantage of a completion is relative to the
-    counted ones of its group. Truncated completions that are filtered but counted stay out of the
-    loss mask. No sequence at all gives an empty batch (T = S = 0). Raises ValueError naming a
-    completion that has no grade, or whose log-probs do not cover its tokens.
+    The advantage of a completion is relative to the valid ones of its group. Truncated completions
+    that are filtered but valid stay out of the loss mask. No sequence at all gives an empty batch
+    (T = S = 0). Raises ValueError naming a completion that has no grade, or whose log-probs do not
+    cover its tokens.
     """
     sequences = _sequences(groups, overlong)
     rewards: list[float] = []
@@ -150,7 +150,7 @@ def _name(group: Group, completion: Completion) -> str:
 
 
 def _sequences(groups: Sequence[Group], overlong: OverlongConfig) -> list[tuple[Group, Completion]]:
-    return [(group, one) for group in groups for one in counted(group, overlong)]
+    return [(group, one) for group in groups for one in valid_completions(group, overlong)]
 
 
 def _flat(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -> Tensor:
