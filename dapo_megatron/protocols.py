@@ -5,7 +5,7 @@ Every method is collective unless it says otherwise: all ranks call it, in the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,20 +159,21 @@ class RolloutEngine(Protocol):
         """Queue requests."""
         ...
 
-    def step(self) -> list[tuple[int, Completion]]:
-        """Advance by one engine step; (ticket, completion) of what finished in it. A completion is
-        whole: what the request brought as `so_far`, then what was sampled here."""
+    def step(self) -> list[tuple[SampleRequest, Completion]]:
+        """Advance by one engine step. Return the requests that finished in it, answered. A
+        completion is whole: what the request brought as `so_far`, then what was sampled here."""
         ...
 
-    def interrupt(self) -> list[tuple[int, Completion]]:
-        """Drop all requests; (ticket, completion) of those with at least one token, unfinished.
+    def interrupt(self) -> list[tuple[SampleRequest, Completion]]:
+        """Drop all requests. Return those with at least one token, with the completion, unfinished.
 
         What a request brought as `so_far` is not lost, even if nothing was added to it.
         """
         ...
 
-    def has_work(self) -> bool:
-        """Whether any request is queued or running."""
+    @property
+    def requests(self) -> Collection[SampleRequest]:
+        """Requests that are queued or running."""
         ...
 
     def wanted(self, offered: Mapping[str, tuple[Shape, torch.dtype]]) -> list[Piece]:

@@ -20,6 +20,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class Phase(StrEnum):
+    """Phases of a run, in the order of a rollout step. Each is a key of config.watchdog."""
+
+    START = "start"
+    GENERATE = "generate"
+    LOGPROBS = "logprobs"
+    UPDATE = "update"
+    SYNC = "sync"
+    CHECKPOINT = "checkpoint"
+    EVALUATE = "evaluate"
+    OTHER = "other"
+    """Between the others."""
+
+
+STEP_PHASES = tuple(phase for phase in Phase if phase not in (Phase.START, Phase.OTHER))
+"""Phases that are measured in every step, as time/<phase> and memory/<phase>_gib."""
+
+
 class Verdict(StrEnum):
     """What dynamic sampling says of a group (arXiv 2503.14476, eq. 11)."""
 
@@ -119,14 +137,14 @@ class Completion:
 class SampleRequest:
     """One completion asked of an engine: a new one, or the rest of one that was interrupted.
 
-    `tokens` is the prompt; `so_far` what an earlier version sampled of the response (at least one
-    token), or None. `max_tokens` limits the whole response. `seed` depends on run, ticket, sample
-    and the number of tokens so far alone.
+    `so_far` is what earlier versions sampled of the response (at least one token), or None.
+    `max_tokens` limits the whole response. `seed` depends only on run, ticket, sample and the
+    number of tokens so far.
     """
 
     ticket: int
     sample: int
-    tokens: tuple[int, ...]
+    prompt: Prompt
     seed: int
     max_tokens: int
     temperature: float

@@ -29,14 +29,15 @@ from zlib import crc32
 
 import numpy as np
 import typer
+from preparing.prepare import Settings, prepare
+from preparing.report import LABELS, markdown
+from preparing.tables import Batch, checked
+from preparing.unique import Source, file_source
 from rich import progress as bars
 from rich.console import Console
 
 from dapo_megatron.cluster.processes import resident_bytes
-from dapo_megatron.data.preparing.prepare import Settings, prepare
-from dapo_megatron.data.preparing.report import LABELS, markdown, report_path
-from dapo_megatron.data.preparing.tables import Batch, checked
-from dapo_megatron.data.preparing.unique import Source, file_source
+from dapo_megatron.data.prompts import report_path
 from dapo_megatron.files import partial_folder
 from dapo_megatron.types import DapoError, DataError
 

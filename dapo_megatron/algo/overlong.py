@@ -1,9 +1,12 @@
-"""Soft overlong punishment (arXiv 2503.14476, eq. 13), exactly as in the paper.
+"""Reward of a completion, with the soft overlong punishment exactly as in the paper
+(arXiv 2503.14476, eq. 13).
 
 verl's form goes on below -1 past max_tokens; generation stops there, so both agree in a run.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
@@ -20,3 +23,28 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
         raise ValueError(f"num_tokens is negative: {num_tokens}")
     excess = num_tokens - (max_tokens - buffer_tokens)
     return max(-1.0, min(0.0, -excess / buffer_tokens))
+
+
+class Reward(NamedTuple):
+    """Reward of one completion, in its two parts."""
+
+    score: float
+    """Score by the grader."""
+    penalty: float
+    """Overlong penalty, from -1 to 0."""
+
+    @property
+    def total(self) -> float:
+        """Sum of both, which advantages are computed from."""
+        return self.score + self.penalty
+
+
+def completion_reward(
+    score: float, num_tokens: int, *, penalty: bool, max_tokens: int, buffer_tokens: int
+) -> Reward:
+    """Return the reward of a completion of `num_tokens` tokens; without `penalty`, the score."""
+    if not penalty:
+        return Reward(score, 0.0)
+    return Reward(
+        score, overlong_penalty(num_tokens, max_tokens=max_tokens, buffer_tokens=buffer_tokens)
+    )

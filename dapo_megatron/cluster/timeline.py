@@ -16,6 +16,7 @@ from typing import Any
 
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.protocols import Exchange
+from dapo_megatron.types import Phase
 
 MAX_POINTS = 200
 """Of a replica's requests over a step that are kept."""
@@ -122,7 +123,7 @@ class Timeline:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What is done inside; the engines' requests count in `generate` alone."""
-        watches = name == "generate" and self._replica is not None
+        watches = name == Phase.GENERATE and self._replica is not None
         begun = time.perf_counter()
         if watches:
             self._running.begin(begun)

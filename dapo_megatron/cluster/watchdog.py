@@ -38,6 +38,7 @@ from dapo_megatron.cluster.heartbeat import Alarm, Pulse, State
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.safe_output import above_panel
 from dapo_megatron.files import write_json
+from dapo_megatron.types import Phase
 
 ANSWER_SECONDS = 3.0
 """From the alarm to naming those who did not answer."""
@@ -79,7 +80,7 @@ class Watchdog:
         self.on_phase: Callable[[str, int], None] = lambda phase, step: None
         """Told of every turn to another phase, and its step."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._limits = {**limits, "": limits.get("start", max(limits.values()))}
+        self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
         self._attempt = start_attempt or attempt()
         self._host = node_name()
         self._alarm = Alarm.of(folder, self._attempt)

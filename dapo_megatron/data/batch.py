@@ -15,37 +15,54 @@ from torch import Tensor
 
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.loss import Aggregation, aggregation_weights
-from dapo_megatron.algo.overlong import overlong_penalty
+from dapo_megatron.algo.overlong import Reward, completion_reward
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.types import Completion, Finish, Group, Inspected, LogProbs, TokenBatch
 
 
-def counted(group: Group, overlong: OverlongConfig) -> list[Completion]:
-    """The completions that count for their group: its verdict, its mean, its place in a batch.
+def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion]:
+    """Return the completions that enter their group's verdict, its mean and the batch.
 
-    All of them; but with `overlong.filter`, and not `overlong.filtered_in_mean`, truncated ones are
-    as if never sampled.
+    All of them, except truncated ones with `overlong.filter` and without
+    `overlong.filtered_in_mean`.
     """
     if not overlong.filter or overlong.filtered_in_mean:
         return list(group.completions)
     return [one for one in group.completions if one.finish is not Finish.LENGTH]
 
 
-def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -> TokenBatch:
-    """One batch of the counted completions of `groups`, in their order; weights are 1.
+def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
+    """Return the reward of a completion, or None if it has no grade."""
+    if completion.grade is None:
+        return None
+    return completion_reward(
+        completion.grade.score,
+        len(completion.tokens),
+        penalty=overlong.penalty,
+        max_tokens=overlong.max_tokens,
+        buffer_tokens=overlong.buffer_tokens,
+    )
 
-    reward = grade.score (+ overlong_penalty); the advantage of a completion is relative to the
-    counted ones of its group. Truncated completions that are filtered but counted stay out of the
-    loss mask. No sequence at all gives an empty batch (T = S = 0). Raises ValueError naming a
-    completion that has no grade, or whose log-probs do not cover its tokens.
+
+def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -> TokenBatch:
+    """Return one batch of the valid completions of `groups`, in their order; weights are 1.
+
+    The advantage of a completion is relative to the valid ones of its group. Truncated completions
+    that are filtered but valid stay out of the loss mask. No sequence at all gives an empty batch
+    (T = S = 0). Raises ValueError naming a completion that has no grade, or whose log-probs do not
+    cover its tokens.
     """
     sequences = _sequences(groups, overlong)
-    rewards = torch.tensor(
-        [_reward(group, completion, overlong) for group, completion in sequences],
-        dtype=torch.float32,
-    )
+    rewards: list[float] = []
+    for group, completion in sequences:
+        shaped = reward(completion, overlong)
+        if shaped is None:
+            raise ValueError(f"{_name(group, completion)}: no grade; such a group abstains")
+        rewards.append(shaped.total)
     group_ids = torch.tensor([group.ticket for group, _ in sequences], dtype=torch.int64)
-    advantages = group_advantage(rewards, group_ids, eps=eps).tolist()
+    advantages = group_advantage(
+        torch.tensor(rewards, dtype=torch.float32), group_ids, eps=eps
+    ).tolist()
     tokens: list[tuple[int, ...]] = []
     mask: list[list[bool]] = []
     advantage: list[list[float]] = []
@@ -133,19 +150,7 @@ def _name(group: Group, completion: Completion) -> str:
 
 
 def _sequences(groups: Sequence[Group], overlong: OverlongConfig) -> list[tuple[Group, Completion]]:
-    return [(group, one) for group in groups for one in counted(group, overlong)]
-
-
-def _reward(group: Group, completion: Completion, overlong: OverlongConfig) -> float:
-    if completion.grade is None:
-        raise ValueError(f"{_name(group, completion)}: no grade; such a group abstains")
-    if not overlong.penalty:
-        return completion.grade.score
-    return completion.grade.score + overlong_penalty(
-        len(completion.tokens),
-        max_tokens=overlong.max_tokens,
-        buffer_tokens=overlong.buffer_tokens,
-    )
+    return [(group, one) for group in groups for one in valid_completions(group, overlong)]
 
 
 def _flat(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -76,11 +76,10 @@ def _parse_line(line: bytes, where: str) -> Any:
 
 def read_parquet(path: str) -> Iterator[tuple[int, str, Any]]:
     """Yield (index from 0, "file, row N" from 0, value); a row group at a time, known columns."""
-    index = 0
+    first = 0
     for batch in parquet_batches(path, CHUNK_ROWS, known_only=True):
-        for where, row in plain_rows(batch, path, index):
-            yield index, where, row
-            index += 1
+        yield from plain_rows(batch, path, first)
+        first += len(batch)
 
 
 def parquet_batches(
@@ -111,8 +110,9 @@ def parquet_batches(
 
 def plain_rows(
     batch: pyarrow.RecordBatch, name: str, first: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("name, row N", plain values) of an Arrow batch that begins at row `first` of `name`.
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield (N, "name, row N", plain values) of an Arrow batch that starts at row `first` of
+    `name`.
 
     Raises DataError naming row and column of a value that Python cannot represent, such as a string
     that is not UTF-8: Parquet files are not checked for that when they are written.
@@ -124,7 +124,7 @@ def plain_rows(
     except MemoryError as error:
         raise DataError(f"{name}, row {first}: {_NO_MEMORY}") from error
     for index, row in enumerate(rows, start=first):
-        yield f"{name}, row {index}", row
+        yield index, f"{name}, row {index}", row
 
 
 def _first_not_plain(batch: pyarrow.RecordBatch, name: str, first: int) -> str | None:

@@ -11,7 +11,7 @@ distribution a token was drawn from. (`raw_logprobs` are before both: wrong at o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -99,23 +99,24 @@ class VllmEngine:
                 name, {"prompt_token_ids": prompt_of(request)}, sampling
             )
 
-    def step(self) -> list[tuple[int, Completion]]:
-        """Advance by one engine step; (ticket, completion) of what finished in it."""
+    def step(self) -> list[tuple[SampleRequest, Completion]]:
+        """Advance by one engine step. Return the requests that finished in it, answered."""
         self._require_awake()
         with device.random_state():
             outputs = self._llm.llm_engine.step()
         return [self._finished(output) for output in outputs if output.finished]
 
-    def has_work(self) -> bool:
-        """Whether any request is queued or running."""
-        return bool(self._requests)
+    @property
+    def requests(self) -> Collection[SampleRequest]:
+        """Requests that are queued or running, in the order in which they were submitted."""
+        return self._requests.values()
 
-    def interrupt(self) -> list[tuple[int, Completion]]:
-        """Drop all requests, running or queued; (ticket, completion) of those with at least one
-        token, unfinished and without text, in the order in which they were submitted."""
+    def interrupt(self) -> list[tuple[SampleRequest, Completion]]:
+        """Drop all requests, running or queued. Return those with at least one token, each with its
+        completion, unfinished and without text, in the order in which they were submitted."""
         sampled = sampled_so_far(self._llm)
         unfinished = [
-            (request.ticket, joined(request, *sampled[name], self.version))
+            (request, joined(request, *sampled[name], self.version))
             for name, request in self._requests.items()
             if request.so_far is not None or sampled[name][0]
         ]
@@ -143,7 +144,7 @@ class VllmEngine:
         """
         if self._unusable == _SYNC_FAILED:
             self._require_usable()
-        if self.has_work():
+        if self._requests:
             raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
         if "weights" in self._asleep:
             raise SyncError("weights offered to an engine asleep, wake_weights() must come first")
@@ -167,7 +168,7 @@ class VllmEngine:
         first of each sequence, computed anew. A sequence has at least two tokens, and fewer than
         prompt and response may have together. Raises DapoError with requests in flight."""
         self._require_awake()
-        if self.has_work():
+        if self._requests:
             raise DapoError(f"sequences to score with {len(self._requests)} requests in flight")
         engine = self._llm.llm_engine
         for index, tokens in enumerate(sequences):
@@ -182,7 +183,7 @@ class VllmEngine:
     def sleep(self) -> None:
         """Leave the accelerator's memory to the policy; weights and cached prefixes are lost.
         Nothing happens if it sleeps already, or with engine.sleep false."""
-        if self.has_work():
+        if self._requests:
             raise DapoError(f"engine put to sleep with {len(self._requests)} requests in flight")
         if not self._sleeps or "weights" in self._asleep:
             return
@@ -244,7 +245,7 @@ class VllmEngine:
             skip_clone=True,
         )
 
-    def _finished(self, output: RequestOutput) -> tuple[int, Completion]:
+    def _finished(self, output: RequestOutput) -> tuple[SampleRequest, Completion]:
         request = self._requests.pop(output.request_id)
         (sampled,) = output.outputs
         stopped = sampled.token_ids[-1] in self._stop_ids
@@ -257,7 +258,7 @@ class VllmEngine:
         )
         tokens = completion.tokens[:-1] if stopped else completion.tokens
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return request.ticket, replace(completion, text=text)
+        return request, replace(completion, text=text)
 
 
 def _start(config: Config, load_format: str) -> LLM:

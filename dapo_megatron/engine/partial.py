@@ -26,7 +26,7 @@ def tokens_left(request: SampleRequest) -> int:
 
 def prompt_of(request: SampleRequest) -> list[int]:
     """What the engine is given to continue: the prompt and the response so far."""
-    return [*request.tokens, *_tokens(request)]
+    return [*request.prompt.tokens, *_tokens(request)]
 
 
 def joined(

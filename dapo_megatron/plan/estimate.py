@@ -17,7 +17,7 @@ from dapo_megatron.plan.engine import Engine, engine_of
 from dapo_megatron.plan.parts import GIB, Part, size
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
-from dapo_megatron.types import ConfigError, DapoError
+from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError
 
 GPU_MARGIN, HOST_MARGIN = 0.05, 0.10
 """Share of the memory below which free space causes a warning."""
@@ -27,8 +27,6 @@ PROCESS_GIB = 4.0
 """A rank with torch, CUDA, Megatron-core and vLLM, before any tensor. Assumed."""
 GRADER_GIB = 0.25
 """A grading process with math_verify and reasoning_gym (docs/rewards.md: 240 MiB)."""
-MEASURED_PHASES = ("generate", "logprobs", "update", "sync")
-"""Phases whose memory a run measures (`memory/<phase>_gib`)."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,9 @@ def save_estimate(
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     try:
         estimate = estimate_memory(config, num_processes, NodeSpec(gpus_per_node, gpu_bytes / GIB))
-        phases = {phase: estimate.num_bytes(phase) / GIB for phase in MEASURED_PHASES}
+        phases = {
+            phase: estimate.num_bytes(phase) / GIB for phase in PHASES if phase in STEP_PHASES
+        }
         text = "of the rank that takes most, CUDA and NCCL included, which are assumed"
         write_json(path, {"device": "gpu", "phases": phases, "note": text})
     # A config.json that policy and engine understand may raise any of these here. Only the report

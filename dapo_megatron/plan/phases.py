@@ -15,8 +15,12 @@ from dapo_megatron.plan.engine import Engine
 from dapo_megatron.plan.layout import data_parallel, round_up, row_multiple
 from dapo_megatron.plan.parts import GIB, Part, size
 from dapo_megatron.plan.stage import Stage
+from dapo_megatron.types import Phase
 
-PHASES = ("start", "generate", "sync", "logprobs", "update")
+PHASES = tuple(
+    phase for phase in Phase if phase not in (Phase.CHECKPOINT, Phase.EVALUATE, Phase.OTHER)
+)
+"""Phases that differ in what is on a device."""
 CONTEXT_GIB = 1.0
 """CUDA's context, code of kernels, cuBLAS's workspaces. Assumed."""
 NCCL_GIB = 0.2
@@ -64,14 +68,14 @@ def phases_of(stage: Stage, engine: Engine, *, has_gpu: bool) -> Phases:
     if sleeps:
         start.insert(0, Moment("engine made", (*always, *engine.parts)))
     return {
-        "start": tuple(start),
-        "generate": (generating,),
-        "sync": (*_turning(stage, whole, awake or (engine.weights,)), generating),
-        "logprobs": tuple(
+        Phase.START: tuple(start),
+        Phase.GENERATE: (generating,),
+        Phase.SYNC: (*_turning(stage, whole, awake or (engine.weights,)), generating),
+        Phase.LOGPROBS: tuple(
             Moment(_where(part), (*whole, *awake, part))
             for part in policy.passing(stage, backward=False)
         ),
-        "update": tuple(
+        Phase.UPDATE: tuple(
             Moment(_where(part), (*whole, *awake, policy.kept(stage), part))
             for part in policy.passing(stage, backward=True)
         ),

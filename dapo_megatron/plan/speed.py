@@ -16,7 +16,7 @@ from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_
 from dapo_megatron.plan.estimate import MemoryEstimate
 from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.stage import offloaded_bytes
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import ConfigError, Phase
 
 MEMORY_BANDWIDTH = {
     "H100": 3.35e12,
@@ -106,10 +106,10 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     prompts = config.rollout.prompts_per_step / keep
     return Speed(
         seconds={
-            "generate": _generate(estimate, given, peak, prompts, prompt, response),
-            "logprobs": train(backward=False) * _unfilled(estimate, length, sequences, 1),
-            "update": update * _unfilled(estimate, length, sequences, minis),
-            "sync": _sync(estimate, given),
+            Phase.GENERATE: _generate(estimate, given, peak, prompts, prompt, response),
+            Phase.LOGPROBS: train(backward=False) * _unfilled(estimate, length, sequences, 1),
+            Phase.UPDATE: update * _unfilled(estimate, length, sequences, minis),
+            Phase.SYNC: _sync(estimate, given),
         },
         prompts=prompts,
         response_tokens=response,

@@ -23,7 +23,8 @@ from typing import Any
 from dapo_megatron.report import groups, phases
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.groups import DECIDED, FORECAST, IN_WORDS, KEPT
-from dapo_megatron.report.phases import COLORS, GENERATE, IDLE, LABELS, MOVED, PHASES, REST
+from dapo_megatron.report.phases import COLORS, GENERATE, IDLE, LABELS, MOVED, REST
+from dapo_megatron.types import STEP_PHASES
 
 Chart = dict[str, Any]
 
@@ -362,7 +363,7 @@ def memory_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Charts of the memory that any of the runs measured and, dashed, of the planned memory."""
     measured = {name for run in runs for name in run.metrics.columns}
     plans = [phases.memory_plan(run) for run in runs]
-    planned = [phase for phase in PHASES if any(phase in plan for plan in plans)]
+    planned = [phase for phase in STEP_PHASES if any(phase in plan for plan in plans)]
     against = " Dashed: what the plan said before the run." if planned else ""
 
     def levels(names: Iterable[str], metric: str, what: str, **more: Any) -> list[dict[str, Any]]:
@@ -378,7 +379,7 @@ def memory_charts(runs: Sequence[RunData]) -> list[Chart]:
             "The most that each phase took, on the rank that took most: of the device, or on CPU "
             f"of the process.{against}",
             "GiB",
-            *levels(PHASES, "memory/{}_gib", ""),
+            *levels(STEP_PHASES, "memory/{}_gib", ""),
             *levels(planned, phases.PLANNED, ", planned", dash=True),
         ),
         of_time(
@@ -387,7 +388,7 @@ def memory_charts(runs: Sequence[RunData]) -> list[Chart]:
             "The same as far as torch allocated it; the rest is CUDA itself, its libraries and "
             "what lies idle in between.",
             "GiB",
-            *levels(PHASES, "memory/{}_torch_gib", ", tensors", dash=True),
+            *levels(STEP_PHASES, "memory/{}_torch_gib", ", tensors", dash=True),
         ),
     ]
     return [chart for chart in charts if measured & names_in([chart])]

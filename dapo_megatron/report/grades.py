@@ -1,6 +1,6 @@
 """Grade, reward and advantage of a completion, explained in words and numbers.
 
-Rewards and advantages are computed here plainly, for algo/ needs torch; a test holds both equal.
+Advantages are computed here without torch. A test compares them with algo/advantage.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+from dapo_megatron.algo.overlong import Reward, completion_reward
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.rewards import dapo_math
 
@@ -17,15 +18,13 @@ MAX_SHOWN = 2000
 """Characters of an answer or a truth; a program, or the tests of one, may be far longer."""
 
 MINUS = "\N{MINUS SIGN}"
-DAPO_MATH_TAIL = 300
-"""Characters at the end of a response that dapo_math looks at."""
 
 _SAME_ADVANTAGE = 0.001
 """The run computes in float32."""
 
 _LOOKS_FOR = {
     "dapo_math": (
-        f"dapo_math reads the last {DAPO_MATH_TAIL} characters, takes what follows the last "
+        f"dapo_math reads the last {dapo_math.TAIL} characters, takes what follows the last "
         "“Answer:” there, normalises it (spaces, units, dollars and boxes go) and compares "
         "it with the normalised truth as a string."
     ),
@@ -71,13 +70,13 @@ class Rules:
     @classmethod
     def of(cls, run: RunData) -> Rules:
         """A config without these keys (a damaged one) has no penalty and no filter."""
-        max_tokens = run.count("overlong.max_tokens")
-        buffer_tokens = run.count("overlong.buffer_tokens")
+        max_tokens = run.count("overlong.max_tokens") or 0
+        buffer_tokens = run.count("overlong.buffer_tokens") or 0
         eps = run.number("loss.advantage_eps")
         return cls(
-            penalty=run.knob("overlong.penalty") is True and bool(max_tokens and buffer_tokens),
-            max_tokens=max_tokens or 0,
-            buffer_tokens=buffer_tokens or 0,
+            penalty=run.knob("overlong.penalty") is True and 0 < buffer_tokens < max_tokens,
+            max_tokens=max_tokens,
+            buffer_tokens=buffer_tokens,
             filter=run.knob("overlong.filter") is True,
             filtered_in_mean=run.knob("overlong.filtered_in_mean") is True,
             eps=1e-6 if eps is None else eps,
@@ -88,8 +87,7 @@ class Rules:
 class GroupRewards:
     """The rewards of a group and what they come to; by position of the completion in it."""
 
-    penalties: list[float]
-    rewards: list[float | None]
+    rewards: list[Reward | None]
     """None without a grade."""
     counted: list[bool]
     """True if it enters the mean: with overlong.filter truncated ones may not."""
@@ -100,29 +98,36 @@ class GroupRewards:
 
 
 def group_rewards(completions: Sequence[Mapping[str, Any]], rules: Rules) -> GroupRewards:
-    """Do as data.batch.assemble does (arXiv 2503.14476, eq. 9 and 13): reward = score + penalty,
-    advantage = (reward - mean) / (std + eps), std with ddof 1; a group of one has mean 0
-    and std 1."""
-    penalties = [_penalty(len(one["tokens"]), rules) for one in completions]
+    """Return what data.batch.assemble makes of a group (arXiv 2503.14476, eq. 9): advantage =
+    (reward - mean) / (std + eps), std with ddof 1. A group of one has mean 0 and std 1."""
     rewards = [
-        None if one["score"] is None else one["score"] + penalty
-        for one, penalty in zip(completions, penalties)
+        None
+        if one["score"] is None
+        else completion_reward(
+            one["score"],
+            len(one["tokens"]),
+            penalty=rules.penalty,
+            max_tokens=rules.max_tokens,
+            buffer_tokens=rules.buffer_tokens,
+        )
+        for one in completions
     ]
     excludes = rules.filter and not rules.filtered_in_mean
     counted = [not (excludes and one["finish"] == "length") for one in completions]
     values = [reward for reward, counts in zip(rewards, counted) if counts]
-    known = [value for value in values if value is not None]
+    known = [value.total for value in values if value is not None]
     if not known or len(known) < len(values):
-        return GroupRewards(penalties, rewards, counted, None, None, [None] * len(rewards))
+        return GroupRewards(rewards, counted, None, None, [None] * len(rewards))
     mean, std = 0.0, 1.0
     if len(known) > 1:
         mean, std = fmean(known), stdev(known)
     advantages = [
-        (reward - mean) / (std + rules.eps) if counts and reward is not None and std + rules.eps
+        (reward.total - mean) / (std + rules.eps)
+        if counts and reward is not None and std + rules.eps
         else None
         for reward, counts in zip(rewards, counted)
-    ]  # fmt: skip
-    return GroupRewards(penalties, rewards, counted, mean, std, advantages)
+    ]
+    return GroupRewards(rewards, counted, mean, std, advantages)
 
 
 def grader_of(run: RunData, group: Mapping[str, Any]) -> str | None:
@@ -151,12 +156,13 @@ def explain(
     """
     one = group["completions"][position]
     found = [("Grader", _looks_for(grader))]
-    if one["score"] is None:
+    reward = rewards.rewards[position]
+    if reward is None:
         found.append(("Verdict", "No grade: the grader hung, died or raised on it."))
     else:
         found.append(("Answer read", _answer(grader, one, group["truth"])))
         found.append(("Verdict", "Right." if one["correct"] else "Wrong."))
-        found.append(("Reward", _reward(one, rewards.penalties[position], rules)))
+        found.append(("Reward", _reward(reward, len(one["tokens"]), rules)))
     found.append(("Advantage", _advantage(position, rewards, rules, trained)))
     fate = group["fate"]
     found.append(("Group", _FATES.get(fate, f"Its fate: {fate}.")))
@@ -198,20 +204,19 @@ def _missed(text: str) -> str:
     return f" The last “Answer:” is {len(text) - place:,} characters before the end."
 
 
-def _reward(one: Mapping[str, Any], penalty: float, rules: Rules) -> str:
-    score, num_tokens = one["score"], len(one["tokens"])
+def _reward(reward: Reward, num_tokens: int, rules: Rules) -> str:
     if not rules.penalty:
-        return f"{_figure(score)}: the score alone (overlong.penalty is off)."
+        return f"{_figure(reward.score)}: the score alone (overlong.penalty is off)."
     free = rules.max_tokens - rules.buffer_tokens
-    if penalty == 0.0:
+    if reward.penalty == 0.0:
         return (
-            f"{_figure(score)}: the score; no length penalty, for {num_tokens:,} tokens are no "
-            f"more than {free:,}."
+            f"{_figure(reward.score)}: the score; no length penalty, for {num_tokens:,} tokens are "
+            f"no more than {free:,}."
         )
     return (
-        f"{_figure(score)} {MINUS} {-penalty:.4g} = {_figure(score + penalty)}: the score, less "
-        f"the length penalty: {num_tokens:,} tokens are {num_tokens - free:,} beyond {free:,}, of "
-        f"{rules.buffer_tokens:,} that take it to {MINUS}1."
+        f"{_figure(reward.score)} {MINUS} {-reward.penalty:.4g} = {_figure(reward.total)}: the "
+        f"score, less the length penalty: {num_tokens:,} tokens are {num_tokens - free:,} "
+        f"beyond {free:,}, of {rules.buffer_tokens:,} that take it to {MINUS}1."
     )
 
 
@@ -235,7 +240,7 @@ def _formula(position: int, rewards: GroupRewards, rules: Rules) -> str:
     if num == 1:
         return f"{_figure(value)}: its reward, for it is alone in its group."
     return (
-        f"({_figure(reward)} {MINUS} {_figure(rewards.mean, after=True)}) / "
+        f"({_figure(reward.total)} {MINUS} {_figure(rewards.mean, after=True)}) / "
         f"({_figure(rewards.std)} + {rules.eps:g}) = {_figure(value)}: its reward against mean and "
         f"standard deviation of {num} rewards."
     )
@@ -245,10 +250,3 @@ def _figure(value: float, *, after: bool = False) -> str:
     """Four digits; in parentheses `after` a sign, if it has one itself."""
     text = f"{value:.4g}".replace("-", MINUS, 1) if value < 0 else f"{value:.4g}"
     return f"({text})" if after and value < 0 else text
-
-
-def _penalty(num_tokens: int, rules: Rules) -> float:
-    if not rules.penalty:
-        return 0.0
-    excess = num_tokens - (rules.max_tokens - rules.buffer_tokens)
-    return max(-1.0, min(0.0, -excess / rules.buffer_tokens))

@@ -8,11 +8,12 @@ from statistics import median
 from dapo_megatron.report.finding import Finding, Track, track, track_of
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.groups import KEPT
-from dapo_megatron.report.phases import IDLE, PHASES, memory_plan
+from dapo_megatron.report.phases import IDLE, memory_plan
 from dapo_megatron.report.wording import named, number, percent
+from dapo_megatron.types import STEP_PHASES, Phase
 
 _LEAST_GIB = 0.5
-_RARE = ("checkpoint", "evaluate")
+_RARE = (Phase.CHECKPOINT, Phase.EVALUATE)
 
 ENGINES_IDLE = 0.3  # of generation: a note
 ENGINES_IDLE_MUCH = 0.5  # of generation: a warning
@@ -54,7 +55,7 @@ def growth(run: RunData) -> Iterator[Finding]:
     step = track(run, "time/step")
     if not step.is_long or step.late <= 0:
         return
-    for phase in PHASES:
+    for phase in STEP_PHASES:
         seconds = track(run, f"time/{phase}")
         if phase in _RARE or not seconds.is_long:
             continue
@@ -64,8 +65,8 @@ def growth(run: RunData) -> Iterator[Finding]:
         is_small = seconds.late < TIME_SHARE * step.late or least < TIME_GROWTH
         if is_small or not _stands_apart(seconds):
             continue
-        meanwhile = _keep_rate(run) if phase == "generate" else ""
-        if phase == "sync":
+        meanwhile = _keep_rate(run) if phase is Phase.GENERATE else ""
+        if phase is Phase.SYNC:
             meanwhile = " `doctor nodes` measures the network."
         again = f", {by_token:.1f} times for each token" if per_token.is_long else ""
         yield seconds.finding(
@@ -122,7 +123,7 @@ def slow_steps(run: RunData) -> Iterator[Finding]:
     steps = [series.steps[place] for place in slow]
     worst = max(slow, key=series.values.__getitem__)
     at = run.metrics.steps.index(series.steps[worst])
-    phase = max(PHASES, key=lambda phase: column(f"time/{phase}")[at] or 0.0)
+    phase = max(STEP_PHASES, key=lambda phase: column(f"time/{phase}")[at] or 0.0)
     yield series.finding(
         "note",
         f"Slow at {named(steps)}",
@@ -153,11 +154,11 @@ def throughput(run: RunData) -> Iterator[Finding]:
 
 def _what_grew(run: RunData) -> str:
     """The phase that takes so many seconds more than at first, as none does."""
-    tracks = {phase: track(run, f"time/{phase}") for phase in PHASES if phase not in _RARE}
+    tracks = {phase: track(run, f"time/{phase}") for phase in STEP_PHASES if phase not in _RARE}
     phase, most = max(tracks.items(), key=lambda item: item[1].late - item[1].early)
     if most.late <= most.early:
         return ""
-    kept = _keep_rate(run) if phase == "generate" else ""
+    kept = _keep_rate(run) if phase is Phase.GENERATE else ""
     figures = f"{number(most.early)} → {number(most.late)} s a step"
     return f" Of all phases {phase} grew most, {figures}.{kept}"
 
@@ -170,7 +171,7 @@ def memory(run: RunData) -> Iterator[Finding]:
     """More memory than planned, or ever more."""
     planned = memory_plan(run)
     over, leaks = [], []
-    for phase in PHASES:
+    for phase in STEP_PHASES:
         series = track(run, f"memory/{phase}_gib")
         if not series:
             continue

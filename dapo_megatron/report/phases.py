@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from dapo_megatron.report.folder import RunData, finite
-
-PHASES = ("generate", "logprobs", "update", "sync", "checkpoint", "evaluate")
-"""What the loop's clock measures, each in time/<phase>, in the order of a step."""
+from dapo_megatron.types import STEP_PHASES, Phase
 
 COLORS = {
-    "generate": 0,
+    Phase.GENERATE: 0,
     "grade": 5,
-    "logprobs": 4,
-    "update": 2,
-    "sync": 1,
-    "checkpoint": 3,
-    "evaluate": 6,
+    Phase.LOGPROBS: 4,
+    Phase.UPDATE: 2,
+    Phase.SYNC: 1,
+    Phase.CHECKPOINT: 3,
+    Phase.EVALUATE: 6,
     "rest": 7,
 }
 """Slot of the series colours by phase, here and in the timeline."""
 
 LABELS = {
-    "generate": "generate",
+    Phase.GENERATE: "generate",
     "grade": "wait for graders",
-    "logprobs": "log-probs",
+    Phase.LOGPROBS: "log-probs",
     "rest": "the rest",
 }
 
@@ -40,13 +38,13 @@ def derived(run: RunData) -> dict[str, list[float | None]]:
     time/sync_verify and time/sync_turns of time/sync. And the levels of the memory plan, one value
     for every step where the phase was measured."""
     column = run.metrics.column
-    names = ("step", "grade", "sync_verify", "sync_turns", "engine_idle", *PHASES)
+    names = ("step", "grade", "sync_verify", "sync_turns", "engine_idle", *STEP_PHASES)
     times = {name: column(f"time/{name}") for name in names}
     series: dict[str, list[float | None]] = {name: [] for name in (GENERATE, REST, MOVED, IDLE)}
     for at in range(len(run.metrics.steps)):
         here = {name: values[at] for name, values in times.items()}
         series[GENERATE].append(_less(here["generate"], here["grade"]))
-        series[REST].append(_less(here["step"], *(here[phase] for phase in PHASES)))
+        series[REST].append(_less(here["step"], *(here[phase] for phase in STEP_PHASES)))
         series[MOVED].append(_less(here["sync"], here["sync_verify"], here["sync_turns"]))
         series[IDLE].append(_share(here["engine_idle"], here["generate"]))
     for phase, gib in memory_plan(run).items():
@@ -69,7 +67,9 @@ def _share(part: float | None, whole: float | None) -> float | None:
 def memory_plan(run: RunData) -> dict[str, float]:
     """GiB that each phase takes by the run's plan.json; empty if it has none."""
     phases = (run.plan or {}).get("phases")
-    levels = {name: finite(phases.get(name)) for name in PHASES} if isinstance(phases, dict) else {}
+    levels = (
+        {name: finite(phases.get(name)) for name in STEP_PHASES} if isinstance(phases, dict) else {}
+    )
     return {name: gib for name, gib in levels.items() if gib is not None and gib > 0}
 
 

@@ -27,6 +27,7 @@ from dapo_megatron.files import parse_json
 from dapo_megatron.report.folder import RunData, finite
 from dapo_megatron.report.phases import COLORS, LABELS
 from dapo_megatron.report.wording import number, percent
+from dapo_megatron.types import Phase
 
 MAX_TIMELINES = 12
 """In a report; of more the first, the last and the slowest are among those kept."""
@@ -85,7 +86,7 @@ class Recorded:
     @property
     def generation(self) -> tuple[float, float] | None:
         """From the first rank's begin of generate to the last one's end."""
-        spans = [span for rank in self.ranks for span in rank.spans if span.phase == "generate"]
+        spans = [span for rank in self.ranks for span in rank.spans if span.phase == Phase.GENERATE]
         times = [at for replica in self.replicas for at, _ in replica.points]
         begin = min([span.begin for span in spans] or times, default=0.0)
         end = max([span.end for span in spans] or times, default=0.0)

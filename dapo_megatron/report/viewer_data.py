@@ -48,11 +48,11 @@ class Blob:
         for position, one in enumerate(group["completions"]):
             policy = group["policy"].get(one["sample"], {})
             # As recorded, else as computed; none if it was not trained on.
-            recorded = policy.get("advantage")
+            recorded, reward = policy.get("advantage"), rewards.rewards[position]
             advantage = rewards.advantages[position] if recorded is None else recorded
             row = {
                 **_row(place, group, one, policy, pick),
-                "reward": rounded(rewards.rewards[position]),
+                "reward": rounded(reward and reward.total),
                 "advantage": rounded(advantage) if group["fate"] == "trained" else None,
             }
             rows.append(row)

@@ -15,7 +15,7 @@ from dapo_megatron.types import Grade
 INVALID = "[INVALID]"
 """The answer read from a response that has no "Answer:" line."""
 
-_TAIL = 300
+TAIL = 300
 """Characters at the end of a response that are looked at."""
 
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -64,7 +64,7 @@ def grade(response: str, truth: str) -> Grade:
     "[INVALID]" (not `parsed`). Never raises on text; its cost is bounded, since it reads 300
     characters.
     """
-    answers = _ANSWER.findall(response[-_TAIL:])
+    answers = _ANSWER.findall(response[-TAIL:])
     pred = normalise(answers[-1] if answers else INVALID)
     correct = pred == normalise(truth)
     return Grade(1.0 if correct else -1.0, correct, pred, parsed=pred != INVALID)

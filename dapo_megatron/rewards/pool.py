@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 CAUSES = ("timeout", "crash", "memory", "error")
 """Why there is no grade: it took too long, its process died, it ate its memory, it raised."""
 
-OUTCOMES = ("graded", *CAUSES)
-
 MAX_BATCH = 16
 """Gradings handed to a worker at once: the most that one slow grading can hold up."""
 
@@ -67,14 +65,9 @@ class GradingPool:
                 for key, grade, why in pool.collect(wait=True): ...
     """
 
-    counts: dict[str, dict[str, int]]
-    """Collected gradings by source: {"graded": n, "timeout": n, "crash": n, "memory": n,
-    "error": n}."""
-    unparsed: dict[str, int]
-    """Of the graded ones by source: those in whose text the grader found no answer."""
     last_errors: dict[str, str]
-    """By source, of the last grading without a grade: the last line of what the grader raised, or
-    how its process ended. Sources without such a grading are not in it."""
+    """Last failure by source: the last line of what the grader raised, or how its process ended.
+    Sources without one are missing."""
 
     def __init__(
         self,
@@ -91,9 +84,8 @@ class GradingPool:
             check(name)
         if "code" in self._names:
             _tell_what_is_lacking()
-        self.counts = {source: dict.fromkeys(OUTCOMES, 0) for source in graders}
-        self.unparsed = dict.fromkeys(graders, 0)
         self.last_errors = {}
+        self._logged: set[tuple[str, str]] = set()  # (source, cause)
         self._pending = 0
         self._graders = dict(graders)
         self._timeout_seconds = timeout_seconds
@@ -151,7 +143,8 @@ class GradingPool:
             if isinstance(item, Exception):
                 self._finished.put(item)  # for whoever asks again
                 raise item
-            self._count(item)
+            self._pending -= 1
+            self._log_failure(item)
             results.append((item.task.key, item.grade, item.why))
         return results
 
@@ -194,19 +187,17 @@ class GradingPool:
             )
         return grader[kind]
 
-    def _count(self, result: _Result) -> None:
-        source, counts = result.task.source, self.counts[result.task.source]
-        if result.grade is None:
-            if counts[result.why] == 0:
-                logger.warning(
-                    "grading of %r abstained (%s), source %r; later ones are only counted. %s",
-                    *(result.task.key, result.why, source, result.detail),
-                )
-            self.last_errors[source] = result.detail.strip().rpartition("\n")[2]
-        elif not result.grade.parsed:
-            self.unparsed[source] += 1
-        counts[result.why] += 1
-        self._pending -= 1
+    def _log_failure(self, result: _Result) -> None:
+        if result.grade is not None:
+            return
+        source = result.task.source
+        if (source, result.why) not in self._logged:
+            self._logged.add((source, result.why))
+            logger.warning(
+                "grading of %r abstained (%s), source %r; later ones are only counted. %s",
+                *(result.task.key, result.why, source, result.detail),
+            )
+        self.last_errors[source] = result.detail.strip().rpartition("\n")[2]
 
     # ------------------------------------------------------------------ in the threads
 

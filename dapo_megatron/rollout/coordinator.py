@@ -2,8 +2,8 @@
 
 Prompts get tickets in the order of the stream, as many as a forecast of the keep rate wants in
 flight. Completions are graded as they finish, and a group is decided with its last grade. A step
-ends as soon as its N mixed groups can be committed (`groups.commit`); the engines are then stopped,
-and what they were at goes on in the next step, under its weights. Nothing waits for a batch, and
+ends as soon as its N mixed groups can be committed; the engines are then stopped, and what they
+were sampling goes on in the next step, under its weights. Nothing waits for a batch, and
 nothing that could be trained on is lost. With `on_policy`, the paper's rule: strict order, and what
 is open at the end of a step expires. The picture is in docs/rollout.md.
 """
@@ -19,12 +19,11 @@ from typing import Any
 
 from dapo_megatron.algo.sampling import verdict
 from dapo_megatron.config import OverlongConfig, RolloutConfig
-from dapo_megatron.data.batch import counted
-from dapo_megatron.data.stream import PromptStream
-from dapo_megatron.rollout.dispatch import Dispatcher, Sampling
-from dapo_megatron.rollout.driver import Driver, News
+from dapo_megatron.data.batch import valid_completions
+from dapo_megatron.data.prompts import PromptStream
+from dapo_megatron.rollout.dispatch import Dispatcher, OpenGroup, Sampling
+from dapo_megatron.rollout.driver import Driver, Events
 from dapo_megatron.rollout.forecast import KeepRate
-from dapo_megatron.rollout.groups import OpenGroup, commit
 from dapo_megatron.rollout.ledger import Ledger, State
 from dapo_megatron.rollout.serialization import group_from_json, group_to_json
 from dapo_megatron.types import (
@@ -48,7 +47,7 @@ BOUND = 30
 
 @dataclass
 class _Step:
-    """What happened since `collect` began."""
+    """What happened since `collect` started."""
 
     version: int
     issued: int = 0
@@ -78,15 +77,15 @@ class Coordinator:
         self._overlong = overlong
         self._stream = stream
         self._driver = driver
-        self._sampling = Sampling(
+        sampling = Sampling(
             num_samples=config.samples_per_prompt,
             max_tokens=config.max_response_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
             seed_name=f"{seed}/train",
         )
-        self._dispatcher = Dispatcher(driver, self._sampling.seed_name)
-        self._ended: list[tuple[Group, Fate]] = []  # and not told of yet
+        self._dispatcher = Dispatcher(driver, sampling)
+        self._ended: list[tuple[Group, Fate]] = []  # and not returned yet
         self._fates: dict[str, Counter[str]] = {}  # by data set, over the run
         # Of this process alone: a resumed run may have another grader.
         self._answered: set[str] = set()  # data sets of which some completion was graded
@@ -96,31 +95,31 @@ class Coordinator:
         self._max_overtake = 0 if config.on_policy else config.max_overtake
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected:
-        """The groups for one step: sampled by weights `version`, or begun by earlier ones.
+        """Collect the groups of one step: sampled by weights `version`, or started by earlier ones.
 
         Raises StarvedError if the bound is reached with nothing to train on (at_bound `fail`: with
         too little), or if no completion of a data set can be graded, and Stopped if a rank was
         asked to stop; `state` is then as after a step, and can be saved.
         """
         step = _Step(version)
-        begin = self.state() if self._config.deterministic else None
+        start = self.state() if self._config.deterministic else None
         waited = self._driver.grade_seconds
         self._expire(step)
         for group in self.groups.values():
             self._submit(group)
         while (chosen := self._commit(step)) is None:
             self._top_up(step)
-            news = self._dispatcher.advance(self._regrade)
+            events = self._dispatcher.advance(self._regrade)
             self._regrade = []
-            self._hear(news, step)
-            if news.stop:
-                raise self._stopped(news.stop, begin)
+            self._handle(events, step)
+            if events.stop:
+                raise self._stopped(events.stop, start)
             self._check_graders()
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
         return self._close(step, chosen, self._driver.grade_seconds - waited)
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint. Taken while engines run, it lacks what they are at."""
+        """Return plain values for a checkpoint. While engines run, what they sample is missing."""
         return {
             "position": self._stream.position,
             "ledger": self.ledger.state(),
@@ -134,12 +133,12 @@ class Coordinator:
         """Go on where `state` was taken, with any number of replicas."""
         self._stream.seek(state["position"])
         self.ledger = Ledger.from_state(state["ledger"])
-        found = [OpenGroup.from_json(group) for group in state["groups"]]
-        self.groups = {group.ticket: group for group in found}
-        self.ledger.audit(self._held())
+        groups = [OpenGroup.from_json(group) for group in state["groups"]]
+        self.groups = {group.ticket: group for group in groups}
+        self.ledger.audit(self._open_groups())
         self._check_lengths()
-        # Graders have not heard of these: what they were at died with the run.
-        self._regrade = [(g.ticket, g.prompt, c) for g in found for c in g.to_grade()]
+        # No grader knows of these: the graders' queues died with the run.
+        self._regrade = [(g.ticket, g.prompt, c) for g in groups for c in g.to_grade()]
         self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
         self._ended = [(group_from_json(group), Fate(fate)) for group, fate in state["ended"]]
         self._fates = {source: Counter(fates) for source, fates in state["fates"].items()}
@@ -163,7 +162,7 @@ class Coordinator:
             self._submit(group)
 
     def _num_wanted(self) -> int:
-        """Prompts to issue now, were there room."""
+        """Return the number of prompts to issue now if there is room."""
         num_ready = self._num_ready()
         undecided = len(self.groups) - num_ready
         wanted = self._config.prompts_per_step
@@ -175,40 +174,35 @@ class Coordinator:
         return math.ceil(ahead / self.keep_rate.mean) - undecided
 
     def _submit(self, group: OpenGroup) -> None:
-        missing = group.to_sample()
-        if missing:
+        if self._dispatcher.submit(group):
             self.ledger.move(group.ticket, State.RUNNING)
-            self._dispatcher.submit(
-                self._sampling.order(group.ticket, group.prompt, sample, so_far)
-                for sample, so_far in missing
-            )
 
-    # ------------------------------------------------------------------ hearing
+    # ------------------------------------------------------------------ events
 
-    def _hear(self, news: News, step: _Step) -> None:
-        for ticket, completion in news.sampled:
+    def _handle(self, events: Events, step: _Step) -> None:
+        for ticket, completion in events.sampled:
             group = self.groups[ticket]
             group.completions[completion.sample] = completion
             if group.is_sampled:
                 self.ledger.move(ticket, State.GRADING)
-        for ticket, sample, grade, why in news.graded:
-            found = self.groups.get(ticket)
-            if found is None:  # expired at the end of a step, on_policy
+        for ticket, sample, grade, why in events.graded:
+            if ticket not in self.groups:  # expired at the end of a step, on_policy
                 continue
-            found.set_grade(sample, grade)
-            source = found.prompt.source
+            group = self.groups[ticket]
+            group.set_grade(sample, grade)
+            source = group.prompt.source
             step.outcomes[source, "unparsed" if grade and not grade.parsed else why] += 1
             if grade is not None:
                 self._answered.add(source)
-            if found.is_sampled and not found.to_grade():
-                self._decide(found, step)
+            if group.is_decided:
+                self._decide(group, step)
 
     def _decide(self, group: OpenGroup, step: _Step) -> None:
-        """The last grade of a group has come."""
-        whole = group.group()
-        fate = Fate.ABSTAINED if group.ungradable else self._judge(whole)
+        """Decide what a group is for, after its last grade."""
+        finished = group.group()
+        fate = Fate.ABSTAINED if group.ungradable else self._judge(finished)
         self._abstained[group.prompt.source] += fate is Fate.ABSTAINED
-        step.decided.append(whole)
+        step.decided.append(finished)
         self.keep_rate.observe(fate is None)
         if fate is None:
             group.is_ready = True
@@ -217,15 +211,15 @@ class Coordinator:
             self._end(group, fate)
 
     def _judge(self, group: Group) -> Fate | None:
-        """How a graded group ends, or None: it can be trained on. On raw correctness, never on
-        the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431)."""
-        completions = counted(group, self._overlong)
+        """Return how a graded group ends, or None if it can be trained on. Judges raw correctness,
+        never the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431)."""
+        completions = valid_completions(group, self._overlong)
         if len(completions) < 2:  # a mean of one is no baseline
             return Fate.OVERLONG
         if self._config.dynamic_sampling:
-            said = verdict([c.grade is not None and c.grade.correct for c in completions])
-            if said is not Verdict.MIXED:
-                return Fate(said.value)
+            group_verdict = verdict([c.grade is not None and c.grade.correct for c in completions])
+            if group_verdict is not Verdict.MIXED:
+                return Fate(group_verdict.value)
         if self._overlong.filter and all(c.finish is Finish.LENGTH for c in completions):
             return Fate.OVERLONG  # nothing of it would enter the loss
         return None
@@ -233,16 +227,34 @@ class Coordinator:
     # ------------------------------------------------------------------ ending a step
 
     def _commit(self, step: _Step) -> list[OpenGroup] | None:
-        """The groups to train on, if it can be said by now."""
+        """Return the groups to train on, or None if it is too early to say."""
         wanted, num_ready = self._config.prompts_per_step, self._num_ready()
         if num_ready >= wanted:
-            return commit(self.groups.values(), wanted, self._max_overtake)
+            return self._first_ready(wanted)
         undecided = len(self.groups) - num_ready
         if undecided or step.issued < self._bound or self._config.at_bound == "wait":
             return None
         if num_ready and self._config.at_bound == "train_partial":
             return list(self.groups.values())
         raise self._starved(self._shortage(step) + _ADVICE)
+
+    def _first_ready(self, wanted: int) -> list[OpenGroup] | None:
+        """Return the first `wanted` groups that are ready, in ticket order, or None if it is too
+        early to say.
+
+        A group that is still running is passed over in at most `max_overtake` steps; then whatever
+        comes after it must wait. Nothing is dropped for being slow: that would prefer short
+        answers.
+        """
+        chosen: list[OpenGroup] = []
+        for group in self.groups.values():
+            if group.is_ready:
+                chosen.append(group)
+                if len(chosen) == wanted:
+                    return chosen
+            elif group.overtaken >= self._max_overtake:
+                return None
+        return None
 
     def _close(self, step: _Step, chosen: list[OpenGroup], grade_seconds: float) -> Collected:
         self._interrupt()
@@ -262,7 +274,7 @@ class Coordinator:
             ended=sorted(ended, key=lambda item: item[0].ticket),
             decided=step.decided,
             version=step.version,
-            counts=self.ledger.close_step(self._held()),
+            counts=self.ledger.close_step(self._open_groups()),
             outcomes=step.outcomes,
             keep_rate=forecast,
             interrupted=sum(
@@ -274,7 +286,7 @@ class Coordinator:
         )
 
     def _interrupt(self) -> None:
-        """Stop the engines; what they were at stays with its group."""
+        """Stop the engines; unfinished completions stay with their groups."""
         for ticket, completion in self._dispatcher.interrupt():
             self.groups[ticket].completions[completion.sample] = completion
         for ticket, state in self.ledger.open.items():
@@ -282,8 +294,10 @@ class Coordinator:
                 self.ledger.move(ticket, State.ISSUED)
 
     def _expire(self, step: _Step) -> None:
-        """Finished groups that have waited too long; never one that is still running. On-policy,
-        what other weights have begun, as a resumed run may bring."""
+        """End finished groups that have waited too long, never one that is still running.
+
+        On-policy, also end what other weights have started, as a resumed run may have.
+        """
         on_policy = self._config.on_policy
         max_age = 0 if on_policy else self._config.max_age
         for group in list(self.groups.values()):
@@ -297,8 +311,8 @@ class Coordinator:
         self._ended.append((group.group(), fate))
         del self.groups[group.ticket]
 
-    def _held(self) -> dict[int, bool]:
-        """What the books must agree with."""
+    def _open_groups(self) -> dict[int, bool]:
+        """Return whether each open group is ready, to be compared with the ledger."""
         return {ticket: group.is_ready for ticket, group in self.groups.items()}
 
     def _num_ready(self) -> int:
@@ -322,24 +336,24 @@ class Coordinator:
         """Raises StarvedError for a data set whose grader never answered, in a step's groups."""
         for source, num_groups in self._abstained.items():
             if num_groups >= self._config.prompts_per_step and source not in self._answered:
-                said = self._driver.last_errors.get(source, "it hung or died")
+                error = self._driver.last_errors.get(source, "it hung or died")
                 raise self._starved(
                     f"data set {source!r}: its grader failed on every completion of {num_groups} "
-                    f"groups; the last time: {said}. Mend the grader named for it in the config "
+                    f"groups; the last time: {error}. Fix the grader configured for this data set "
                     "(rewards.timeout_seconds and rewards.memory_mib limit it)",
                 )
 
     def _starved(self, message: str) -> StarvedError:
-        """With the engines stopped, so that the state is whole."""
+        """Return the error to raise, after the engines are stopped and the state is complete."""
         self._interrupt()
         return StarvedError(message)
 
-    def _stopped(self, by: str, begin: Mapping[str, Any] | None) -> Stopped:
-        """Everything sampled so far is carried. A deterministic run goes back to the begin of the
-        step: where a completion is interrupted, its rest is another one than without a stop."""
+    def _stopped(self, by: str, start: Mapping[str, Any] | None) -> Stopped:
+        """Return the error to raise; everything sampled so far is carried. A deterministic run goes
+        back to the start of the step, because an interrupted completion continues differently."""
         self._interrupt()
-        if begin is not None:
-            self.restore(begin)
+        if start is not None:
+            self.restore(start)
         return Stopped(f"stopped by {by}")
 
     def _shortage(self, step: _Step) -> str:

@@ -1,20 +1,116 @@
-"""Handing out completions to sample: replicas take from one queue, wherever there is room."""
+"""Open groups, and the requests for what engines are still to sample of them.
+
+An `OpenGroup` records which completions of a prompt are sampled and graded. The dispatcher makes
+requests for the rest, in one queue for all replicas, and records which replica has which request.
+The request itself is in the engine.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from dapo_megatron.rollout.driver import Driver, News, Order
-from dapo_megatron.types import Completion, Group, Prompt, SampleRequest, Stopped
+from dapo_megatron.rollout.driver import Driver, Events
+from dapo_megatron.rollout.serialization import group_from_json, group_to_json
+from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SampleRequest
+
+
+@dataclass
+class OpenGroup:
+    """Completions of one prompt so far. Of `num_samples`, each is missing, unfinished (carried from
+    an earlier step), finished, or graded."""
+
+    ticket: int
+    prompt: Prompt
+    num_samples: int
+    completions: dict[int, Completion] = field(default_factory=dict)
+    ungradable: set[int] = field(default_factory=set)
+    """Samples whose grader hung, died or raised."""
+    overtaken: int = 0
+    """Steps that trained on later groups while this one was running."""
+    is_ready: bool = False
+    """Decided, and waiting to be trained on."""
+
+    def to_sample(self) -> list[tuple[int, Completion | None]]:
+        """Return (sample, tokens so far) of every completion that is not finished."""
+        so_far = ((sample, self.completions.get(sample)) for sample in range(self.num_samples))
+        return [
+            (sample, completion)
+            for sample, completion in so_far
+            if completion is None or completion.finish is Finish.UNFINISHED
+        ]
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether every completion is finished."""
+        return len(self.completions) == self.num_samples and all(
+            c.finish is not Finish.UNFINISHED for c in self.completions.values()
+        )
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether graders have answered for every completion."""
+        return self.is_sampled and not self.to_grade()
+
+    def to_grade(self) -> list[Completion]:
+        """Return the finished completions that no grader has answered for."""
+        return [
+            completion
+            for sample, completion in self.completions.items()
+            if completion.finish is not Finish.UNFINISHED
+            and completion.grade is None
+            and sample not in self.ungradable
+        ]
+
+    def set_grade(self, sample: int, grade: Grade | None) -> None:
+        """Record the answer of a grader, None if it has none."""
+        if grade is None:
+            self.ungradable.add(sample)
+        self.completions[sample] = replace(self.completions[sample], grade=grade)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the weights that sampled its first token. Raises ValueError without tokens."""
+        return min(completion.oldest_version for completion in self.completions.values())
+
+    def group(self) -> Group:
+        """Return the group as it is now."""
+        completions = sorted(self.completions.values(), key=lambda c: c.sample)
+        return Group(self.ticket, self.prompt, tuple(completions))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint."""
+        return {
+            "group": group_to_json(self.group()),
+            "num_samples": self.num_samples,
+            "ungradable": sorted(self.ungradable),
+            "overtaken": self.overtaken,
+            "is_ready": self.is_ready,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> OpenGroup:
+        """Return the group that `to_json` was called on."""
+        group = group_from_json(value["group"])
+        return cls(
+            ticket=group.ticket,
+            prompt=group.prompt,
+            num_samples=value["num_samples"],
+            completions={completion.sample: completion for completion in group.completions},
+            ungradable=set(value["ungradable"]),
+            overtaken=value["overtaken"],
+            is_ready=value["is_ready"],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample: `num_samples` completions per prompt; `seed_name` separates the random
-    numbers of different uses (training, each evaluation set)."""
+    """Parameters of sampling: `num_samples` completions per prompt. `seed_name` separates the
+    random numbers of different uses (training, each evaluation set)."""
 
     num_samples: int
     max_tokens: int
@@ -22,28 +118,26 @@ class Sampling:
     top_p: float
     seed_name: str
 
-    def order(
+    def request(
         self, ticket: int, prompt: Prompt, sample: int, so_far: Completion | None = None
-    ) -> Order:
-        """To sample completion `sample`, or the rest of one."""
-        request = SampleRequest(
+    ) -> SampleRequest:
+        """Return the request for completion `sample`, or for the rest of one."""
+        num_tokens = 0 if so_far is None else len(so_far.tokens)
+        return SampleRequest(
             ticket=ticket,
             sample=sample,
-            tokens=prompt.tokens,
-            seed=sample_seed(
-                self.seed_name, ticket, sample, 0 if so_far is None else len(so_far.tokens)
-            ),
+            prompt=prompt,
+            seed=sample_seed(self.seed_name, ticket, sample, num_tokens),
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             so_far=so_far,
         )
-        return Order(prompt, request)
 
 
 def sample_seed(seed_name: str, ticket: int, sample: int, num_tokens: int = 0) -> int:
-    """A seed in [0, 2^62) that depends on these alone, not on layout, replica or time. The rest of
-    a completion, after `num_tokens`, has another than its beginning."""
+    """Return a seed in [0, 2^62) that depends on these only, not on layout, replica or time. The
+    rest of a completion, after `num_tokens`, has another seed than its start."""
     digest = hashlib.blake2b(
         f"{seed_name}/{ticket}/{sample}/{num_tokens}".encode(), digest_size=8
     ).digest()
@@ -51,17 +145,13 @@ def sample_seed(seed_name: str, ticket: int, sample: int, num_tokens: int = 0) -
 
 
 class Dispatcher:
-    """One queue for all replicas, in ticket order. The same on every rank.
+    """One queue of requests for all replicas, in ticket order. The same on every rank."""
 
-    `use` says what for (see `Driver.advance`).
-    """
-
-    def __init__(self, driver: Driver, use: str) -> None:
+    def __init__(self, driver: Driver, sampling: Sampling) -> None:
         self._driver = driver
-        self._use = use
-        self._queue: list[tuple[int, int, Order]] = []
+        self._sampling = sampling
+        self._queue: list[tuple[int, int, SampleRequest]] = []
         self._replica_of: dict[tuple[int, int], int] = {}
-        self._running = [0] * driver.num_replicas
 
     @property
     def room(self) -> int:
@@ -69,77 +159,48 @@ class Dispatcher:
         capacity = self._driver.max_sequences * self._driver.num_replicas
         return capacity - len(self._replica_of) - len(self._queue)
 
-    def submit(self, orders: Iterable[Order]) -> None:
-        """Queue completions to sample; lower tickets go first."""
-        for order in orders:
-            heapq.heappush(self._queue, (order.request.ticket, order.request.sample, order))
+    def submit(self, group: OpenGroup) -> bool:
+        """Queue what is to be sampled of a group; lower tickets go first. Return whether there is
+        anything."""
+        missing = group.to_sample()
+        for sample, so_far in missing:
+            request = self._sampling.request(group.ticket, group.prompt, sample, so_far)
+            heapq.heappush(self._queue, (group.ticket, sample, request))
+        return bool(missing)
 
-    def advance(self, grade: Sequence[tuple[int, Prompt, Completion]] = ()) -> News:
-        """Fill the engines from the queue and run them until the next news."""
-        news = self._driver.advance(self._hand_out(), grade, self._use)
-        for ticket, completion in news.sampled:
-            self._running[self._replica_of.pop((ticket, completion.sample))] -= 1
-        return news
+    def advance(self, grade: Sequence[tuple[int, Prompt, Completion]] = ()) -> Events:
+        """Fill the engines from the queue and run them until the next exchange."""
+        events = self._driver.advance(self._hand_out(), grade, self._sampling.seed_name)
+        for ticket, completion in events.sampled:
+            del self._replica_of[ticket, completion.sample]
+        return events
 
     def interrupt(self) -> list[tuple[int, Completion]]:
-        """Empty queue and engines: (ticket, unfinished completion) of what engines were at."""
+        """Empty queue and engines. Return (ticket, unfinished completion) of what engines had."""
         self._queue.clear()
         self._replica_of.clear()
-        self._running = [0] * self._driver.num_replicas
         return self._driver.interrupt()
 
-    def _hand_out(self) -> list[list[Order]]:
-        """Orders by replica. The completions of a group stay together where they fit, to share the
-        prompt in the engine's cache, on the replica with the most room."""
-        orders: list[list[Order]] = [[] for _ in self._running]
+    def _hand_out(self) -> list[list[SampleRequest]]:
+        """Take requests from the queue, by replica. The completions of a group stay together where
+        they fit, to share the prompt in the engine's cache, on the replica with the most room."""
+        requests: list[list[SampleRequest]] = [[] for _ in range(self._driver.num_replicas)]
+        if not self._queue:
+            return requests
+        count = Counter(self._replica_of.values())
+        running = [count[replica] for replica in range(self._driver.num_replicas)]
         last_ticket, home = -1, 0
         while self._queue:
-            if (ticket := self._queue[0][0]) != last_ticket or self._is_full(home):
-                home = min(range(len(self._running)), key=self._running.__getitem__)
+            if (ticket := self._queue[0][0]) != last_ticket or self._is_full(running[home]):
+                home = min(range(len(running)), key=running.__getitem__)
                 last_ticket = ticket
-            if self._is_full(home):
+            if self._is_full(running[home]):
                 break
-            _, sample, order = heapq.heappop(self._queue)
-            orders[home].append(order)
+            _, sample, request = heapq.heappop(self._queue)
+            requests[home].append(request)
             self._replica_of[ticket, sample] = home
-            self._running[home] += 1
-        return orders
+            running[home] += 1
+        return requests
 
-    def _is_full(self, replica: int) -> bool:
-        return self._running[replica] >= self._driver.max_sequences
-
-
-def sample_all(
-    driver: Driver,
-    tickets: Sequence[tuple[int, Prompt]],
-    sampling: Sampling,
-    on_progress: Callable[[int], None] = lambda groups: None,
-) -> list[Group]:
-    """Sample and grade all of `tickets`; every rank gets the groups, in their order. The grade of
-    a completion that could not be graded is None. `on_progress` is told how many are done. Raises
-    Stopped, with the engines stopped, if a rank was asked to stop."""
-    dispatcher = Dispatcher(driver, sampling.seed_name)
-    dispatcher.submit(
-        sampling.order(ticket, prompt, sample)
-        for ticket, prompt in tickets
-        for sample in range(sampling.num_samples)
-    )
-    completions: dict[int, dict[int, Completion]] = {ticket: {} for ticket, _ in tickets}
-    missing = {ticket: sampling.num_samples for ticket, _ in tickets}
-    done = 0
-    while done < len(tickets):
-        news = dispatcher.advance()
-        if news.stop:
-            dispatcher.interrupt()
-            raise Stopped(f"stopped by {news.stop}")
-        for ticket, completion in news.sampled:
-            completions[ticket][completion.sample] = completion
-        for ticket, sample, grade, _ in news.graded:
-            completions[ticket][sample] = replace(completions[ticket][sample], grade=grade)
-            missing[ticket] -= 1
-            done += missing[ticket] == 0
-        on_progress(done)
-    return [
-        Group(ticket, prompt, tuple(completions[ticket][i] for i in range(sampling.num_samples)))
-        for ticket, prompt in tickets
-    ]
+    def _is_full(self, num_running: int) -> bool:
+        return num_running >= self._driver.max_sequences

@@ -1,8 +1,8 @@
-"""Running the engines of all replicas, and telling every rank what came of it.
+"""Runs the engines of all replicas, and exchanges what was sampled and graded between all ranks.
 
-Nobody waits for a batch: each replica runs a few engine steps at its own pace, then all ranks
-exchange what was sampled and graded (`advance`). Decisions are made from these news alone, which
-every rank hears in the same order, so all of them decide alike, and the ranks of one engine get the
+Nobody waits for a batch. Each replica runs a few engine steps at its own pace, then all ranks
+exchange what was sampled and graded (`advance`). Decisions are made from these events only. Every
+rank gets them in the same order, so all ranks decide alike, and the ranks of one engine get the
 same requests between the same engine steps.
 """
 
@@ -12,9 +12,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from dapo_megatron.protocols import Exchange, RolloutEngine
+from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.types import Completion, Grade, Prompt, SampleRequest
 
 STEPS = 8
@@ -23,49 +24,23 @@ EXCHANGE_SHARE = 0.05
 """Share of the time that exchanges may take; they are made as often as that allows, ..."""
 MIN_SECONDS, MAX_SECONDS = 0.02, 2.0
 """... but neither more nor less often than this."""
+NUM_SHOWN = 20
+"""Requests in flight that are named for a rank that hangs."""
 
-
-class Grading(Protocol):
-    """What the driver needs of rewards.pool.GradingPool."""
-
-    @property
-    def pending(self) -> int:
-        """Gradings not yet collected."""
-        ...
-
-    @property
-    def last_errors(self) -> Mapping[str, str]:
-        """The last thing that went wrong, by data set."""
-        ...
-
-    def submit(self, key: Any, source: str, response: str, truth: str, extra: Any) -> None:
-        """Queue one grading."""
-        ...
-
-    def collect(self, wait: bool) -> Sequence[tuple[Any, Grade | None, str]]:
-        """(key, grade or None, why) of what has finished."""
-        ...
+Graded = tuple[int, int, Grade | None, str]
+"""(ticket, sample, grade or None, why)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A completion to sample, and the prompt that its grading needs."""
-
-    prompt: Prompt
-    request: SampleRequest
-
-
-@dataclass(frozen=True, slots=True)
-class News:
+class Events:
     """What happened since the last exchange, over all replicas; the same on every rank."""
 
     sampled: list[tuple[int, Completion]]
     """(ticket, finished completion): not graded yet."""
-    graded: list[tuple[int, int, Grade | None, str]]
-    """(ticket, sample, grade or None, why)."""
+    graded: list[Graded]
     stop: str = ""
-    """The signal that asked a rank to stop, if any. Grades are then left out: a signal to a whole
-    job kills graders as well, and what they say is asked for again after a resume."""
+    """Signal that asked a rank to stop, if any. Grades are then left out: a signal to a whole job
+    kills graders too, and their answers are asked for again after a resume."""
 
 
 class Driver(Protocol):
@@ -75,19 +50,18 @@ class Driver(Protocol):
     max_sequences: int
     """Requests that one replica can run at once."""
     grade_seconds: float
-    """This rank waited for graders with an idle engine, so far."""
-
+    """Seconds so far that this rank waited for graders with an idle engine."""
     last_errors: dict[str, str]
-    """What last went wrong in a grader, by data set."""
+    """Last error in a grader, by data set."""
 
     def advance(
         self,
-        orders: Sequence[Sequence[Order]],
+        requests: Sequence[Sequence[SampleRequest]],
         grade: Sequence[tuple[int, Prompt, Completion]] = (),
         use: str = "",
-    ) -> News:
-        """Start `orders[replica]`, grade what a resumed run had sampled and not graded, run all
-        engines for a while, and hear what came of it.
+    ) -> Events:
+        """Start `requests[replica]`, grade what a resumed run had sampled and not graded, run all
+        engines for a while, and return what happened.
 
         `use` separates training from evaluation: grades that come late, while the engines are used
         for something else, are kept until this use asks again.
@@ -95,19 +69,19 @@ class Driver(Protocol):
         ...
 
     def interrupt(self) -> list[tuple[int, Completion]]:
-        """Stop all engines: (ticket, unfinished completion), by ticket and sample."""
+        """Stop all engines. Return (ticket, unfinished completion), by ticket and sample."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """One rank's part of an exchange. Only the leader of a replica has news."""
+class RankReport:
+    """One rank's part of an exchange. Only the leader of a replica has events."""
 
     replica: int
     sampled: list[tuple[int, Completion]]
-    graded: list[tuple[int, int, Grade | None, str]]
+    graded: list[Graded]
     errors: Mapping[str, str]
-    """What last went wrong in a grader, by data set."""
+    """Last error in a grader, by data set."""
     step_seconds: float
     exchange_seconds: float
     stop: str
@@ -116,13 +90,13 @@ class _Told:
 class EngineDriver:
     """The `Driver` of a run: this rank's engine, and the exchange with all others.
 
-    `grading` is None on ranks that do not speak for their replica.
+    `grading` is None on ranks that do not lead a replica.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
-        grading: Grading | None,
+        grading: GradingPool | None,
         exchange: Exchange,
         *,
         deterministic: bool,
@@ -133,14 +107,13 @@ class EngineDriver:
         self.grade_seconds = 0.0
         self.last_errors: dict[str, str] = {}
         self.on_running: Callable[[int], None] = lambda num_requests: None
-        """Told, whenever it may have changed, how many requests this replica's engine has."""
+        """Called with the number of this replica's requests whenever it may have changed."""
         self._engine = engine
         self._grading = grading
         self._exchange = exchange
         self._deterministic = deterministic
         self._stop = stop
-        self._prompts: dict[tuple[int, int], Prompt] = {}  # of what this replica samples
-        self._grades: defaultdict[str, list[tuple[int, int, Grade | None, str]]] = defaultdict(list)
+        self._grades: defaultdict[str, list[Graded]] = defaultdict(list)
         self._num_steps = STEPS if deterministic else 1
         self._period = MIN_SECONDS
         self._step_seconds = MIN_SECONDS  # until the first one is measured
@@ -148,61 +121,60 @@ class EngineDriver:
 
     def advance(
         self,
-        orders: Sequence[Sequence[Order]],
+        requests: Sequence[Sequence[SampleRequest]],
         grade: Sequence[tuple[int, Prompt, Completion]] = (),
         use: str = "",
-    ) -> News:
+    ) -> Events:
         """See `Driver`."""
-        mine = orders[self._engine.replica]
-        self._prompts |= {(o.request.ticket, o.request.sample): o.prompt for o in mine}
-        self.on_running(len(self._prompts))
-        self._engine.submit([order.request for order in mine])
+        self._engine.submit(requests[self._engine.replica])
+        self.on_running(len(self._engine.requests))
         for ticket, prompt, completion in grade:
             if ticket % self.num_replicas == self._engine.replica:
                 self._grade(use, ticket, prompt, completion)
         sampled = self._run(use)
-        told = self._tell(sampled, self._graded(use))
-        stop = next((part.stop for part in told if part.stop), "")
-        return News(
-            sampled=[item for part in told for item in part.sampled],
-            graded=[] if stop else [item for part in told for item in part.graded],
+        reports = self._exchange_reports(sampled, self._graded(use))
+        stop = next((report.stop for report in reports if report.stop), "")
+        return Events(
+            sampled=[item for report in reports for item in report.sampled],
+            graded=[] if stop else [item for report in reports for item in report.graded],
             stop=stop,
         )
 
     def in_flight(self) -> str:
-        """What this replica was asked for and has not answered, for a rank that hangs."""
-        shown = ", ".join(f"{ticket}/{sample}" for ticket, sample in list(self._prompts)[:20])
+        """Describe what this replica was asked for and has not answered, for a rank that hangs."""
+        requests = list(self._engine.requests)  # the run goes on meanwhile
+        shown = ", ".join(f"{one.ticket}/{one.sample}" for one in requests[:NUM_SHOWN])
         gradings = 0 if self._grading is None else self._grading.pending
         return (
-            f"{len(self._prompts)} completions of replica {self._engine.replica} "
+            f"{len(requests)} completions of replica {self._engine.replica} "
             f"(ticket/sample: {shown}); {gradings} gradings"
         )
 
     def interrupt(self) -> list[tuple[int, Completion]]:
         """See `Driver`."""
         unfinished = self._engine.interrupt()
-        self._prompts.clear()
         self.on_running(0)
         self._set_pace(1)  # the next work may be of another kind: full engines, long prompts
-        mine = unfinished if self._engine.is_leader else []
-        parts = self._exchange.all_gather(mine, list[tuple[int, Completion]])
+        mine = [(request.ticket, completion) for request, completion in unfinished]
+        parts = self._exchange.all_gather(
+            mine if self._engine.is_leader else [], list[tuple[int, Completion]]
+        )
         return sorted(
             (item for part in parts for item in part), key=lambda item: (item[0], item[1].sample)
         )
 
     def _run(self, use: str) -> list[tuple[int, Completion]]:
-        """What finished in some engine steps."""
+        """Run some engine steps. Return what finished."""
         sampled: list[tuple[int, Completion]] = []
-        begun, steps = time.perf_counter(), 0
-        while steps < self._num_steps and self._engine.has_work():
-            for ticket, completion in self._engine.step():
-                sampled.append((ticket, completion))
-                prompt = self._prompts.pop((ticket, completion.sample))
-                self._grade(use, ticket, prompt, completion)
-            self.on_running(len(self._prompts))
+        started, steps = time.perf_counter(), 0
+        while steps < self._num_steps and self._engine.requests:
+            for request, completion in self._engine.step():
+                sampled.append((request.ticket, completion))
+                self._grade(use, request.ticket, request.prompt, completion)
+            self.on_running(len(self._engine.requests))
             steps += 1
         if steps:  # an idle engine's pace is the one it had
-            self._step_seconds = (time.perf_counter() - begun) / steps
+            self._step_seconds = (time.perf_counter() - started) / steps
         return sampled
 
     def _grade(self, use: str, ticket: int, prompt: Prompt, completion: Completion) -> None:
@@ -212,13 +184,13 @@ class EngineDriver:
                 key, prompt.source, completion.text, prompt.truth, dict(prompt.extra)
             )
 
-    def _graded(self, use: str) -> list[tuple[int, int, Grade | None, str]]:
-        """What is graded by now. With an idle engine the graders get a moment: the exchange with
-        nothing to say would only be made again. A deterministic run waits for all of them."""
+    def _graded(self, use: str) -> list[Graded]:
+        """Return what is graded by now. With an idle engine the graders get a moment, because an
+        exchange without events would only be made again. A deterministic run waits for all."""
         if self._grading is None:
             return []
-        begun = time.perf_counter()
-        until = begun + (0.0 if self._engine.has_work() else self._period)
+        started = time.perf_counter()
+        until = started + (0.0 if self._engine.requests else self._period)
         self._collect(wait=False)
         while self._grading.pending:
             if self._deterministic:
@@ -228,8 +200,8 @@ class EngineDriver:
                 self._collect(wait=False)
             else:
                 break
-        if not self._engine.has_work():
-            self.grade_seconds += time.perf_counter() - begun
+        if not self._engine.requests:
+            self.grade_seconds += time.perf_counter() - started
         # In the order of samples, not of graders.
         return sorted(self._grades.pop(use, []), key=lambda item: item[:2])
 
@@ -238,14 +210,12 @@ class EngineDriver:
         for (use, ticket, sample), grade, why in self._grading.collect(wait):
             self._grades[use].append((ticket, sample, grade, why))
 
-    def _tell(
-        self,
-        sampled: list[tuple[int, Completion]],
-        graded: list[tuple[int, int, Grade | None, str]],
-    ) -> list[_Told]:
-        """Exchange, and set the pace up to the next time."""
+    def _exchange_reports(
+        self, sampled: list[tuple[int, Completion]], graded: list[Graded]
+    ) -> list[RankReport]:
+        """Exchange reports, and set the pace up to the next time."""
         leads = self._engine.is_leader
-        mine = _Told(
+        mine = RankReport(
             self._engine.replica,
             sampled if leads else [],
             graded if leads else [],
@@ -254,20 +224,20 @@ class EngineDriver:
             self._exchange_seconds,
             self._stop(),
         )
-        begun = time.perf_counter()
-        told = self._exchange.all_gather(mine, _Told)
-        self._exchange_seconds = time.perf_counter() - begun
-        for part in told:
-            self.last_errors |= part.errors
+        started = time.perf_counter()
+        reports = self._exchange.all_gather(mine, RankReport)
+        self._exchange_seconds = time.perf_counter() - started
+        for report in reports:
+            self.last_errors |= report.errors
         if not self._deterministic:
-            # The last to come waited for nobody: what it took is what the exchange costs.
-            cost = min(part.exchange_seconds for part in told)
+            # The last to come waited for nobody: its time is what the exchange costs.
+            cost = min(report.exchange_seconds for report in reports)
             self._period = min(max(cost / EXCHANGE_SHARE, MIN_SECONDS), MAX_SECONDS)
-            # As the first rank of the replica says: all of them must make as many steps.
-            pace = next(p.step_seconds for p in told if p.replica == self._engine.replica)
+            # By the first rank of the replica: all of them must make as many steps.
+            pace = next(r.step_seconds for r in reports if r.replica == self._engine.replica)
             # A pace that has just dropped must not keep the others waiting for long.
             self._set_pace(min(max(round(self._period / pace), 1), 2 * self._num_steps))
-        return told
+        return reports
 
     def _set_pace(self, num_steps: int) -> None:
         if not self._deterministic:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dapo_megatron.algo.evaluation import (
@@ -13,9 +13,9 @@ from dapo_megatron.algo.evaluation import (
     pass_per_problem,
 )
 from dapo_megatron.config import EvaluationConfig
-from dapo_megatron.rollout.dispatch import Sampling, sample_all
+from dapo_megatron.rollout.dispatch import Dispatcher, OpenGroup, Sampling
 from dapo_megatron.rollout.driver import Driver
-from dapo_megatron.types import Group, Prompt
+from dapo_megatron.types import Group, Prompt, Stopped
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,37 @@ class Evaluator:
         if not self.sets:
             return False
         return step in (0, last) or (self.config.every > 0 and step % self.config.every == 0)
+
+
+def sample_all(
+    driver: Driver,
+    tickets: Sequence[tuple[int, Prompt]],
+    sampling: Sampling,
+    on_progress: Callable[[int], None] = lambda num_groups: None,
+) -> list[Group]:
+    """Sample and grade all of `tickets`. Every rank gets the groups, in their order.
+
+    The grade of a completion that could not be graded is None. `on_progress` gets the number of
+    groups that are done. Raises Stopped, with the engines stopped, if a rank was asked to stop.
+    """
+    dispatcher = Dispatcher(driver, sampling)
+    groups = [OpenGroup(ticket, prompt, sampling.num_samples) for ticket, prompt in tickets]
+    for group in groups:
+        dispatcher.submit(group)
+    by_ticket = {group.ticket: group for group in groups}
+    num_decided = 0
+    while num_decided < len(groups):
+        events = dispatcher.advance()
+        if events.stop:
+            dispatcher.interrupt()
+            raise Stopped(f"stopped by {events.stop}")
+        for ticket, completion in events.sampled:
+            by_ticket[ticket].completions[completion.sample] = completion
+        for ticket, sample, grade, _ in events.graded:
+            by_ticket[ticket].set_grade(sample, grade)
+            num_decided += by_ticket[ticket].is_decided
+        on_progress(num_decided)
+    return [group.group() for group in groups]
 
 
 def evaluation_figures(groups: Sequence[Group], *, resamples: int, seed: int) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
     issued (ever)  =  trained + all_correct + all_wrong + overlong + abstained + expired + open
 
-At the end of a step what is open is carried. The books know nothing of the groups themselves, so
-that they check the coordinator rather than repeat it. Checked at every step; a run whose books do
-not balance stops. Part of the checkpoint, so it also holds across a crash and a resume.
+At the end of a step what is open is carried. The ledger knows nothing of the groups themselves, so
+that it checks the coordinator rather than repeats it. It is checked at every step, and a run whose
+ledger does not balance stops. It is part of the checkpoint, so the sums hold across a resume.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _NEXT: dict[State, set[State | Fate]] = {
 }
 """What may follow. An unfinished ticket expires by on_policy alone, never for being slow."""
 
-_HELD = {None: "does not have it", False: "has it as undecided", True: "has it as ready"}
+_KNOWN = {None: "does not have it", False: "has it as undecided", True: "has it as ready"}
 
 
 @dataclass
 class Ledger:
-    """Books of one run. Tickets are numbered from 0 in the order of issue."""
+    """Ledger of one run. Tickets are numbered from 0 in the order of issue."""
 
     next_ticket: int = 0
     totals: Counter[str] = field(default_factory=Counter)
@@ -63,7 +63,7 @@ class Ledger:
     """Issued, and fates, since the last close_step."""
 
     def issue(self, num_tickets: int) -> range:
-        """The next tickets, now open."""
+        """Issue and return the next tickets."""
         tickets = range(self.next_ticket, self.next_ticket + num_tickets)
         self.next_ticket += num_tickets
         self.open.update(dict.fromkeys(tickets, State.ISSUED))
@@ -71,23 +71,23 @@ class Ledger:
         return tickets
 
     def move(self, ticket: int, state: State) -> None:
-        """An open ticket goes on. Raises DapoError if it cannot be there."""
+        """Move an open ticket to another state. Raises DapoError if it cannot get there."""
         self._check(ticket, state)
         self.open[ticket] = state
 
     def settle(self, ticket: int, fate: Fate) -> None:
-        """Enter what became of an open ticket. Raises DapoError if that cannot be."""
+        """Record the fate of an open ticket. Raises DapoError if it cannot have it."""
         self._check(ticket, fate)
         del self.open[ticket]
         self.totals[fate.value] += 1  # a plain word in messages
         self.step[fate.value] += 1
 
-    def close_step(self, held: Mapping[int, bool]) -> dict[str, int]:
-        """This step's counts: issued, each fate, what is carried, and how much of it is ready.
+    def close_step(self, open_groups: Mapping[int, bool]) -> dict[str, int]:
+        """Return this step's counts: issued, each fate, carried, and how many of these are ready.
 
         Raises DapoError as `audit` does, or if an engine still works on a ticket.
         """
-        self.audit(held)
+        self.audit(open_groups)
         if State.RUNNING in self.open.values():
             running = [ticket for ticket, state in self.open.items() if state is State.RUNNING]
             raise DapoError(f"ledger: ticket {running[0]} is still running at the end of a step")
@@ -98,16 +98,16 @@ class Ledger:
         self.step = Counter()
         return counts
 
-    def audit(self, held: Mapping[int, bool]) -> None:
-        """Raises DapoError unless every ticket issued has ended or is open, and what is open is
-        what the coordinator holds: ticket -> whether it is ready to be trained on."""
+    def audit(self, open_groups: Mapping[int, bool]) -> None:
+        """Raise DapoError unless every ticket issued has ended or is open, and the open ones are
+        the coordinator's `open_groups`: ticket -> whether it is ready to be trained on."""
         ready = {ticket: state is State.READY for ticket, state in self.open.items()}
-        if ready != held:
-            odd = {t for t in (*ready, *held) if ready.get(t) is not held.get(t)}
+        if ready != open_groups:
+            odd = {t for t in (*ready, *open_groups) if ready.get(t) is not open_groups.get(t)}
             ticket = min(odd)
             raise DapoError(
                 f"ledger: ticket {ticket} is {self.open.get(ticket, 'not open')}, but the "
-                f"coordinator {_HELD[held.get(ticket)]}"
+                f"coordinator {_KNOWN[open_groups.get(ticket)]}"
             )
         if self.next_ticket != sum(self.totals.values()) + len(self.open):
             raise DapoError(
@@ -116,7 +116,7 @@ class Ledger:
             )
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint, at any moment."""
+        """Return plain values for a checkpoint, at any moment."""
         return {
             "next_ticket": self.next_ticket,
             "totals": dict(self.totals),
@@ -126,7 +126,7 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
-        """The ledger that `state` was taken from, its engines stopped."""
+        """Return the ledger that `state` was taken from, its engines stopped."""
         ledger = cls(
             next_ticket=state["next_ticket"],
             totals=Counter(state["totals"]),

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from dapo_megatron.algo.mismatch import GapStatistics
-from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.config import OverlongConfig
+from dapo_megatron.data.batch import reward
 from dapo_megatron.rewards.pool import CAUSES
-from dapo_megatron.types import Collected, Completion, Finish, Group, StepStats, SyncReport
+from dapo_megatron.types import Collected, Finish, Group, StepStats, SyncReport
 
 OUTCOMES = ("unparsed", *CAUSES)
 """What grading/* counts."""
@@ -69,19 +69,19 @@ def _grading_metrics(collected: Collected) -> dict[str, float]:
 def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[str, float]:
     """Of every group decided in the step."""
     completions = [c for group in groups for c in group.completions]
-    graded = [(c, c.grade) for c in completions if c.grade is not None]
-    if not graded:
+    rewards = [shaped for c in completions if (shaped := reward(c, overlong)) is not None]
+    if not rewards:
         return {}
     lengths = [len(c.tokens) for c in completions]
     truncated = fmean(c.finish is Finish.LENGTH for c in completions)
-    penalties = [_penalty(c, overlong) for c, _ in graded]
+    penalties = [shaped.penalty for shaped in rewards]
     return {
-        "accuracy/raw": fmean(grade.correct for _, grade in graded),
+        "accuracy/raw": fmean(c.grade.correct for c in completions if c.grade is not None),
         "accuracy/perfect_fraction": fmean(
             all(c.grade is not None and c.grade.correct for c in group.completions)
             for group in groups
         ),
-        "reward/mean": fmean(grade.score for _, grade in graded) + fmean(penalties),
+        "reward/mean": fmean(shaped.score for shaped in rewards) + fmean(penalties),
         "response_tokens/mean": fmean(lengths),
         "response_tokens/max": float(max(lengths)),
         "response_tokens/clipped_fraction": truncated,
@@ -89,16 +89,6 @@ def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[
         "overlong/penalised_fraction": fmean(penalty < 0 for penalty in penalties),
         "overlong/filtered_fraction": truncated if overlong.filter else 0.0,
     }
-
-
-def _penalty(completion: Completion, overlong: OverlongConfig) -> float:
-    if not overlong.penalty:
-        return 0.0
-    return overlong_penalty(
-        len(completion.tokens),
-        max_tokens=overlong.max_tokens,
-        buffer_tokens=overlong.buffer_tokens,
-    )
 
 
 def update_metrics(stats: Sequence[StepStats]) -> dict[str, float]:

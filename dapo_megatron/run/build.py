@@ -38,8 +38,7 @@ from dapo_megatron.config import (
     TrainConfig,
 )
 from dapo_megatron.data.packing import plan_microbatches
-from dapo_megatron.data.sources import load_source
-from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.data.prompts import PromptStream, load_source
 from dapo_megatron.model import hf_tensors, read_architecture
 from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.plan.estimate import save_estimate

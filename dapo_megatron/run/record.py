@@ -14,7 +14,7 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, FileSource, source_file_name
 from dapo_megatron.config.file import dump_config
-from dapo_megatron.data.preparing.report import report_of
+from dapo_megatron.data.prompts import report_of
 from dapo_megatron.files import write_json, write_text
 from dapo_megatron.model import read_architecture
 from dapo_megatron.model.flops import model_flops, peak_flops

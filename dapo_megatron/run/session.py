@@ -19,6 +19,7 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.run.context import RunContext, open_context, report_error
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Stopped

@@ -29,6 +29,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from dapo_megatron.types import STEP_PHASES, Phase
+
 MAX_COLUMNS = 100
 MAX_ROWS = 8
 """Of the panel, with its border."""
@@ -36,16 +38,15 @@ FRAMES_PER_SECOND = 3.0
 LEVELS = "▁▂▃▄▅▆▇█"
 PLAIN_LEVELS = "_.-=+*#@"
 FILLS, PLAIN_FILLS = "█▓▒░", "#=-."
-COLOURS = {
-    "generate": "cyan",
-    "logprobs": "blue",
-    "update": "green",
-    "sync": "magenta",
-    "checkpoint": "yellow",
-    "evaluate": "bright_blue",
-    "other": "bright_black",
+COLOURS: dict[str, str] = {
+    Phase.GENERATE: "cyan",
+    Phase.LOGPROBS: "blue",
+    Phase.UPDATE: "green",
+    Phase.SYNC: "magenta",
+    Phase.CHECKPOINT: "yellow",
+    Phase.EVALUATE: "bright_blue",
+    Phase.OTHER: "bright_black",
 }
-"""Of the phases of a step."""
 YEAR_SECONDS = 365 * 86400.0
 _LABEL = 9
 """Columns of what stands before a bar."""
@@ -69,7 +70,7 @@ class LiveView:
     def phase(self, name: str, step: int) -> None:
         """This rank turns to a phase; "other" and "" are what lies between phases."""
         self._step = step or self._step
-        if name not in ("", "other"):
+        if name not in ("", Phase.OTHER):
             self._phase = (name, self._now())
 
     def log(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
@@ -128,7 +129,7 @@ class LiveView:
                 yield Text(f"done at {_time_of_day(left)}")
 
     def _now_running(self) -> Iterator[Text]:
-        if self._phase[0] == "generate" and (requests := self._requests()):
+        if self._phase[0] == Phase.GENERATE and (requests := self._requests()):
             yield Text(f"requests {requests}")
 
     def _accuracy(self, width: int, levels: str) -> Text:
@@ -236,14 +237,14 @@ def shares(seconds: Sequence[float], width: int) -> list[int]:
 
 
 def step_phases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each phase of a step, and what lies between them as "other"."""
+    """Seconds of each phase of a step, and what lies between them as `Phase.OTHER`."""
     found = {
         phase: seconds
-        for phase in COLOURS
+        for phase in STEP_PHASES
         if 0 < (seconds := metrics.get(f"time/{phase}", 0.0)) < YEAR_SECONDS
     }
     rest = metrics.get("time/step", 0.0) - sum(found.values())
-    return found | ({"other": rest} if 0 < rest < YEAR_SECONDS else {})
+    return found | ({Phase.OTHER: rest} if 0 < rest < YEAR_SECONDS else {})
 
 
 def clock(seconds: float) -> str:

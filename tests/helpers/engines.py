@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dapo_megatron.types import Completion, SampleRequest
+from dapo_megatron.types import Completion, Prompt, SampleRequest
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import per_expert
 
@@ -47,6 +47,11 @@ def start(
     return VllmEngine(config, rank=rank, world_size=world_size, local_rank=rank, is_empty=is_empty)
 
 
+def prompt(tokens: tuple[int, ...]) -> Prompt:
+    """A prompt of which only the tokens count."""
+    return Prompt("sums", 0, tokens, "", "")
+
+
 def requests(
     tickets: Sequence[int], num_tokens: int = 9, temperature: float | None = None
 ) -> list[SampleRequest]:
@@ -55,7 +60,7 @@ def requests(
         SampleRequest(
             ticket=ticket,
             sample=sample,
-            tokens=tuple(4 + (ticket * 5 + place * 7) % 60 for place in range(num_tokens)),
+            prompt=prompt(tuple(4 + (ticket * 5 + place * 7) % 60 for place in range(num_tokens))),
             seed=1000 * ticket + sample,
             max_tokens=RESPONSE_TOKENS,
             temperature=(1.0, 0.7, 0.0)[ticket % 3] if temperature is None else temperature,
@@ -71,16 +76,16 @@ def run(engine: Any, asked: Sequence[SampleRequest], num_steps: int | None = Non
     engine.submit(asked)
     results: Results = {}
     for _ in count() if num_steps is None else range(num_steps):
-        if not engine.has_work():
+        if not engine.requests:
             break
-        for ticket, completion in engine.step():
-            results[ticket, completion.sample] = completion
+        for request, completion in engine.step():
+            results[request.ticket, request.sample] = completion
     return results
 
 
 def interrupted(engine: Any) -> Results:
     """What it has so far, in the order in which it gives it."""
-    return {(ticket, completion.sample): completion for ticket, completion in engine.interrupt()}
+    return {(one.ticket, one.sample): completion for one, completion in engine.interrupt()}
 
 
 def rest(asked: Sequence[SampleRequest], done: Results, partial: Results) -> list[SampleRequest]:
@@ -112,16 +117,16 @@ def segment_gap(
     gaps = []
     for request in asked:
         completion = results[request.ticket, request.sample]
-        ids = torch.tensor([*request.tokens, *completion.tokens])
+        ids = torch.tensor([*request.prompt.tokens, *completion.tokens])
         assert len(completion.logprobs) == len(completion.tokens)
         first = 0
         for part in completion.segments:
             model = models.get(part.version, other)
             assert model is not None
-            logits = model(ids[None]).logits[0, len(request.tokens) - 1 : -1]
+            logits = model(ids[None]).logits[0, len(request.prompt.tokens) - 1 : -1]
             # A greedy token's log-prob is the plain one.
             logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
-            sampled = logprobs.gather(1, ids[len(request.tokens) :, None])[:, 0]
+            sampled = logprobs.gather(1, ids[len(request.prompt.tokens) :, None])[:, 0]
             place = slice(first, first + part.num_tokens)
             gaps.append((sampled[place] - torch.tensor(completion.logprobs)[place]).abs().max())
             first += part.num_tokens

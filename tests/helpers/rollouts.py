@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
-from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.rollout.driver import News, Order
+from dapo_megatron.rollout.driver import Events
 from dapo_megatron.types import Collected, Completion, Finish, Grade, Prompt, SampleRequest, Segment
 
 Correct = Callable[[int, int], bool | None]
@@ -27,7 +27,7 @@ class Killed(Exception):
 
 @dataclass
 class _Running:
-    order: Order
+    request: SampleRequest
     tokens: int
     segments: tuple[Segment, ...]
 
@@ -63,25 +63,25 @@ class ScriptedDriver:
 
     def advance(
         self,
-        orders: Sequence[Sequence[Order]],
+        requests: Sequence[Sequence[SampleRequest]],
         grade: Sequence[tuple[int, Prompt, Completion]] = (),
         use: str = "",
-    ) -> News:
-        assert len(orders) == self.num_replicas
-        for replica, started in enumerate(orders):
-            for order in started:
-                self._start(replica, order)
+    ) -> Events:
+        assert len(requests) == self.num_replicas
+        for replica, started in enumerate(requests):
+            for request in started:
+                self._start(replica, request)
         self.on_advance()
         self._to_grade += [(ticket, completion) for ticket, _, completion in grade]
         sampled = [item for running in self._running for item in self._move_on(running)]
         self.rng.shuffle(sampled)
         if self.stop:  # as a real driver: nothing that graders say now is believed
-            return News(sampled, [], self.stop)
+            return Events(sampled, [], self.stop)
         self._to_grade += sampled
         graded = [one for one in self._to_grade if self.grade_at_once or self.rng.random() < 0.5]
         self._to_grade = [one for one in self._to_grade if one not in graded]
         self.grade_seconds += 0.5
-        return News(
+        return Events(
             sampled, [(ticket, one.sample, *self._grade(ticket, one)) for ticket, one in graded]
         )
 
@@ -96,8 +96,7 @@ class ScriptedDriver:
             replica.clear()
         return sorted(unfinished, key=lambda item: (item[0], item[1].sample))
 
-    def _start(self, replica: int, order: Order) -> None:
-        request = order.request
+    def _start(self, replica: int, request: SampleRequest) -> None:
         key = request.ticket, request.sample
         assert not any(key in running for running in self._running), f"{key} asked for twice"
         so_far = request.so_far
@@ -107,7 +106,7 @@ class ScriptedDriver:
             assert so_far.tokens == tuple(range(len(so_far.tokens)))
             tokens, segments = len(so_far.tokens), so_far.segments
             assert 0 < tokens < self.length(*key)
-        self._running[replica][key] = _Running(order, tokens, segments)
+        self._running[replica][key] = _Running(request, tokens, segments)
         assert len(self._running[replica]) <= self.max_sequences
         self.requests.append(request)
 
@@ -130,7 +129,7 @@ class ScriptedDriver:
 
     def _completion(self, running: _Running, finish: Finish) -> Completion:
         return Completion(
-            sample=running.order.request.sample,
+            sample=running.request.sample,
             tokens=tuple(range(running.tokens)),
             logprobs=tuple(
                 -0.01 * (part.version + 1)

@@ -118,7 +118,7 @@ def _score_gap(engine: Any, model: Any) -> float:
     """Against HF; the first sequence is longer than a cached block, and was just run."""
     cached = requests([3], num_tokens=PROMPT_TOKENS)[:1]
     run(engine, cached)
-    sequences = [cached[0].tokens] + [
+    sequences = [cached[0].prompt.tokens] + [
         tuple(4 + (place * step) % 60 for place in range(20 + step)) for step in (3, 7, 11)
     ]
     gaps = []

@@ -67,7 +67,7 @@ def _again_and_again(engine: Any, folder: Path) -> Seen:
     return {
         "completion": completion,
         "gap": gap(hf_model(folder), asked, done),
-        "scored": engine.score([[*asked[0].tokens, *completion.tokens][:-1]])[0],
+        "scored": engine.score([[*asked[0].prompt.tokens, *completion.tokens][:-1]])[0],
     }
 
 
@@ -84,7 +84,7 @@ def _new_weights(engine: Any, folder: Path) -> Seen:
     for version in range(first + 1, first + 4):
         done |= run(engine, rest(asked, done, partial), 4)
         partial = interrupted(engine)
-        clean.append((engine.has_work(), engine._llm.llm_engine.has_unfinished_requests()))
+        clean.append((bool(engine.requests), engine._llm.llm_engine.has_unfinished_requests()))
         randomize(model, seed=200 + version)
         sync(engine, model, version)
         models[version] = copy.deepcopy(model)

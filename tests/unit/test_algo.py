@@ -13,20 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.algo import (
-    Verdict,
-    aggregation_weights,
-    avg_at_k,
-    cons_at_k,
-    dapo_token_loss,
-    gap_statistics,
-    group_advantage,
-    overlong_penalty,
-    pass_at_k,
-    tis_weights,
-    verdict,
-    warmup_lr,
-)
+from dapo_megatron.algo.advantage import group_advantage
+from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
+from dapo_megatron.algo.loss import aggregation_weights, dapo_token_loss, tis_weights
+from dapo_megatron.algo.mismatch import gap_statistics
+from dapo_megatron.algo.overlong import overlong_penalty
+from dapo_megatron.algo.sampling import Verdict, verdict
+from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble, fresh_mask
 from dapo_megatron.types import Completion, Finish, Grade, Group, MicroTokens, Prompt, Segment

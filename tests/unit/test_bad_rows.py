@@ -17,13 +17,13 @@ import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preparing.tables import read
 from pyarrow import parquet
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
 from dapo_megatron.data import rows
-from dapo_megatron.data.preparing.tables import read
+from dapo_megatron.data.prompts import load_source
 from dapo_megatron.data.rows import Row, checked_row, read_jsonl, read_parquet
-from dapo_megatron.data.sources import load_source
 from dapo_megatron.types import DataError
 from tests.helpers.words import Words
 

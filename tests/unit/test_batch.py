@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import assemble, counted, fresh_mask, inspect, split
+from dapo_megatron.data.batch import assemble, fresh_mask, inspect, split, valid_completions
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -129,7 +129,7 @@ CUT = group(
 def test_overlong_modes(mode: dict[str, bool], expected: list[float]) -> None:
     batch = assembled(CUT, **mode)
     assert advantages(batch) == pytest.approx(expected, abs=1e-5)
-    assert batch.num_sequences == len(counted(CUT, overlong(**mode))) == len(expected)
+    assert batch.num_sequences == len(valid_completions(CUT, overlong(**mode))) == len(expected)
     assert batch.num_loss_tokens == (8 if mode.get("filter") else 16)
     assert not mode.get("filter") or not batch.loss_mask[12:].any()
     fresh = fresh_mask([CUT], version=3, overlong=overlong(**mode))
@@ -148,7 +148,7 @@ def test_filtered_as_if_never_sampled() -> None:
 
 def test_a_group_all_cut_off_leaves_nothing() -> None:
     nothing = replace(CUT, completions=CUT.completions[2:])
-    assert counted(nothing, overlong(filter=True)) == []
+    assert valid_completions(nothing, overlong(filter=True)) == []
     batch = assembled(nothing, filter=True)
     assert (batch.num_sequences, batch.num_loss_tokens, batch.tokens.numel()) == (0, 0, 0)
     assert split(batch, 4, "token") == []

@@ -19,8 +19,9 @@ from dapo_megatron.config import (
     source_file_name,
 )
 from dapo_megatron.config.file import dump_config, load_config, parse_config
+from dapo_megatron.config.running import WatchdogConfig
 from dapo_megatron.model import read_architecture
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import ConfigError, Phase
 from tests.helpers.configs import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -480,3 +481,7 @@ def test_an_evaluation_may_answer_at_more_length_than_rollouts() -> None:
     assert tiny_config().max_sequence_tokens == 96 + 16
     assert tiny_config(evaluation__max_response_tokens=40).max_sequence_tokens == 96 + 40
     assert tiny_config(evaluation__max_response_tokens=4).max_sequence_tokens == 96 + 16
+
+
+def test_the_watchdog_has_a_limit_for_every_phase() -> None:
+    assert set(WatchdogConfig.model_fields) == set(Phase)

@@ -372,7 +372,7 @@ class History:
     def enter(self, collected: Collected) -> None:
         version, tickets = len(self.steps), trained(collected)
         self.steps.append(collected)
-        self.coordinator.ledger.audit(self.coordinator._held())
+        self.coordinator.ledger.audit(self.coordinator._open_groups())
         assert collected.version == version
         assert tickets == sorted(tickets)
         assert len(tickets) == self.run["prompts_per_step"]

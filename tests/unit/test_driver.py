@@ -12,8 +12,9 @@ import pytest
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rewards.pool import GradingPool
-from dapo_megatron.rollout.dispatch import Sampling, sample_all, sample_seed
-from dapo_megatron.rollout.driver import MIN_SECONDS, EngineDriver, Order
+from dapo_megatron.rollout.dispatch import Sampling, sample_seed
+from dapo_megatron.rollout.driver import MIN_SECONDS, EngineDriver
+from dapo_megatron.rollout.evaluate import sample_all
 from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment
 from tests.helpers.ranks import run_ranks
 
@@ -32,23 +33,20 @@ class CannedEngine:
     def __init__(self, rank: int) -> None:
         self.replica = rank
         self.asked: list[SampleRequest] = []
-        self._waiting: list[SampleRequest] = []
+        self.requests: list[SampleRequest] = []
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self.asked += requests
-        self._waiting += requests
-        assert len(self._waiting) <= self.max_sequences
+        self.requests += requests
+        assert len(self.requests) <= self.max_sequences
 
-    def step(self) -> list[tuple[int, Completion]]:
-        done = [self._waiting.pop() for _ in range(min(2, len(self._waiting)))]
-        return [(request.ticket, self._answer(request, Finish.STOP)) for request in done]
+    def step(self) -> list[tuple[SampleRequest, Completion]]:
+        done = [self.requests.pop() for _ in range(min(2, len(self.requests)))]
+        return [(request, self._answer(request, Finish.STOP)) for request in done]
 
-    def has_work(self) -> bool:
-        return bool(self._waiting)
-
-    def interrupt(self) -> list[tuple[int, Completion]]:
-        waiting, self._waiting = self._waiting, []
-        return [(request.ticket, self._answer(request, Finish.UNFINISHED)) for request in waiting]
+    def interrupt(self) -> list[tuple[SampleRequest, Completion]]:
+        waiting, self.requests = self.requests, []
+        return [(request, self._answer(request, Finish.UNFINISHED)) for request in waiting]
 
     def _answer(self, request: SampleRequest, finish: Finish) -> Completion:
         text = ANSWERS[request.ticket] if request.sample == 0 else "7"
@@ -67,11 +65,11 @@ def roll_out(rank: int, deterministic: bool) -> Any:
         driver = EngineDriver(engine, pool, Ranks(rank, 2, rank), deterministic=deterministic)  # type: ignore[arg-type]
         groups = sample_all(driver, prompts(), SAMPLING, seen.append)
         # What is stopped is told to all, and what comes late is kept for whoever asked for it.
-        orders = [
-            [SAMPLING.order(ticket, prompt, sample) for sample in range(3)]
+        requests = [
+            [SAMPLING.request(ticket, prompt, sample) for sample in range(3)]
             for ticket, prompt in prompts()[::5]
         ]
-        driver.advance(orders, use="train")
+        driver.advance(requests, use="train")
         unfinished = driver.interrupt()
         sample_all(driver, prompts()[4:], Sampling(1, 8, 1.0, 1.0, "evaluation"))
         late = driver.advance([[], []], use="train")
@@ -118,17 +116,17 @@ def hear_of_a_stop(rank: int) -> Any:
         deterministic=True,
         stop=lambda: "SIGUSR1" if rank == 1 else "",
     )
-    [order] = [SAMPLING.order(ticket, prompt, 0) for ticket, prompt in prompts()[:1]]
-    news = driver.advance([[order], []])
-    return news, driver.in_flight()
+    [request] = [SAMPLING.request(ticket, prompt, 0) for ticket, prompt in prompts()[:1]]
+    events = driver.advance([[request], []])
+    return events, driver.in_flight()
 
 
 def test_a_signal_to_one_rank_is_known_to_all_at_the_next_exchange() -> None:
-    (news, _), (other, in_flight) = run_ranks(hear_of_a_stop, 2)
-    assert news == other
-    assert news.stop == "SIGUSR1"
-    assert len(news.sampled) == 1  # what is sampled is never lost, ...
-    assert news.graded == []  # ... what graders say of it then is not believed
+    (events, _), (other, in_flight) = run_ranks(hear_of_a_stop, 2)
+    assert events == other
+    assert events.stop == "SIGUSR1"
+    assert len(events.sampled) == 1  # what is sampled is never lost, ...
+    assert events.graded == []  # ... what graders say of it then is not believed
     assert in_flight.startswith("0 completions of replica 1")
 
 
@@ -156,16 +154,16 @@ class Timed(CannedEngine):
         super().__init__(0)
         self.num_steps = 0
 
-    def step(self) -> list[tuple[int, Completion]]:
+    def step(self) -> list[tuple[SampleRequest, Completion]]:
         self.num_steps += 1
         time.sleep(self.seconds)
         return super().step()
 
 
-def many(number: int, first: int = 0) -> list[Order]:
+def many(number: int, first: int = 0) -> list[SampleRequest]:
     sampling = Sampling(number, 8, 1.0, 1.0, "seed")
     prompt = Prompt("sums", 5, (1, 2), "3+4", "7")
-    return [sampling.order(5, prompt, sample) for sample in range(first, first + number)]
+    return [sampling.request(5, prompt, sample) for sample in range(first, first + number)]
 
 
 def timed() -> tuple[Timed, EngineDriver]:
@@ -173,7 +171,7 @@ def timed() -> tuple[Timed, EngineDriver]:
     return engine, EngineDriver(engine, None, Ranks(0, 1, 0), deterministic=False)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_was_idle_does_not_run_on_without_news() -> None:
+def test_an_engine_that_was_idle_does_not_run_on_without_events() -> None:
     engine, driver = timed()
     for _ in range(5):
         driver.advance([[]])
@@ -217,7 +215,7 @@ def test_requests_are_told_from_the_order_to_the_last_answer() -> None:
     told: list[int] = []
     driver.on_running = told.append
     driver.advance([many(5)])
-    while engine.has_work():
+    while engine.requests:
         driver.advance([[]])
     assert told == sorted(told, reverse=True)
     assert set(told) == {5, 3, 1, 0}  # two are answered in each of its steps

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.algo import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
+from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
 from dapo_megatron.rollout.evaluate import evaluation_figures
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
 

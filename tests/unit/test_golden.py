@@ -13,20 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_megatron.algo import (
-    Verdict,
-    aggregation_weights,
-    avg_at_k,
-    cons_at_k,
-    dapo_loss,
-    dapo_token_loss,
-    group_advantage,
-    overlong_penalty,
-    pass_at_k,
-    tis_weights,
-    verdict,
-    warmup_lr,
-)
+from dapo_megatron.algo.advantage import group_advantage
+from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
+from dapo_megatron.algo.loss import aggregation_weights, dapo_loss, dapo_token_loss, tis_weights
+from dapo_megatron.algo.overlong import overlong_penalty
+from dapo_megatron.algo.sampling import Verdict, verdict
+from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from dapo_megatron.types import MicroTokens
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dapo_megatron import loop
-from dapo_megatron.algo import check_gap
+from dapo_megatron.algo.mismatch import check_gap
 from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.rollout.replay import NoSync
 from dapo_megatron.types import StarvedError, Stopped, SyncError, SyncReport

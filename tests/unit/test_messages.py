@@ -18,7 +18,7 @@ from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.node import NodeState
-from dapo_megatron.rollout.driver import _Told
+from dapo_megatron.rollout.driver import RankReport
 from dapo_megatron.types import (
     Completion,
     ConfigError,
@@ -50,7 +50,7 @@ completions = st.builds(
     grade=grades,
 )
 reports = st.builds(
-    _Told,
+    RankReport,
     replica=numbers,
     sampled=st.lists(st.tuples(numbers, completions), max_size=3),
     graded=st.lists(st.tuples(numbers, numbers, grades, texts), max_size=3),
@@ -75,7 +75,7 @@ def typed(strategy: Any, of: Any) -> Any:
 
 
 MESSAGES = st.one_of(
-    typed(reports, _Told),
+    typed(reports, RankReport),
     typed(st.lists(pieces), list[Piece]),
     typed(st.tuples(texts, st.booleans(), states), tuple[str, bool, NodeState]),
     typed(st.tuples(st.none() | texts, errors), tuple[str | None, ErrorRecord | None]),
@@ -108,7 +108,7 @@ def test_a_value_arrives_as_it_was_sent(message: tuple[Any, Any]) -> None:
     assert exactly(decode(encode(value), of, 0)) == exactly(value)
 
 
-@given(st.binary(max_size=200), st.sampled_from([_Told, list[Piece], str | None, bool, Path]))
+@given(st.binary(max_size=200), st.sampled_from([RankReport, list[Piece], str | None, bool, Path]))
 def test_bytes_of_any_kind_become_the_type_or_an_error_with_the_rank(junk: bytes, of: Any) -> None:
     try:
         value = decode(junk, of, 3)
@@ -149,7 +149,7 @@ class Payload:
 def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(RankError, match="rank 1"):
-            decode(pickle.dumps(Payload(tmp_path / "ran"), protocol), _Told, 1)
+            decode(pickle.dumps(Payload(tmp_path / "ran"), protocol), RankReport, 1)
     assert not list(tmp_path.iterdir())
     with pytest.raises(TypeError, match="Payload: ranks cannot send"):
         encode(Payload(tmp_path / "ran"))

@@ -10,10 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.engine.partial import joined, prompt_of, tokens_left
-from dapo_megatron.types import Completion, DapoError, Finish, SampleRequest, Segment
+from dapo_megatron.types import Completion, DapoError, Finish, Prompt, SampleRequest, Segment
 
 REQUEST = SampleRequest(
-    ticket=12, sample=3, tokens=(1, 2), seed=5, max_tokens=40, temperature=1.0, top_p=1.0
+    ticket=12,
+    sample=3,
+    prompt=Prompt("sums", 0, (1, 2), "3+4", "7"),
+    seed=5,
+    max_tokens=40,
+    temperature=1.0,
+    top_p=1.0,
 )
 PARTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=10)
 

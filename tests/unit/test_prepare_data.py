@@ -19,16 +19,15 @@ import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from preparing.prepare import Settings, prepare
+from preparing.report import LABELS
+from preparing.tables import ROW_GROUP, write
+from preparing.unique import Frame, file_source, fold, frame_of
 from pyarrow import parquet
 from typer.testing import CliRunner
 
 from dapo_megatron.config import FileSource
-from dapo_megatron.data.preparing.frame import Frame, fold, frame_of
-from dapo_megatron.data.preparing.prepare import Settings, prepare
-from dapo_megatron.data.preparing.report import LABELS, report_of
-from dapo_megatron.data.preparing.tables import ROW_GROUP, write
-from dapo_megatron.data.preparing.unique import file_source
-from dapo_megatron.data.sources import load_source
+from dapo_megatron.data.prompts import load_source, report_of
 from dapo_megatron.types import DataError
 from tests.helpers import published_data as made
 from tools.make_tiny_model import make_tokenizer

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from dapo_megatron.data.preparing.report import report_path
+from dapo_megatron.data.prompts import report_path
 from dapo_megatron.run import record
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble
 from dapo_megatron.rollout.metrics import rollout_metrics
-from dapo_megatron.rollout.replay import NoEvaluation, Replay, no_sync
+from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.tracking import write_samples
 from dapo_megatron.types import (
     Completion,
@@ -129,7 +129,7 @@ def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
 
 
 def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
-    report = no_sync(7)
+    report = NoSync()(7)
     assert (report.version, report.num_bytes, report.num_tensors) == (7, 0, 0)
     assert not NoEvaluation().due(0, 0)
     assert NoEvaluation().run() == {}

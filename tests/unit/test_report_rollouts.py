@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dapo_megatron.algo import group_advantage, overlong_penalty
+from dapo_megatron.algo.advantage import group_advantage
+from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.report import recorded, viewer_data
 from dapo_megatron.report.choosing import ASKED, RANDOM, Chooser, Wanted, spread
 from dapo_megatron.report.folder import RunData, read_run
 from dapo_megatron.report.grades import (
-    DAPO_MATH_TAIL,
     MINUS,
     Rules,
     explain,
@@ -270,7 +270,7 @@ def test_rewards_and_advantages_are_those_the_run_computes(scores: list[tuple[fl
     rewards = [
         score + overlong_penalty(num, max_tokens=20, buffer_tokens=8) for score, num in scores
     ]
-    assert found.rewards == rewards
+    assert [reward and reward.total for reward in found.rewards] == rewards
     expected = group_advantage(torch.tensor(rewards, dtype=torch.float64), [0] * len(rewards))
     torch.testing.assert_close(torch.tensor(found.advantages, dtype=torch.float64), expected)
 
@@ -289,7 +289,6 @@ def test_a_group_with_an_ungraded_one_has_no_advantages() -> None:
 
 
 def test_an_answer_that_dapo_math_did_not_look_at_is_pointed_out() -> None:
-    assert dapo_math._TAIL == DAPO_MATH_TAIL
     text = "Answer: 7" + " and on and on" * 40
     one = graded(-1.0) | {"text": text, "pred": dapo_math.INVALID, "parsed": False}
     group = {"completions": [one], "truth": "7", "fate": "all_wrong"}

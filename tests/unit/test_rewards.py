@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.config import FileSource
-from dapo_megatron.data.sources import load_source
+from dapo_megatron.data.prompts import load_source
 from dapo_megatron.rewards import resolve
 from dapo_megatron.rewards.dapo_math import INVALID, grade
 from dapo_megatron.types import ConfigError, DataError, Grade

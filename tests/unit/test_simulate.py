@@ -29,7 +29,6 @@ from scipy.stats import ks_2samp
 from simulate_rollouts import MAX_AGE_MEAN, MIN_BUSY, MIN_P, PRESETS, Preset, main
 from virtual_engines import EngineModel, VirtualDriver, VirtualEngine
 
-from dapo_megatron.rollout.driver import Order
 from dapo_megatron.rollout.serialization import group_to_json
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, SampleRequest, Segment
 
@@ -40,7 +39,7 @@ PROMPT = Prompt("simulated", 0, (1, 2, 3), "", "")
 def request(
     ticket: int, so_far: Completion | None = None, max_tokens: int = LIMIT
 ) -> SampleRequest:
-    return SampleRequest(ticket, 0, PROMPT.tokens, 0, max_tokens, 1.0, 1.0, so_far)
+    return SampleRequest(ticket, 0, PROMPT, 0, max_tokens, 1.0, 1.0, so_far)
 
 
 # ---------------------------------------------------------------------------- engines
@@ -107,18 +106,18 @@ def test_no_token_is_lost_or_made_up_however_often_engines_are_interrupted(
         if not so_far:
             break
         driver.version = version // 2  # not every interrupt is the end of a step
-        orders: list[list[Order]] = [[], []]
+        requests: list[list[SampleRequest]] = [[], []]
         for ticket, completion in so_far.items():
-            orders[ticket % 2].append(Order(PROMPT, request(ticket, completion)))
+            requests[ticket % 2].append(request(ticket, completion))
         started, made = driver.clock, driver.num_generated
         until = started + seconds[version % len(seconds)] + 2.0 * (prefill is not None)
         while driver.clock < until and so_far:
-            news = driver.advance(orders)
-            orders = [[], []]
-            for ticket, completion in news.sampled:
+            events = driver.advance(requests)
+            requests = [[], []]
+            for ticket, completion in events.sampled:
                 ended[ticket] = completion
                 del so_far[ticket]
-            assert [(t, c.sample) for t, c in news.sampled] == [g[:2] for g in news.graded]
+            assert [(t, c.sample) for t, c in events.sampled] == [g[:2] for g in events.graded]
         so_far |= dict(driver.interrupt())
         assert driver.num_generated - made <= 2 * 300 * (driver.clock - started) + 1
         driver.sleep(3.0)

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
+from dapo_megatron.data.prompts import DRAWS, load_source
 from dapo_megatron.data.rows import CHUNK_ROWS
-from dapo_megatron.data.sources import DRAWS, load_source
 from dapo_megatron.types import ConfigError, DataError
 
 TEMPLATE = (

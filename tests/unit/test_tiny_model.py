@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from dapo_megatron.data.sources import load_source
+from dapo_megatron.data.prompts import load_source
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import FAMILIES, make_random_model
 from tools.make_tiny_model import (

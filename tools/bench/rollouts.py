@@ -35,15 +35,15 @@ from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
-from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.engine import engine as engine_module
 from dapo_megatron.engine.engine import VllmEngine
 from dapo_megatron.loop import train_step
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.rollout.dispatch import Sampling, sample_all
+from dapo_megatron.rollout.dispatch import Sampling
 from dapo_megatron.rollout.driver import Driver, EngineDriver
-from dapo_megatron.rollout.evaluate import Evaluator
+from dapo_megatron.rollout.evaluate import Evaluator, sample_all
 from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.run import build
 from dapo_megatron.run.build import learning_rate, loss_function
@@ -171,7 +171,12 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
     """Both forms by turns; every rank."""
     engine_module.VllmEngine = UnevenEngine  # type: ignore[misc]  # what build takes
     policy, engine, sync = build.build_models(config, ranks)
-    driver = EngineDriver(engine, ScriptedGrading(), ranks, deterministic=False)
+    driver = EngineDriver(
+        engine,
+        ScriptedGrading(),  # type: ignore[arg-type]
+        ranks,
+        deterministic=False,
+    )
     prompts = [Prompt("uneven", n, tuple(range(3, 3 + 8 + n % 8)), "", "") for n in range(997)]
 
     def stream() -> PromptStream:

@@ -23,7 +23,14 @@ from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.policy.device import backend, claim
-from dapo_megatron.types import Completion, LossOutput, MicroTokens, SampleRequest, TokenBatch
+from dapo_megatron.types import (
+    Completion,
+    LossOutput,
+    MicroTokens,
+    Prompt,
+    SampleRequest,
+    TokenBatch,
+)
 from gpu_checks.shapes import model_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -176,7 +183,15 @@ def generate(
         SampleRequest(
             ticket=ticket,
             sample=0,
-            tokens=tuple(torch.randint(4, vocab, (PROMPT_TOKENS,), generator=generator).tolist()),
+            prompt=Prompt(
+                source="",
+                index=ticket,
+                tokens=tuple(
+                    torch.randint(4, vocab, (PROMPT_TOKENS,), generator=generator).tolist()
+                ),
+                text="",
+                truth="",
+            ),
             seed=ticket,
             max_tokens=num_tokens,
             temperature=1.0,
@@ -188,8 +203,8 @@ def generate(
     started = time.perf_counter()
     engine.submit(requests)
     done: dict[int, Completion] = {}
-    while engine.has_work():
-        done |= dict(engine.step())
+    while engine.requests:
+        done |= {request.ticket: completion for request, completion in engine.step()}
     wait()
     seconds = time.perf_counter() - started
     return seconds, [(request, done[request.ticket]) for request in requests]
@@ -198,9 +213,9 @@ def generate(
 def gaps(policy: Any, sampled: Iterable[tuple[SampleRequest, Completion]], vocab: int) -> Tensor:
     """|engine - policy| of each sampled token's log-prob."""
     pairs = list(sampled)
-    lengths = [len(request.tokens) + len(one.tokens) for request, one in pairs]
+    lengths = [len(request.prompt.tokens) + len(one.tokens) for request, one in pairs]
     batch = random_batch(lengths, vocab, prompt=PROMPT_TOKENS)
-    tokens = [token for request, one in pairs for token in (*request.tokens, *one.tokens)]
+    tokens = [token for request, one in pairs for token in (*request.prompt.tokens, *one.tokens)]
     engine = [value for _, one in pairs for value in (*[0.0] * PROMPT_TOKENS, *one.logprobs)]
     from dataclasses import replace
 

@@ -17,9 +17,8 @@ from rollout_workload import Workload
 from virtual_engines import EngineModel, VirtualDriver
 
 from dapo_megatron.config import OverlongConfig, RolloutConfig
-from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.rollout.driver import Order
 from dapo_megatron.types import Fate, Prompt, SampleRequest
 
 FAR = 10_000_000
@@ -192,35 +191,31 @@ def _in_batches(
 
 
 def _groups_in_finish_order(setting: Setting, driver: VirtualDriver, batch: range) -> Iterator[int]:
-    orders: list[list[Order]] = [[] for _ in range(setting.replicas)]
+    requests: list[list[SampleRequest]] = [[] for _ in range(setting.replicas)]
     for ticket in batch:
-        orders[ticket % setting.replicas] += [
-            _order(setting, ticket, sample) for sample in range(setting.samples)
+        requests[ticket % setting.replicas] += [
+            _request(setting, ticket, sample) for sample in range(setting.samples)
         ]
     missing = dict.fromkeys(batch, setting.samples)
     while missing:
-        news = driver.advance(orders)
-        orders = [[] for _ in range(setting.replicas)]
-        for ticket, _ in news.sampled:
+        events = driver.advance(requests)
+        requests = [[] for _ in range(setting.replicas)]
+        for ticket, _ in events.sampled:
             missing[ticket] -= 1
             if not missing[ticket]:
                 del missing[ticket]
                 yield ticket
 
 
-def _order(setting: Setting, ticket: int, sample: int) -> Order:
-    prompt = _prompt(setting.prompt_tokens)
-    return Order(
-        prompt,
-        SampleRequest(
-            ticket=ticket,
-            sample=sample,
-            tokens=prompt.tokens,
-            seed=0,
-            max_tokens=setting.max_tokens,
-            temperature=1.0,
-            top_p=1.0,
-        ),
+def _request(setting: Setting, ticket: int, sample: int) -> SampleRequest:
+    return SampleRequest(
+        ticket=ticket,
+        sample=sample,
+        prompt=_prompt(setting.prompt_tokens),
+        seed=0,
+        max_tokens=setting.max_tokens,
+        temperature=1.0,
+        top_p=1.0,
     )
 
 

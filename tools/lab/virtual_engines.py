@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dapo_megatron.rollout.driver import News, Order
+from dapo_megatron.rollout.driver import Events
 from dapo_megatron.types import Completion, Finish, Grade, Prompt, SampleRequest, Segment
 
 RIGHT, WRONG = Grade(1.0, True, ""), Grade(-1.0, False, "")
@@ -108,7 +108,7 @@ class VirtualEngine:
             place = (self._work + length - had, self._serial, request, length)
             heapq.heappush(self._running, place)
             if self.model.prefill is not None:
-                self.time += (len(request.tokens) + had) / self.model.prefill
+                self.time += (len(request.prompt.tokens) + had) / self.model.prefill
 
 
 class VirtualDriver:
@@ -145,14 +145,13 @@ class VirtualDriver:
 
     def advance(
         self,
-        orders: Sequence[Sequence[Order]],
+        requests: Sequence[Sequence[SampleRequest]],
         grade: Sequence[tuple[int, Prompt, Completion]] = (),
         use: str = "",
-    ) -> News:
-        """Start `orders[replica]`, then run until the next exchange in which something ends."""
-        for engine, share in zip(self.engines, orders, strict=True):
-            for order in share:
-                request = order.request
+    ) -> Events:
+        """Start `requests[replica]`, then run until the next exchange in which something ends."""
+        for engine, share in zip(self.engines, requests, strict=True):
+            for request in share:
                 length = min(self._outcome(request.ticket, request.sample)[0], request.max_tokens)
                 engine.submit(request, length)
         first = min(engine.next_end() for engine in self.engines)
@@ -167,7 +166,7 @@ class VirtualDriver:
             for request, length in ended
         ]
         ungraded = [(ticket, completion) for ticket, _, completion in grade] + sampled
-        return News(sampled, [self._graded(ticket, one.sample) for ticket, one in ungraded])
+        return Events(sampled, [self._graded(ticket, one.sample) for ticket, one in ungraded])
 
     def interrupt(self) -> list[tuple[int, Completion]]:
         """Stop all engines; the completions with at least one token that had not ended, by ticket

@@ -1,6 +1,6 @@
 """Rows of the DAPO-Math schema in batches: read with their Arrow types, kept on disk, written.
 
-`sources.py` reads the same files for a run; here the columns that a run ignores are kept too.
+`prompts.py` reads the same files for a run; here the columns that a run ignores are kept too.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ def _read_parquet(path: Path, batch_rows: int) -> Iterator[Batch]:
 def checked(batch: pyarrow.RecordBatch, name: str, first: int) -> list[Row]:
     """The rows of an Arrow batch that begins at row `first` of `name`. Raises DataError."""
     known = batch.select([column for column in COLUMNS if column in batch.schema.names])
-    return [
-        checked_row(index, where, row)
-        for index, (where, row) in enumerate(plain_rows(known, name, first), start=first)
-    ]
+    return [checked_row(*row) for row in plain_rows(known, name, first)]
 
 
 def _as_arrow(rows: list[dict[str, Any]], where: str) -> pyarrow.RecordBatch:

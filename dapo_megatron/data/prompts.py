@@ -1,18 +1,22 @@
-"""Prompts from reasoning-gym or from a file in the DAPO-Math schema (docs/data.md)."""
+"""Prompts from reasoning-gym or from a file in the DAPO-Math schema (docs/data.md), and the
+resumable order in which a run takes them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
+import random
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.config import FileSource, ReasoningGymSource
 from dapo_megatron.data.rows import CHUNK_ROWS, Row, checked_row, read_jsonl, read_parquet
+from dapo_megatron.files import read_json
 from dapo_megatron.rewards.registry import names as grader_names
 from dapo_megatron.rewards.registry import row_check
-from dapo_megatron.types import ConfigError, DataError, Prompt
+from dapo_megatron.types import CheckpointError, ConfigError, DataError, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -197,3 +201,73 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _rows(source: FileSource) -> Iterator[Row]:
     read = read_parquet if source.kind == "parquet" else read_jsonl
     return (checked_row(*row) for row in islice(read(source.path), source.limit))
+
+
+def report_path(data: Path) -> Path:
+    """Return the path of the JSON report that tools/prepare_data.py writes of a data file."""
+    return data.with_suffix(".report.json")
+
+
+def report_of(path: str | Path) -> Path | None:
+    """Return the JSON report of a data file, or None if there is none or it is of another file.
+
+    Compares name and size only; the data is not read.
+    """
+    data, report = Path(path), report_path(Path(path))
+    try:
+        output = read_json(report)["output"]
+        fits = (output["name"], output["bytes"]) == (data.name, data.stat().st_size)
+    except (CheckpointError, OSError, KeyError, TypeError):
+        return None
+    return report if fits else None
+
+
+# ---------------------------------------------------------------------------- order
+
+
+class PromptStream:
+    """Hands out prompts epoch after epoch; the order of epoch e depends on (seed, e) alone.
+
+    Within an epoch each prompt comes once. A position is the number of prompts handed out since
+    the start of the run: `seek(position)` on an equal stream gives exactly the same continuation,
+    at the cost of one shuffle.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        if not prompts:
+            raise ValueError("a prompt stream needs at least one prompt")
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self.seek(0)
+
+    @property
+    def position(self) -> int:
+        """Prompts handed out so far."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Continue as if `position` prompts had been handed out."""
+        if position < 0:
+            raise ValueError(f"position {position}: must not be negative")
+        self._position = position
+        self._order = self._order_of(position // len(self._prompts))
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next `num_prompts` prompts; may cross into the next epoch."""
+        return [self._next() for _ in range(num_prompts)]
+
+    def _next(self) -> Prompt:
+        place = self._position % len(self._prompts)
+        prompt = self._prompts[self._order[place]]
+        self._position += 1
+        if place + 1 == len(self._prompts):
+            self._order = self._order_of(self._position // len(self._prompts))
+        return prompt
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            # A string seed is hashed with SHA-512: the same order on every machine.
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order

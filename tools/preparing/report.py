@@ -1,15 +1,13 @@
-"""What `tools/prepare_data.py` tells of a file that it made, beside the file: NAME.report.json for
-programs, NAME.report.md for people."""
+"""The report that `tools/prepare_data.py` writes next to its output: NAME.report.md for people.
+
+The same facts are in NAME.report.json, for programs.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-from dapo_megatron.files import read_json
-from dapo_megatron.types import CheckpointError
 
 NUM_SHOWN = 10
 """Examples of a kind in the Markdown; the JSON file has more."""
@@ -24,25 +22,6 @@ LABELS = {
     "near_duplicate": "nearly a prompt kept before",
 }
 """Why a row is dropped, in the order in which it is decided."""
-
-
-def report_of(path: str | Path) -> Path | None:
-    """The JSON report of a data file, or None if there is none or the file is not what it tells of.
-
-    Compares name and size only: nothing of the data is read.
-    """
-    data, report = Path(path), report_path(Path(path))
-    try:
-        output = read_json(report)["output"]
-        fits = (output["name"], output["bytes"]) == (data.name, data.stat().st_size)
-    except (CheckpointError, OSError, KeyError, TypeError):
-        return None
-    return report if fits else None
-
-
-def report_path(data: Path) -> Path:
-    """Where the JSON report of `data` belongs; the Markdown is beside it."""
-    return data.with_suffix(".report.json")
 
 
 def markdown(report: Mapping[str, Any]) -> str:

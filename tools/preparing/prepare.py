@@ -15,13 +15,12 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dapo_megatron.data.preparing.frame import Frame, frame_of
-from dapo_megatron.data.preparing.report import LABELS
-from dapo_megatron.data.preparing.tables import BATCH_ROWS, Spool, checked, read, write
-from dapo_megatron.data.preparing.unique import Inputs, Source, Unique, collect, file_source
+from dapo_megatron.data.prompts import render
 from dapo_megatron.data.rows import Row
-from dapo_megatron.data.sources import render
 from dapo_megatron.types import DataError
+from preparing.report import LABELS
+from preparing.tables import BATCH_ROWS, Spool, checked, read, write
+from preparing.unique import Frame, Inputs, Source, Unique, collect, file_source, frame_of
 
 if TYPE_CHECKING:
     import pyarrow
