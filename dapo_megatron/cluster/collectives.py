@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
+from dapo_megatron import types
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import DapoError, RankError
 
@@ -161,6 +162,11 @@ def _encoder() -> msgspec.msgpack.Encoder:
 
 @cache
 def _decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
+    import torch
+
+    # msgspec resolves the annotations of records by the names in their module, and types.py itself
+    # must not import torch.
+    vars(types)["torch"] = torch
     return msgspec.msgpack.Decoder(of, dec_hook=_special)
 
 

@@ -76,7 +76,7 @@ ROOMS = {
     "__main__": room(EVERYTHING, "typer rich"),
 }
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 LONG_FILES: dict[str, tuple[int, str]] = {}
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
