@@ -188,7 +188,7 @@ def _unfit(engine: Any, whole: dict[str, Tensor]) -> dict[str, str]:
 
 def _refused(engine: Any, folder: Path) -> Seen:
     """What is said of each kind of wrong arrival, and how many tensors had gone through."""
-    from dapo_megatron.engine.receiver import stand_ins
+    from dapo_megatron.engine.receiver import proxies
 
     whole = weights(hf_model(folder))
     pieces = engine.wanted(offer(whole))
@@ -209,7 +209,7 @@ def _refused(engine: Any, folder: Path) -> Seen:
     seen: Seen = {"name": name, "num": len(good)}
     for kind, given in bad.items():
         passed: list[Any] = []
-        seen[kind] = (_said(lambda: passed.extend(stand_ins(given, pieces))), len(passed))  # noqa: B023
+        seen[kind] = (_said(lambda: passed.extend(proxies(given, pieces))), len(passed))  # noqa: B023
     engine.submit(requests([0]))
     seen["in flight"] = _said(lambda: engine.receive(good, 9))
     seen["score in flight"] = _said(lambda: engine.score([[4, 5]]))
