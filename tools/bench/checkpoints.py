@@ -34,7 +34,7 @@ from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config.file import load_config
 from dapo_megatron.doctor.facts import facts
-from dapo_megatron.policy.snapshot import Snapshot
+from dapo_megatron.policy.checkpoint import Snapshot
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_TENSORS = 100
