@@ -25,6 +25,7 @@ from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
 from dapo_megatron.rewards.registry import names as grader_names
+from dapo_megatron.rewards.registry import user_function
 from dapo_megatron.types import ConfigError, DapoError
 
 app = typer.Typer(
@@ -327,6 +328,11 @@ def _load(
                     check_grader(name)
             except ConfigError as error:
                 raise ConfigError(f"{key}.{number}.grader: {error}") from None
+    if config.loss.function is not None:
+        try:
+            user_function(config.loss.function)
+        except ConfigError as error:
+            raise ConfigError(f"loss.function: {config.loss.function}: {error}") from None
     return config
 
 

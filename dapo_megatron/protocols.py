@@ -214,54 +214,19 @@ class RolloutEngine(Protocol):
         ...
 
 
-class Watch(Protocol):
-    """Signs of life of this rank; see cluster/watchdog.py."""
-
-    on_phase: Callable[[str, int], None]
-    """Told of every turn to another phase ("": none), and its step."""
-
-    def phase(self, name: str, step: int = 0) -> AbstractContextManager[None]:
-        """What is done inside; a key of config.watchdog."""
-        ...
-
-    def beat(self, what: str = "") -> None:
-        """A sign of life, and what it was."""
-        ...
-
-    def tell(self, what: str, ask: Callable[[], str]) -> None:
-        """Something to ask for when the rank hangs."""
-        ...
-
-
-class Meter(Protocol):
-    """How much memory the phases of a step take; see cluster/memory_meter.py."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """What is done inside. Not collective."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """memory/* of the phases since the last call, of the rank that took most."""
-        ...
-
-    def highest_gib(self) -> float:
-        """Largest resident memory of this process so far. Not collective."""
-        ...
-
-
-class Timeline(Protocol):
-    """Who does what when, and how busy engines are; see cluster/timeline.py."""
+class Instruments(Protocol):
+    """What observes the phases of a step; see cluster/instruments.py."""
 
     def begin(self, step: int) -> None:
-        """A rollout step begins. Not collective."""
+        """Start a rollout step. Not collective."""
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """What is done inside. Not collective."""
+        """Observe what is done inside, a key of config.watchdog. Not collective."""
         ...
 
-    def metrics(self) -> dict[str, float]:
-        """time/engine_idle and throughput/running_mean of the step, which ends."""
+    def metrics(self, num_tokens: int) -> dict[str, float]:
+        """Return time/*, memory/* and throughput/* of the step, which trained on `num_tokens`."""
         ...
 
 
@@ -299,10 +264,18 @@ class Collector(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Engine(Protocol):
-    """What the loop itself asks of the engines; a replay has none. A sync wakes them up."""
+class Sync(Protocol):
+    """Which of the two models has the accelerator: a sync is the engine's turn. See
+    bridge/sync.py; a replay has no engine."""
 
-    def sleep(self) -> None: ...
+    def __call__(self, version: int) -> SyncReport:
+        """Give the engines the policy's weights, which then carry this version, and the
+        accelerator."""
+        ...
+
+    def switch_to_policy(self) -> None:
+        """Give the accelerator to the policy, whichever model has it."""
+        ...
 
 
 class Evaluations(Protocol):
@@ -337,15 +310,14 @@ class Parts:
     """Everything a run is made of, behind its seams."""
 
     policy: Policy
-    engine: Engine
-    sync: Callable[[int], SyncReport]
-    """Policy weights into the engines, which then carry this version and have the accelerator."""
+    sync: Sync
+    loss: LossFn
+    learning_rate: Callable[[int], float]
+    """Of every update of a rollout step, counted from 1."""
     coordinator: Collector
     evaluator: Evaluations
     recorder: Recorder
     checkpoints: Checkpoints
-    watch: Watch
-    memory: Meter
-    timeline: Timeline
+    instruments: Instruments
     stop: Callable[[], None] = lambda: None
     """Raises Stopped on all ranks if a signal asked any of them to stop. Collective."""

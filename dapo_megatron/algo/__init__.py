@@ -8,11 +8,11 @@ from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_
 from dapo_megatron.algo.loss import (
     TokenLoss,
     aggregation_weights,
+    dapo_loss,
     dapo_token_loss,
-    make_loss,
     tis_weights,
 )
-from dapo_megatron.algo.mismatch import GapStatistics, gap_statistics
+from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics
 from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.algo.sampling import Verdict, verdict
 from dapo_megatron.algo.schedule import warmup_lr
@@ -24,11 +24,12 @@ __all__ = [
     "aggregation_weights",
     "avg_at_k",
     "bootstrap_interval",
+    "check_gap",
     "cons_at_k",
+    "dapo_loss",
     "dapo_token_loss",
     "gap_statistics",
     "group_advantage",
-    "make_loss",
     "overlong_penalty",
     "pass_at_k",
     "tis_weights",

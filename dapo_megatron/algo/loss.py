@@ -1,19 +1,18 @@
 """DAPO token loss (arXiv 2503.14476, eq. 8 and 10).
 
-Departures from the paper: the log-ratio is clamped to +-20 before exp; a dual clip
-(arXiv 1912.09729) can bound the loss at negative advantage; the loss is a *sum* over tokens, and
-whoever knows the mini-batch divides it by N, its tokens under the mask. Every aggregation is
-that sum with per-token weights (`aggregation_weights`), so none depends on how the mini-batch is
-cut into ranks and micro-batches. Eq. 8 divides by the tokens of each prompt; `token`, the
-default of every public reproduction, divides by those of the mini-batch.
+Departures from the paper: the log-ratio is clamped before exp; a dual clip (arXiv 1912.09729) can
+bound the loss at negative advantage; the loss is a *sum* over tokens, and whoever knows the
+mini-batch divides it by N, its tokens under the mask. Every aggregation is that sum with per-token
+weights (`aggregation_weights`), so none depends on how the mini-batch is cut into ranks and
+micro-batches. Eq. 8 divides by the tokens of each prompt; `token`, the default of every public
+reproduction, divides by those of the mini-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,41 +21,51 @@ from dapo_megatron.types import LossOutput, MicroTokens
 
 # T tokens of all sequences end to end, S sequences, P prompts
 
-LOG_RATIO_LIMIT = 20.0
-"""|log-ratio| beyond which the ratio is constant; e^20 is still far from overflow."""
-
 Aggregation = Literal["token", "prompt", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """What `dapo_token_loss` returns. Only `total` and `per_token` carry a gradient.
+    """Loss of each token, and the bound that gave it. Only the loss carries a gradient.
 
-    total               scalar: sum of `per_token`
-    per_token           shape of the arguments; 0 where the mask is 0
-    clip_fraction_high  share of masked tokens held at 1 + clip_high (advantage > 0)
-    clip_fraction_low   share of masked tokens held at 1 - clip_low (advantage < 0)
-    dual_clip_fraction  share of masked tokens held at dual_clip x |advantage| (advantage < 0)
+    per_token             shape of the arguments; 0 where the mask is 0
+    mask                  bool: tokens that enter the loss
+    at_high               bool: held at 1 + clip_high (advantage > 0)
+    at_low                bool: held at 1 - clip_low (advantage < 0)
+    at_dual               bool: held at dual_clip x |advantage| (advantage < 0)
 
-    A token counts if that bound gave its loss, so its gradient is 0; the three exclude each
-    other. (verl's pg_clipfrac is high + low, its pg_clipfrac_lower is the dual one.) All are 0
-    if the mask is empty.
+    The gradient of a token that is held is 0. The three bounds exclude each other. (verl's
+    pg_clipfrac is high + low, its pg_clipfrac_lower is the dual one.)
     """
 
-    total: Tensor
     per_token: Tensor
-    clip_fraction_high: Tensor
-    clip_fraction_low: Tensor
-    dual_clip_fraction: Tensor
+    mask: Tensor
+    at_high: Tensor
+    at_low: Tensor
+    at_dual: Tensor
 
+    @property
+    def total(self) -> Tensor:
+        """Scalar: sum of `per_token`."""
+        return self.per_token.sum()
 
-class _Terms(NamedTuple):
-    """The loss of each token, and by which bound it was given (bool)."""
+    @property
+    def clip_fraction_high(self) -> Tensor:
+        """Share of masked tokens held at 1 + clip_high; 0 for an empty mask, as the next two."""
+        return self._share(self.at_high)
 
-    per_token: Tensor
-    high: Tensor
-    low: Tensor
-    dual: Tensor
+    @property
+    def clip_fraction_low(self) -> Tensor:
+        """Share of masked tokens held at 1 - clip_low."""
+        return self._share(self.at_low)
+
+    @property
+    def dual_clip_fraction(self) -> Tensor:
+        """Share of masked tokens held at the dual clip."""
+        return self._share(self.at_dual)
+
+    def _share(self, is_held: Tensor) -> Tensor:
+        return is_held.sum() / self.mask.sum().clamp(min=1)
 
 
 def dapo_token_loss(
@@ -68,8 +77,9 @@ def dapo_token_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
+    log_ratio_limit: float = 20.0,
 ) -> TokenLoss:
-    """Clipped policy-gradient loss of each token and its sum.
+    """Return the clipped policy-gradient loss of each token.
 
     logp       log-probs (nats) under the policy being trained; the gradient flows into it
     old_logp   log-probs under the policy before the first update of the rollout step
@@ -77,62 +87,84 @@ def dapo_token_loss(
     mask       bool or 0/1: tokens that enter the loss
     clip_low, clip_high  the ratio is clipped to [1 - clip_low, 1 + clip_high]
     dual_clip  upper bound of the loss as a multiple of -advantage where that is positive
+    log_ratio_limit  |log-ratio| beyond which the ratio is constant; exp must not overflow
 
     The four tensors have one shape, any. What stands where the mask is 0, nan and inf included,
     reaches neither the result nor the gradient. Raises ValueError if the shapes differ.
     """
-    keep = mask.bool()
-    terms = _clipped(
-        logp, old_logp, advantage, keep, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
-    count = keep.sum().clamp(min=1)
-    return TokenLoss(
-        total=terms.per_token.sum(),
-        per_token=terms.per_token,
-        clip_fraction_high=terms.high.sum() / count,
-        clip_fraction_low=terms.low.sum() / count,
-        dual_clip_fraction=terms.dual.sum() / count,
-    )
-
-
-def make_loss(
-    *, clip_low: float, clip_high: float, dual_clip: float | None, tis_cap: float | None
-) -> Callable[[Tensor, MicroTokens], LossOutput]:
-    """The loss of a run as one function of (log-probs, micro-batch); numbers as in the config.
-
-    Its `total` is sum(weights * [tis *] per-token loss). Its `sums` are scalar sums over the
-    masked tokens, unweighted and without gradient: clip_fraction_high, clip_fraction_low,
-    dual_clip_fraction, and approx_kl = old - new log-prob. With `tis_cap` also tis_weight and
-    tis_capped_fraction (tokens whose weight would be more).
-    """
-
-    def loss(logp: Tensor, micro: MicroTokens) -> LossOutput:
-        keep = micro.mask.bool()
-        terms = _clipped(
-            logp,
-            micro.old_logprobs,
-            micro.advantages,
-            keep,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
+    if not logp.shape == old_logp.shape == advantage.shape == mask.shape:
+        raise ValueError(
+            f"shapes differ: logp {tuple(logp.shape)}, old_logp {tuple(old_logp.shape)}, "
+            f"advantage {tuple(advantage.shape)}, mask {tuple(mask.shape)}"
         )
-        weights = torch.where(keep, micro.weights, 0.0)
-        approx_kl = torch.where(keep, micro.old_logprobs - logp.detach(), 0.0)
-        sums = {
-            "clip_fraction_high": terms.high.sum(dtype=logp.dtype),
-            "clip_fraction_low": terms.low.sum(dtype=logp.dtype),
-            "dual_clip_fraction": terms.dual.sum(dtype=logp.dtype),
-            "approx_kl": approx_kl.sum(),
-        }
-        if tis_cap is not None:
-            tis = tis_weights(micro.old_logprobs, micro.engine_logprobs, keep, cap=math.inf)
-            weights = weights * tis.clamp(max=tis_cap)
-            sums["tis_weight"] = tis.clamp(max=tis_cap).sum()
-            sums["tis_capped_fraction"] = (tis > tis_cap).sum(dtype=logp.dtype)
-        return LossOutput(total=(weights * terms.per_token).sum(), sums=sums)
+    keep = mask.bool()
+    # Masked before exp and before any product: where() after them would still let the backward
+    # pass multiply 0 by inf.
+    log_ratio = torch.where(keep, logp, 0.0) - torch.where(keep, old_logp, 0.0).detach()
+    advantage = torch.where(keep, advantage, 0.0).detach()
 
-    return loss
+    ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
+    plain = -advantage * ratio
+    clipped = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    at_bound = clipped > plain
+    per_token = torch.where(at_bound, clipped, plain)
+    at_dual = torch.zeros_like(keep)
+    if dual_clip is not None:
+        ceiling = -advantage * dual_clip
+        at_dual = (advantage < 0) & (per_token > ceiling)
+        per_token = torch.where(at_dual, ceiling, per_token)
+    return TokenLoss(
+        per_token=per_token,
+        mask=keep,
+        at_high=at_bound & (advantage > 0),
+        at_low=at_bound & (advantage < 0) & ~at_dual,
+        at_dual=at_dual,
+    )
+
+
+def dapo_loss(
+    logprobs: Tensor,
+    tokens: MicroTokens,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    tis_cap: float | None,
+    log_ratio_limit: float,
+) -> LossOutput:
+    """Return the loss of one micro-batch: sum(weights * [tis *] per-token loss).
+
+    This is the default objective. A function of a user's own (`loss.function`) is called with the
+    same arguments: the log-probs, the micro-batch, and the numbers of the config's `loss` section.
+
+    `sums` are scalar sums over the masked tokens, unweighted and without gradient:
+    clip_fraction_high, clip_fraction_low, dual_clip_fraction, and approx_kl = old - new log-prob.
+    With `tis_cap` also tis_weight and tis_capped_fraction (tokens whose weight would be more).
+    """
+    loss = dapo_token_loss(
+        logprobs,
+        tokens.old_logprobs,
+        tokens.advantages,
+        tokens.mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        log_ratio_limit=log_ratio_limit,
+    )
+    weights = torch.where(loss.mask, tokens.weights, 0.0)
+    approx_kl = torch.where(loss.mask, tokens.old_logprobs - logprobs.detach(), 0.0)
+    sums = {
+        "clip_fraction_high": loss.at_high.sum(dtype=logprobs.dtype),
+        "clip_fraction_low": loss.at_low.sum(dtype=logprobs.dtype),
+        "dual_clip_fraction": loss.at_dual.sum(dtype=logprobs.dtype),
+        "approx_kl": approx_kl.sum(),
+    }
+    if tis_cap is not None:
+        tis = tis_weights(tokens.old_logprobs, tokens.engine_logprobs, loss.mask, cap=math.inf)
+        weights = weights * tis.clamp(max=tis_cap)
+        sums["tis_weight"] = tis.clamp(max=tis_cap).sum()
+        sums["tis_capped_fraction"] = (tis > tis_cap).sum(dtype=logprobs.dtype)
+    return LossOutput(total=(weights * loss.per_token).sum(), sums=sums)
 
 
 def aggregation_weights(
@@ -187,41 +219,3 @@ def tis_weights(old_logp: Tensor, engine_logp: Tensor, mask: Tensor, *, cap: flo
     keep = mask.bool()
     gap = torch.where(keep, old_logp - engine_logp, 0.0).detach()
     return torch.where(keep, gap.exp().clamp(max=cap), 0.0)
-
-
-def _clipped(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantage: Tensor,
-    keep: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> _Terms:
-    if not logp.shape == old_logp.shape == advantage.shape == keep.shape:
-        raise ValueError(
-            f"shapes differ: logp {tuple(logp.shape)}, old_logp {tuple(old_logp.shape)}, "
-            f"advantage {tuple(advantage.shape)}, mask {tuple(keep.shape)}"
-        )
-    # Masked before exp and before any product: where() after them would still let the backward
-    # pass multiply 0 by inf.
-    log_ratio = torch.where(keep, logp, 0.0) - torch.where(keep, old_logp, 0.0).detach()
-    advantage = torch.where(keep, advantage, 0.0).detach()
-
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    plain = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    at_bound = clipped > plain
-    per_token = torch.where(at_bound, clipped, plain)
-    dual = torch.zeros_like(keep)
-    if dual_clip is not None:
-        ceiling = -advantage * dual_clip
-        dual = (advantage < 0) & (per_token > ceiling)
-        per_token = torch.where(dual, ceiling, per_token)
-    return _Terms(
-        per_token=per_token,
-        high=at_bound & (advantage > 0),
-        low=at_bound & (advantage < 0) & ~dual,
-        dual=dual,
-    )

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dapo_megatron.types import SyncError, TokenBatch
+
 
 @dataclass(frozen=True, slots=True)
 class GapStatistics:
@@ -58,3 +60,35 @@ def gap_statistics(engine_logp: Tensor, policy_logp: Tensor, mask: Tensor) -> Ga
         worst_token=int(token_index[worst]),
         num_tokens=token_index.numel(),
     )
+
+
+def check_gap(
+    batch: TokenBatch, mask: Tensor, *, version: int, max_gap: float, max_mean_gap: float | None
+) -> GapStatistics:
+    """Compare the log-probs of engine and policy on the tokens that weights `version`, the
+    policy's own, sampled (`mask`, bool [T]).
+
+    Raises SyncError if the mean gap is above `max_mean_gap`, or the largest one above `max_gap`.
+    It names the worst token.
+    """
+    assert batch.old_logprobs is not None
+    gap = gap_statistics(batch.engine_logprobs, batch.old_logprobs, mask)
+    if max_mean_gap is not None and gap.mean > max_mean_gap:
+        raise SyncError(
+            f"weights {version}: engine and policy disagree by {gap.mean:.3g} on the mean of "
+            f"{gap.num_tokens} tokens; sync.max_mean_gap is {max_mean_gap:g}. The engine samples "
+            "from other weights than are trained, or computes them too coarsely"
+        )
+    if gap.max > max_gap and gap.worst_token is not None:
+        token = gap.worst_token
+        ends = batch.lengths.cumsum(0)
+        sequence = int((ends <= token).sum())
+        position = token - int(ends[sequence] - batch.lengths[sequence])
+        raise SyncError(
+            f"weights {version}: engine and policy disagree by {gap.max:.3g} on "
+            f"{batch.sequence_names[sequence]}, token {position} (id {int(batch.tokens[token])}): "
+            f"log-prob {float(batch.engine_logprobs[token]):.6f} by the engine, "
+            f"{float(batch.old_logprobs[token]):.6f} by the policy; sync.max_gap is {max_gap:g}. "
+            "The engine samples from other weights than are trained"
+        )
+    return gap

@@ -106,6 +106,11 @@ class WeightSync:
             canary_gap=gap,
         )
 
+    def switch_to_policy(self) -> None:
+        """Give the accelerator to the policy, whichever model has it."""
+        self._engine.sleep()
+        self._policy.onload()
+
     def _move(self, version: int) -> None:
         """Move the weights, and check that all ranks moved the same version."""
         stream = iter(self._transfer)

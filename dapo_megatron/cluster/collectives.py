@@ -164,8 +164,8 @@ def _encoder() -> msgspec.msgpack.Encoder:
 def _decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
     import torch
 
-    # msgspec resolves the annotations of records by the names in their module, and types.py itself
-    # must not import torch.
+    # msgspec evaluates the annotations of a class in its module, and types.py imports torch for the
+    # type checker only.
     vars(types)["torch"] = torch
     return msgspec.msgpack.Decoder(of, dec_hook=_special)
 

@@ -38,13 +38,17 @@ class Gauge(Protocol):
 
 
 class MemoryMeter:
-    """protocols.Meter of one rank."""
+    """Memory of one rank."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._process = ProcessGauge()
         self._gauge: Gauge = DeviceGauge() if torch.cuda.is_available() else self._process
         self._peaks: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Forget the phases so far."""
+        self._peaks = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -86,7 +86,7 @@ def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 class Timeline:
-    """protocols.Timeline of one rank. `every`: steps from one that is handed on to the next, the
+    """Phases and requests of one rank. `every`: steps from one that is handed on to the next, the
     first always; 0: none. `keep` is called with (step, record) on rank 0; the record is what
     timeline/step_*.json holds."""
 

@@ -1,8 +1,8 @@
 """Signs of life of one rank, and what happens when they stop.
 
-Each rank has a `Watch` with two threads. One looks at the clock: when the phase has been silent for
-longer than its limit, the rank hangs. It touches no file, and ends the process some seconds later
-whatever hangs. The other writes the rank's pulse (heartbeat.py) and listens for the alarm of
+Each rank has a `Watchdog` with two threads. One looks at the clock: when the phase has been silent
+for longer than its limit, the rank hangs. It touches no file, and ends the process some seconds
+later whatever hangs. The other writes the rank's pulse (heartbeat.py) and listens for the alarm of
 another rank; a file system that stalls holds up this thread alone.
 
 A hang ends all ranks: the first one that notices rings the alarm. Every rank that hears it dumps
@@ -56,8 +56,8 @@ def hang_file(run: Path, start_attempt: str) -> Path:
     return heartbeat.pulse_folder(run) / f"hang_{start_attempt}.json"
 
 
-class Watch:
-    """protocols.Watch of one rank. `folder`: the run's.
+class Watchdog:
+    """Signs of life of one rank. `folder`: the run's.
 
     `limits`: seconds without a sign of life, by phase. Outside of phases that of `start` holds, or
     else the longest.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -19,6 +19,9 @@ from dapo_megatron.config.section import (
     Tokens,
     WholeNumber,
 )
+
+UserFunction = Annotated[str, Field(pattern=r"^[^\d\W]\w*(\.[^\d\W]\w*)*:[^\d\W]\w*$")]
+"""A function of a user's own, as module:function."""
 
 
 class RolloutConfig(Section):
@@ -87,6 +90,19 @@ class LossConfig(Section):
     """Cap of the truncated importance weight policy/engine; null for none."""
     advantage_eps: NonNegative
     """Added to the standard deviation of a group's rewards."""
+    log_ratio_limit: Annotated[float, Field(gt=0.0, le=80.0)] = 20.0
+    """|log-ratio| beyond which the ratio is constant. It keeps exp from overflowing (e^88 in
+    float32)."""
+    function: UserFunction | None = None
+    """A loss of yours as module:function, called as algo/loss.py's `dapo_loss` is; null for that.
+    See docs/loss.md."""
+
+    NUMBERS: ClassVar = ("clip_low", "clip_high", "dual_clip", "tis_cap", "log_ratio_limit")
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Keyword arguments of the loss function."""
+        return {name: getattr(self, name) for name in self.NUMBERS}
 
 
 class TrainConfig(Section):

@@ -31,7 +31,6 @@ from typing import TextIO, TypeVar
 
 import torch
 
-from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.doctor.facts import facts
@@ -43,6 +42,7 @@ from dapo_megatron.doctor.shrink import shrink
 from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.policy import MegatronPolicy
+from dapo_megatron.run.build import loss_function
 from dapo_megatron.types import ConfigError, TokenBatch
 
 Result = TypeVar("Result")
@@ -65,12 +65,7 @@ class Proof:
         self.tolerance = TOLERANCES[precision]
         self.exact = _reference_precision(precision)
         self.report = Report(terminal, self.cases)
-        self.loss = make_loss(
-            clip_low=config.loss.clip_low,
-            clip_high=config.loss.clip_high,
-            dual_clip=config.loss.dual_clip,
-            tis_cap=config.loss.tis_cap,
-        )
+        self.loss = loss_function(config.loss)
         self.doing = ""
         """The case that this rank takes part in, for an error message."""
 

@@ -47,7 +47,7 @@ def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
     """
     check(name)
     if name not in _LIBRARIES:
-        return _checked(name, _user_function(name))
+        return _checked(name, _user_grader(name))
     grade = importlib.import_module(f"dapo_megatron.rewards.{name}").grade
     if name == "reasoning_gym":
         return _checked(name, grade)
@@ -65,7 +65,7 @@ def check(name: str) -> None:
     elif name in _LIBRARIES:
         _require_library(name)
     else:
-        _user_function(name)
+        _user_grader(name)
 
 
 def row_check(name: str) -> RowCheck | None:
@@ -139,25 +139,30 @@ def _require_library(name: str) -> None:
         raise ConfigError(f"grader {name!r}: the library {library!r} is not installed")
 
 
-def _user_function(name: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
+def user_function(name: str) -> Callable[..., Any]:
+    """Import a function of a user's own, named `module:function`. Raises ConfigError: a module that
+    cannot be imported, or one without the function (with the nearest names)."""
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError, ValueError, TypeError) as error:
+        raise ConfigError(f"module {module_name!r} cannot be imported ({error})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = difflib.get_close_matches(function_name, dir(module), n=3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ConfigError(f"{module_name!r} has no function {function_name!r}{hint}")
+    return function  # type: ignore[no-any-return]
+
+
+def _user_grader(name: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
+    if ":" not in name:
         near = difflib.get_close_matches(name, _LIBRARIES, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ConfigError(
             f"grader {name!r}: unknown{hint} (known: {', '.join(_LIBRARIES)}, or module:function)"
         )
     try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"grader {name!r}: module {module_name!r} cannot be imported ({error})"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = difflib.get_close_matches(function_name, dir(module), n=3)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ConfigError(
-            f"grader {name!r}: {module_name!r} has no function {function_name!r}{hint}"
-        )
-    return function  # type: ignore[no-any-return]
+        return user_function(name)
+    except ConfigError as error:
+        raise ConfigError(f"grader {name!r}: {error}") from error

@@ -75,13 +75,6 @@ class Replay:
             return [_group(line, f"{path}, line {number}") for number, line in enumerate(file, 1)]
 
 
-class NoEngine:
-    """The engine of a replay: there is nothing to put to sleep."""
-
-    def sleep(self) -> None:
-        """Nothing."""
-
-
 class NoEvaluation:
     """Without an engine nothing can be evaluated."""
 
@@ -94,19 +87,25 @@ class NoEvaluation:
         return {}
 
 
-def no_sync(version: int) -> SyncReport:
-    """The sync of a replay: nobody takes the weights."""
-    return SyncReport(
-        version=version,
-        num_tensors=0,
-        num_bytes=0,
-        seconds=0.0,
-        verify_seconds=0.0,
-        turn_seconds=0.0,
-        fingerprinted=False,
-        unread_tensors=0,
-        canary_gap=0.0,
-    )
+class NoSync:
+    """The sync of a replay: no engine takes the weights, and the policy keeps the accelerator."""
+
+    def __call__(self, version: int) -> SyncReport:
+        """Report that nothing was moved."""
+        return SyncReport(
+            version=version,
+            num_tensors=0,
+            num_bytes=0,
+            seconds=0.0,
+            verify_seconds=0.0,
+            turn_seconds=0.0,
+            fingerprinted=False,
+            unread_tensors=0,
+            canary_gap=0.0,
+        )
+
+    def switch_to_policy(self) -> None:
+        """Nothing."""
 
 
 def _group(line: str, where: str) -> tuple[Group, Fate]:

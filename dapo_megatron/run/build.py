@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from dapo_megatron.algo.loss import dapo_loss
+from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.checkpoints import Checkpoints
 from dapo_megatron.checkpoints.formats import (
@@ -21,29 +24,29 @@ from dapo_megatron.checkpoints.formats import (
     open_store,
 )
 from dapo_megatron.checkpoints.formats.writer import blocks
+from dapo_megatron.cluster.instruments import Instruments
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.timeline import Timeline
-from dapo_megatron.config import Config, PolicyConfig, TrainConfig
+from dapo_megatron.cluster.watchdog import Watchdog
+from dapo_megatron.config import Config, LossConfig, OptimizerConfig, PolicyConfig, TrainConfig
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.model import hf_tensors, read_architecture
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
 from dapo_megatron.plan.saved import keep_plan
-from dapo_megatron.protocols import Parts, Planner, Policy, RolloutEngine
+from dapo_megatron.protocols import LossFn, Parts, Planner, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
+from dapo_megatron.rewards.registry import user_function
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
-from dapo_megatron.rollout.replay import NoEngine, NoEvaluation, Replay, no_sync
+from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking import RunRecorder, SilentRecorder
-from dapo_megatron.types import ConfigError, Prompt, whole
-
-if TYPE_CHECKING:
-    from dapo_megatron.run.context import Session
+from dapo_megatron.types import ConfigError, LossOutput, MicroTokens, Prompt, whole
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Core:
     policy: Policy
     engine: RolloutEngine
     sync: WeightSync
+    loss: LossFn
     grading: GradingPool | None
     driver: EngineDriver
 
@@ -112,6 +116,65 @@ def planner(policy: PolicyConfig, train: TrainConfig) -> Planner:
     )
 
 
+def learning_rate(optimizer: OptimizerConfig) -> Callable[[int], float]:
+    """Return the learning rate as a function of the rollout step, counted from 1."""
+    return partial(warmup_lr, lr=optimizer.lr, warmup_rollout_steps=optimizer.warmup_rollout_steps)
+
+
+def loss_function(loss: LossConfig) -> LossFn:
+    """Return the loss that the config names, with its numbers.
+
+    A user's own is tried on two tokens. Raises ConfigError naming loss.function if it cannot be
+    imported or called, or returns something else than a LossOutput.
+    """
+    if loss.function is None:
+        return partial(dapo_loss, **loss.numbers)
+    try:
+        function = partial(user_function(loss.function), **loss.numbers)
+        _try_loss(function)
+    except ConfigError as error:
+        raise ConfigError(f"loss.function: {loss.function}: {error}") from error
+    return function
+
+
+def _try_loss(function: Callable[..., Any]) -> None:
+    ones = torch.ones(2)
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tokens = MicroTokens(
+        old_logprobs=logprobs.detach(),
+        advantages=ones,
+        weights=ones,
+        engine_logprobs=logprobs.detach(),
+        mask=ones.bool(),
+    )
+    try:
+        output = function(logprobs, tokens)
+    except Exception as error:  # anyone's code may raise anything
+        raise ConfigError(
+            f"raised {error!r} for two tokens; it is called as function(logprobs, tokens, *, "
+            f"{', '.join(LossConfig.NUMBERS)})"
+        ) from error
+    if not isinstance(output, LossOutput):
+        raise ConfigError(
+            f"returned {output!r:.60}; it must return a dapo_megatron.types.LossOutput"
+        )
+    if output.total.numel() != 1 or not output.total.requires_grad:
+        raise ConfigError("its LossOutput.total must be a scalar with a gradient")
+
+
+def stoppable(loss: LossFn, policy: PolicyConfig, stop: Callable[[], None]) -> LossFn:
+    """Return `loss` with a check at each micro-batch whether to stop, which abandons the
+    mini-batch. All ranks have equally many. In a pipeline no point exists that all stages reach."""
+    if policy.pipeline_parallel > 1:
+        return loss
+
+    def with_stop(logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
+        stop()
+        return loss(logprobs, tokens)
+
+    return with_stop
+
+
 def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
     """The engine first: it sizes its cache by what memory is free. It then sleeps, and the policy
     is there; the first sync gives the engine its turn. Collective."""
@@ -142,7 +205,8 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
 
 
 def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
-    """Models and graders. Collective."""
+    """Build models and graders. Collective."""
+    loss = loss_function(config.loss)  # first: a mistake in it is refused before models are built
     policy, engine, sync = build_models(config, ranks)
     grading = None
     if engine.is_leader:
@@ -161,7 +225,7 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
         deterministic=config.rollout.deterministic,
         stop=lambda: (stop and stop.signal) or "",
     )
-    return Core(policy, engine, sync, grading, driver)
+    return Core(policy, engine, sync, loss, grading, driver)
 
 
 def build_evaluator(config: Config, prompts: Prompts, core: Core) -> Evaluator:
@@ -176,23 +240,30 @@ def build_evaluator(config: Config, prompts: Prompts, core: Core) -> Evaluator:
 
 
 def build_parts(
-    session: Session, core: Core, prompts: Prompts, recorder: RunRecorder | SilentRecorder
+    config: Config,
+    ranks: Ranks,
+    folder: RunFolder,
+    core: Core,
+    prompts: Prompts,
+    *,
+    recorder: RunRecorder | SilentRecorder,
+    instruments: Instruments,
+    stop: Callable[[], None],
 ) -> Parts:
-    """What the loop works with."""
-    config, ranks = session.config, session.ranks
+    """Build what the loop works with. `stop` raises Stopped on all ranks if a signal came."""
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
-        keep_plan(config, session.folder.plan, recorder.note, ranks.world_size, gpu_bytes)
-    timeline = Timeline(ranks, config.tracking.timeline_every, recorder.timeline)
+        keep_plan(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
     if core.engine.is_leader:
-        engine = core.engine
+        engine, timeline = core.engine, instruments.timeline
         core.driver.on_running = timeline.follow(engine.replica, engine.max_sequences)
         where = f" in replica {engine.replica}" if engine.num_replicas > 1 else ""
         recorder.ask_requests(lambda: f"{timeline.requests} of {engine.max_sequences}{where}")
     return Parts(
         policy=core.policy,
-        engine=core.engine,
         sync=core.sync,
+        loss=stoppable(core.loss, config.policy, stop),
+        learning_rate=learning_rate(config.optimizer),
         coordinator=Coordinator(
             config=config.rollout,
             overlong=config.overlong,
@@ -202,36 +273,48 @@ def build_parts(
         ),
         evaluator=build_evaluator(config, prompts, core),
         recorder=recorder,
-        checkpoints=_checkpoints(config, ranks, core.policy, session.folder, recorder),
-        watch=session.watch,
-        memory=MemoryMeter(ranks),
-        timeline=timeline,
-        stop=partial(session.stop.check, ranks),
+        checkpoints=_checkpoints(config, ranks, core.policy, folder, recorder),
+        instruments=instruments,
+        stop=stop,
     )
 
 
 def build_replay(
-    session: Session, recorder: RunRecorder | SilentRecorder, run_folder: Path
+    config: Config,
+    ranks: Ranks,
+    folder: RunFolder,
+    recorded: Path,
+    *,
+    recorder: RunRecorder | SilentRecorder,
+    instruments: Instruments,
+    stop: Callable[[], None],
 ) -> Parts:
-    """What the loop works with to train on the rollouts recorded in `run_folder`: a policy, and
-    nothing else that is heavy. Collective."""
+    """Build what the loop works with to train on the rollouts recorded in the run folder
+    `recorded`: a policy, and nothing else that is heavy. Collective."""
     from dapo_megatron.policy.policy import MegatronPolicy
 
-    config, ranks = session.config, session.ranks
+    loss = loss_function(config.loss)
     policy = MegatronPolicy(config, ranks, planner(config.policy, config.train))
     return Parts(
         policy=policy,
-        engine=NoEngine(),
-        sync=no_sync,
-        coordinator=Replay(run_folder),
+        sync=NoSync(),
+        loss=stoppable(loss, config.policy, stop),
+        learning_rate=learning_rate(config.optimizer),
+        coordinator=Replay(recorded),
         evaluator=NoEvaluation(),
         recorder=recorder,
-        checkpoints=_checkpoints(config, ranks, policy, session.folder, recorder),
-        watch=session.watch,
-        memory=MemoryMeter(ranks),
-        timeline=Timeline(ranks, config.tracking.timeline_every, recorder.timeline),
-        stop=partial(session.stop.check, ranks),
+        checkpoints=_checkpoints(config, ranks, policy, folder, recorder),
+        instruments=instruments,
+        stop=stop,
     )
+
+
+def build_instruments(
+    config: Config, ranks: Ranks, recorder: RunRecorder | SilentRecorder, watchdog: Watchdog
+) -> Instruments:
+    """Build what observes the phases of a step on this rank."""
+    timeline = Timeline(ranks, config.tracking.timeline_every, recorder.timeline)
+    return Instruments(watchdog, MemoryMeter(ranks), timeline)
 
 
 def _checkpoints(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import FENCED, STOPPED, end_attempt
@@ -19,33 +19,29 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.safe_output import above_panel, safe_text
 from dapo_megatron.cluster.stop import Stop
-from dapo_megatron.cluster.watchdog import Watch
+from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.types import ConfigError, DapoError, DataError, Fenced, Stopped
 
-if TYPE_CHECKING:
-    pass
-
-
-_TOLD = "_dapo_megatron_told"
+_REPORTED = "_dapo_megatron_reported"
 
 
 @dataclass
-class Session:
-    """This rank, the run's folder, and the terminal it was started from."""
+class RunContext:
+    """This rank, the run's folder, and the terminal that the run was started from."""
 
     config: Config
     ranks: Ranks
     folder: RunFolder
     terminal: TextIO
     resume_from: Path | None
-    watch: Watch
+    watchdog: Watchdog
     stop: Stop
 
 
 @contextmanager
-def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
+def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     """Join the other ranks and take the run's folder; output of libraries goes to logs/.
 
     An error is told in a line on the terminal, its traceback in this rank's log.
@@ -57,30 +53,30 @@ def open_session(config: Config, *, with_folder: bool) -> Iterator[Session]:
     folder = RunFolder(config.folder)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stop = Stop(config.run.stop_seconds, folder.check_owner)
-    watch = Watch(folder.path, rank, world_size, config.watchdog.model_dump())
+    watchdog = Watchdog(folder.path, rank, world_size, config.watchdog.model_dump())
     terminal = sys.stdout
     if with_folder:
         stop.listen()
-        watch.start()  # before the others are waited for: one of them may never come
+        watchdog.start()  # before the others are waited for: one of them may never come
     else:
         signal.signal(signal.SIGTERM, _interrupt)
     try:
         claim(int(os.environ.get("LOCAL_RANK", rank)))
-        ranks = join(backend(), watch.beat)
+        ranks = join(backend(), watchdog.beat)
         source = None
         if with_folder:
             source = _enter(folder, config.resume, ranks)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
-            watch.terminal_fd = terminal.fileno()
-            watch.at_hang = lambda: end_attempt(folder.attempts, "hung")
+            watchdog.terminal_fd = terminal.fileno()
+            watchdog.at_hang = lambda: end_attempt(folder.attempts, "hung")
             for note in folder.notes:
                 print(note, file=sys.stderr, flush=True)
-        yield Session(config, ranks, folder, terminal, source, watch, stop)
+        yield RunContext(config, ranks, folder, terminal, source, watchdog, stop)
     finally:
-        watch.close()
+        watchdog.close()
         error = sys.exc_info()[1]
         if error is not None:
-            _tell(error, rank, terminal, folder.logs if with_folder else None)
+            report_error(error, rank, terminal, folder.logs if with_folder else None)
         elif dist.is_initialized():
             # Not after an error: the other ranks may never come.
             dist.destroy_process_group()
@@ -104,12 +100,12 @@ def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
     return source
 
 
-def _tell(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) -> None:
+def report_error(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) -> None:
     """One line on the terminal, and the verdict for whoever started the ranks. A DapoError is as a
     rule everybody's, so rank 0 tells it there; the others write it to their logs."""
-    if getattr(error, _TOLD, False):
+    if getattr(error, _REPORTED, False):
         return
-    setattr(error, _TOLD, True)
+    setattr(error, _REPORTED, True)
     if isinstance(error, DapoError):
         print(f"error: {error}", file=terminal if rank == 0 else sys.stderr, flush=True)
         exit_reason.record(exit_code(error), f"rank {rank}: {error}")

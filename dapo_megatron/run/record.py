@@ -1,16 +1,17 @@
-"""What rank 0 writes down of a run: what it is made with, at its start, and the recorder of its
-steps. The only file that names MLflow to the rest."""
+"""The recorder of a run's steps, and what rank 0 writes down at its start."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from dapo_megatron.checkpoints import newest, read_state
 from dapo_megatron.cluster.collectives import on_rank0
+from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config, FileSource, source_file_name
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.data.preparing.report import report_of
@@ -34,126 +35,135 @@ from dapo_megatron.tracking import (
 )
 from dapo_megatron.tracking.run_report import WAIT_SECONDS
 
-if TYPE_CHECKING:
-    from dapo_megatron.run.context import Session
 
+def open_recorder(
+    config: Config,
+    ranks: Ranks,
+    folder: RunFolder,
+    *,
+    step: int,
+    resumed_from: Path | None,
+    terminal: TextIO,
+    is_stopping: Callable[[], bool],
+) -> RunRecorder | SilentRecorder:
+    """Return rank 0's recorder, after it printed and wrote down what the run is made with. Other
+    ranks get the silent one. Collective.
 
-def open_recorder(session: Session, step: int) -> RunRecorder | SilentRecorder:
-    """Rank 0's recorder, its header printed and what it says written down; elsewhere the silent
-    one. A run continued after `step` goes on in its own files and MLflow run. Collective."""
-    config, folder = session.config, session.folder
+    A run continued after `step` goes on in its own files and MLflow run. `is_stopping` is asked
+    while the report is written at the end.
+    """
 
     def make() -> RunRecorder:
         write_text(folder.config, dump_config(config))
-        console = RunConsole(num_steps=config.train.rollout_steps, file=session.terminal)
+        console = RunConsole(num_steps=config.train.rollout_steps, file=terminal)
         chosen = _chosen(config)
-        facts = _facts(session, chosen)
+        facts = _facts(config, folder, ranks.world_size, chosen)
+        if resumed_from is not None:
+            facts["resumed from"] = str(resumed_from)
         console.header(f"dapo_megatron {config.run.name}", facts)
         tags = run_tags(config, folder.attempt)
         tags |= {f"chosen.{key}": value for key, value in chosen.items()}
-        _keep_provenance(session, console, facts, tags)
-        return _recorder(session, console, step, tags)
+        keep_provenance(folder.provenance, console, facts, tags, ranks.world_size)
+        # From the start, step 0 is evaluated anew. Local files before servers.
+        trackers: list[Tracker] = [JsonlTracker(folder.metrics, step or -1, console.warn), console]
+        mlflow = None
+        if config.tracking.mlflow:
+            run_id = _mlflow_run(folder)
+            mlflow = MlflowSpool(config, folder.attempt, run_id, console.warn, tags=tags)
+            trackers.append(mlflow)
+        return RunRecorder(
+            tracker=CompositeTracker(*trackers),
+            console=console,
+            samples_folder=folder.samples if config.tracking.samples else None,
+            num_devices=ranks.world_size,
+            inspected_groups=config.tracking.inspected_groups,
+            timeline_folder=folder.timeline,
+            speedometer=_speedometer(config, ranks.world_size),
+            mlflow=mlflow,
+            report=run_report(config, folder, console, is_stopping),
+        )
 
-    return on_rank0(session.ranks, make) or SilentRecorder()
+    return on_rank0(ranks, make) or SilentRecorder()
 
 
-def keep_reports(session: Session, recorder: RunRecorder | SilentRecorder) -> None:
-    """What tools/prepare_data.py told of the run's data files goes with the run."""
-    if session.ranks.rank:
-        return
-    for source in (*session.config.data.train, *session.config.evaluation.sets):
+def keep_reports(config: Config, folder: RunFolder, recorder: RunRecorder | SilentRecorder) -> None:
+    """Keep the reports that tools/prepare_data.py wrote of the run's data files. On rank 0."""
+    for source in (*config.data.train, *config.evaluation.sets):
         if isinstance(source, FileSource) and (report := report_of(source.path)):
-            session.folder.data.mkdir(exist_ok=True)
-            kept = session.folder.data / f"{source_file_name(source.name)}.report.json"
+            folder.data.mkdir(exist_ok=True)
+            kept = folder.data / f"{source_file_name(source.name)}.report.json"
             shutil.copyfile(report, kept)
             recorder.keep(kept)
 
 
-def keep_tokenizer(session: Session, recorder: RunRecorder | SilentRecorder) -> None:
-    """The run's tokenizer in the format of the `tokenizers` library: tokens in samples/ can then be
-    shown without the model's folder. Nothing for a tokenizer that does not have it. For a run that
-    has loaded this tokenizer for its prompts: one that does not load has ended it."""
+def keep_tokenizer(
+    config: Config, folder: RunFolder, recorder: RunRecorder | SilentRecorder
+) -> None:
+    """Keep the run's tokenizer in the format of the `tokenizers` library. On rank 0.
+
+    Tokens in samples/ can then be shown without the model's folder. A tokenizer without that form
+    is left out. One that cannot be loaded has ended the run already, with its prompts.
+    """
     from transformers import AutoTokenizer
 
-    if session.ranks.rank:
-        return
     try:
-        tokenizer = AutoTokenizer.from_pretrained(session.config.model.path)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-            write_text(session.folder.tokenizer, backend.to_str())
+            write_text(folder.tokenizer, backend.to_str())
     except (OSError, ValueError) as error:
-        recorder.note(f"  no {session.folder.tokenizer.name}: {error}")
+        recorder.note(f"  no {folder.tokenizer.name}: {error}")
 
 
-def _recorder(
-    session: Session, console: RunConsole, step: int, tags: Mapping[str, str]
-) -> RunRecorder:
-    config, folder = session.config, session.folder
-    # From the start, step 0 is evaluated anew.
-    jsonl = JsonlTracker(folder.metrics, step or -1, console.warn)
-    # Local files before servers.
-    trackers: list[Tracker] = [jsonl, console]
-    mlflow = None
-    if config.tracking.mlflow:
-        mlflow = MlflowSpool(config, folder.attempt, _mlflow_run(folder), console.warn, tags=tags)
-        trackers.append(mlflow)
-    return RunRecorder(
-        tracker=CompositeTracker(*trackers),
-        console=console,
-        samples_folder=folder.samples if config.tracking.samples else None,
-        num_devices=session.ranks.world_size,
-        inspected_groups=config.tracking.inspected_groups,
-        timeline_folder=folder.timeline,
-        speedometer=_speedometer(config, session.ranks.world_size),
-        mlflow=mlflow,
-        report=_report(session, console) if config.tracking.report else None,
-    )
-
-
-def _report(session: Session, console: RunConsole) -> RunReport:
-    """Other ranks wait for it in a barrier, silently: for half of what the watchdog allows."""
+def run_report(
+    config: Config, folder: RunFolder, console: RunConsole, is_stopping: Callable[[], bool]
+) -> RunReport | None:
+    """Return the writer of the report at the end, if the config asks for one. Other ranks wait for
+    it in a barrier, silently: for half of what the watchdog allows."""
+    if not config.tracking.report:
+        return None
     return RunReport(
-        session.folder.path,
+        folder.path,
         console.warn,
-        wait_seconds=min(WAIT_SECONDS, session.config.watchdog.start / 2),
-        attempt=session.folder.attempt,
-        is_asked=lambda: session.stop.signal is not None,
+        wait_seconds=min(WAIT_SECONDS, config.watchdog.start / 2),
+        attempt=folder.attempt,
+        is_asked=is_stopping,
     )
 
 
-def _keep_provenance(
-    session: Session, console: RunConsole, facts: Mapping[str, str], tags: Mapping[str, str]
+def keep_provenance(
+    path: Path,
+    console: RunConsole,
+    facts: Mapping[str, str],
+    tags: Mapping[str, str],
+    num_processes: int,
 ) -> None:
-    """What is known of a start before it trains, for whoever reads the folder without MLflow."""
+    """Write down what is known of a start before it trains, for readers without MLflow."""
     has_gpu = torch.cuda.is_available()
     provenance = {
         "facts": facts,
         "tags": tags,
         "devices": torch.cuda.get_device_name() if has_gpu else cpu_name(),
-        "num_processes": session.ranks.world_size,
+        "num_processes": num_processes,
     }
     try:
-        write_json(session.folder.provenance, provenance)
+        write_json(path, provenance)
     except OSError as error:
-        console.warn(f"no {session.folder.provenance.name}: {error}")
+        console.warn(f"no {path.name}: {error}")
 
 
-def _facts(session: Session, chosen: Mapping[str, str]) -> dict[str, str]:
-    config = session.config
-    world = session.ranks.world_size
-    facts = {
+def _facts(
+    config: Config, folder: RunFolder, world_size: int, chosen: Mapping[str, str]
+) -> dict[str, str]:
+    return {
         "model": config.model.path,
-        "policy": describe(config.policy, world),
+        "policy": describe(config.policy, world_size),
         "computed by": ", ".join(
             value if key == "kernels" else f"{key} {value}" for key, value in chosen.items()
         ),
         "engine": f"tensor {config.engine_tensor_parallel} x "
-        f"{world // config.engine_tensor_parallel} replicas",
-        "folder": str(session.folder.path),
+        f"{world_size // config.engine_tensor_parallel} replicas",
+        "folder": str(folder.path),
     }
-    if session.resume_from is not None:
-        facts["resumed from"] = str(session.resume_from)
-    return facts
 
 
 def _chosen(config: Config) -> dict[str, str]:

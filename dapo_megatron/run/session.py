@@ -19,68 +19,79 @@ from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config, read_model_config
 from dapo_megatron.files import write_json
+from dapo_megatron.run.context import RunContext, open_context, report_error
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Stopped
 
 if TYPE_CHECKING:
+    from dapo_megatron.cluster.instruments import Instruments
     from dapo_megatron.protocols import Parts
     from dapo_megatron.tracking import RunRecorder, SilentRecorder
-
-from dapo_megatron.run.context import Session, _tell, open_session
 
 
 def train(config: Config, replay: Path | None = None) -> None:
     """Train, on this rank of a launched job; with `replay`, on what that run's folder recorded."""
-    with open_session(config, with_folder=True) as session:
-        _train(session, replay)
+    with open_context(config, with_folder=True) as context:
+        _train(context, replay)
 
 
-def _train(session: Session, replay: Path | None) -> None:
+def _train(context: RunContext, replay: Path | None) -> None:
     from dapo_megatron import loop
     from dapo_megatron.rollout.partial_step import OpenStep
-    from dapo_megatron.run import record
+    from dapo_megatron.run import build
+    from dapo_megatron.run.record import open_recorder
 
-    config, ranks, folder = session.config, session.ranks, session.folder
-    notes = _compatibility(config, has_engine=replay is None)
-    state = read_state(session.resume_from) if session.resume_from else None
-    with restoring(session.resume_from):
+    config, ranks, folder = context.config, context.ranks, context.folder
+    notes = _check_compatibility(config, has_engine=replay is None)
+    source = context.resume_from
+    state = read_state(source) if source else None
+    with restoring(source):
         progress = loop.Progress(**state["progress"]) if state is not None else loop.Progress()
         if state is not None and replay is None and "replay" in state["coordinator"]:
             raise CheckpointError(
-                f"resume: {session.resume_from} is of a replay, which keeps no prompts and no "
-                f"books; go on with --replay {state['coordinator']['replay']}, or use it as "
-                "model.path"
+                f"resume: {source} is of a replay, which keeps no prompts and no books; go on with "
+                f"--replay {state['coordinator']['replay']}, or use it as model.path"
             )
         open_step = OpenStep.from_state(state and state.get("open_step"), config)
     on_rank0(ranks, lambda: begin_attempt(folder.attempts, progress.step))
-    recorder = record.open_recorder(session, progress.step)
+    recorder = open_recorder(
+        config,
+        ranks,
+        folder,
+        step=progress.step,
+        resumed_from=source,
+        terminal=context.terminal,
+        is_stopping=lambda: context.stop.signal is not None,
+    )
     for note in notes:
         recorder.note(f"  {note}")
-    with ExitStack() as at_end, _true_status(session, recorder), ExitStack() as stack:
-        stack.enter_context(recorder.live(session.watch))
+    with ExitStack() as at_end, _true_status(context, recorder), ExitStack() as stack:
+        context.watchdog.on_phase = stack.enter_context(recorder.live())
+        instruments = build.build_instruments(config, ranks, recorder, context.watchdog)
         if replay is None:
-            parts = _live_parts(session, recorder, stack)
+            parts = _live_parts(context, recorder, instruments, stack)
         else:
-            config, parts = _replay_parts(session, recorder, replay)
-        if state is not None and session.resume_from is not None:
-            parts.policy.load(session.resume_from)
-            with restoring(session.resume_from):
+            config, parts = _replay_parts(context, recorder, instruments, replay)
+        if state is not None and source is not None:
+            parts.policy.load(source)
+            with restoring(source):
                 parts.coordinator.restore(state["coordinator"])
         started = started_at() - progress.seconds
-        session.stop.hold()
+        context.stop.hold()
         try:
-            progress = loop.train(config, parts, progress, open_step, started=started)
+            with context.watchdog.phase("other"):
+                progress = loop.train(config, parts, progress, open_step, started=started)
         except Stopped:
             at_end.callback(ranks.barrier)
             raise
         # MLflow may take its time, and a launcher gives the last rank little after the others.
         at_end.callback(ranks.barrier)
-        summary = _conclude(session, progress, parts.memory.highest_gib())
+        summary = _conclude(context, progress, instruments.memory.highest_gib())
         recorder.keep(folder.summary)
     recorder.summary(summary, folder.path)
 
 
-def _compatibility(config: Config, *, has_engine: bool) -> list[str]:
-    """What this config has to be told on this machine. Raises ConfigError."""
+def _check_compatibility(config: Config, *, has_engine: bool) -> list[str]:
+    """Return what the user should know about this config on this machine. Raises ConfigError."""
     import torch
 
     from dapo_megatron.plan.compatibility import Machine, check
@@ -91,53 +102,79 @@ def _compatibility(config: Config, *, has_engine: bool) -> list[str]:
 
 
 def _live_parts(
-    session: Session, recorder: RunRecorder | SilentRecorder, stack: ExitStack
+    context: RunContext,
+    recorder: RunRecorder | SilentRecorder,
+    instruments: Instruments,
+    stack: ExitStack,
 ) -> Parts:
-    """Engine, graders and prompts; what must be closed goes on `stack`."""
+    """Build engine, graders and prompts. What must be closed goes on `stack`."""
     from dapo_megatron.run import build, record
 
-    prompts = build.load_prompts(session.config)
+    config, ranks, folder = context.config, context.ranks, context.folder
+    prompts = build.load_prompts(config)
     for note in prompts.notes:
         recorder.note(f"  {note}")
-    record.keep_reports(session, recorder)
-    record.keep_tokenizer(session, recorder)
-    core = build.build_core(session.config, session.ranks, session.stop)
+    if ranks.rank == 0:
+        record.keep_reports(config, folder, recorder)
+        record.keep_tokenizer(config, folder, recorder)
+    core = build.build_core(config, ranks, context.stop)
     stack.callback(core.close)
-    session.watch.tell("in flight", core.driver.in_flight)
-    return build.build_parts(session, core, prompts, recorder)
+    context.watchdog.tell("in flight", core.driver.in_flight)
+    return build.build_parts(
+        config,
+        ranks,
+        folder,
+        core,
+        prompts,
+        recorder=recorder,
+        instruments=instruments,
+        stop=partial(context.stop.check, ranks),
+    )
 
 
 def _replay_parts(
-    session: Session, recorder: RunRecorder | SilentRecorder, replay: Path
+    context: RunContext,
+    recorder: RunRecorder | SilentRecorder,
+    instruments: Instruments,
+    replay: Path,
 ) -> tuple[Config, Parts]:
-    """For the rollouts recorded in `replay`. Other weights than sampled them may be trained on
-    them: the gap is measured, and never ends the run."""
+    """Build a policy for the rollouts recorded in `replay`. Other weights than sampled them may be
+    trained on them: the gap is measured, and never ends the run."""
     from dapo_megatron.run import build
 
     recorder.note(f"  replays {replay}, without an engine")
-    config = session.config
+    config, ranks = context.config, context.ranks
     sync = config.sync.model_copy(update={"max_gap": math.inf, "max_mean_gap": None})
-    parts = build.build_replay(session, recorder, replay)
-    return config.model_copy(update={"sync": sync}), parts
+    config = config.model_copy(update={"sync": sync})
+    parts = build.build_replay(
+        config,
+        ranks,
+        context.folder,
+        replay,
+        recorder=recorder,
+        instruments=instruments,
+        stop=partial(context.stop.check, ranks),
+    )
+    return config, parts
 
 
 @contextmanager
-def _true_status(session: Session, recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
-    """Close the run as what it was: FINISHED, FAILED or KILLED. What ended it is told first:
-    MLflow may take longer than a launcher waits."""
+def _true_status(context: RunContext, recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
+    """Close the run as what it was: FINISHED, FAILED or KILLED. Its error is reported first,
+    because MLflow may take longer than a launcher waits."""
     status = "FAILED"
     try:
         yield
         status = "FINISHED"
     except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt | Stopped)
-        status = "KILLED" if stopped else "FAILED"
-        _tell(error, session.ranks.rank, session.terminal, session.folder.logs)
+        is_stop = isinstance(error, KeyboardInterrupt | Stopped)
+        status = "KILLED" if is_stop else "FAILED"
+        report_error(error, context.ranks.rank, context.terminal, context.folder.logs)
         # A node that was lost is nobody's fault; a DapoError is everybody's, and rank 0 notes it.
         if not exit_reason.is_secondary(str(error)) and (
-            session.ranks.rank == 0 or not isinstance(error, DapoError)
+            context.ranks.rank == 0 or not isinstance(error, DapoError)
         ):
-            end_attempt(session.folder.attempts, "stopped" if stopped else "crashed")
+            end_attempt(context.folder.attempts, "stopped" if is_stop else "crashed")
         raise
     finally:
         if not isinstance(sys.exc_info()[1], Fenced):  # else the MLflow run is another attempt's
@@ -149,8 +186,8 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
     from dapo_megatron.checkpoints.formats import read_into
     from dapo_megatron.run import build
 
-    with open_session(config, with_folder=False) as session:
-        ranks = session.ranks
+    with open_context(config, with_folder=False) as context:
+        ranks = context.ranks
         store = build.open_checkpoint(config, Path(checkpoint)) if checkpoint else None
         prompts = build.load_prompts(config)
         core = build.build_core(config, ranks)
@@ -164,22 +201,22 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
         return figures if ranks.rank == 0 else None
 
 
-def _conclude(session: Session, progress: Any, highest_gib: float) -> dict[str, Any]:
+def _conclude(context: RunContext, progress: Any, highest_gib: float) -> dict[str, Any]:
     """Write the summary: from now on the run is a finished one, whatever signal comes. See
     `_summary`."""
-    summary = _summary(session, progress, highest_gib)
-    if session.ranks.rank == 0:
-        write_json(session.folder.summary, summary)
-    session.stop.lift_deadline()
+    summary = _summary(context, progress, highest_gib)
+    if context.ranks.rank == 0:
+        write_json(context.folder.summary, summary)
+    context.stop.lift_deadline()
     return summary
 
 
-def _summary(session: Session, progress: Any, highest_gib: float) -> dict[str, Any]:
+def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str, Any]:
     """`highest_gib`: largest resident memory of this rank. (Its children are left out: one that was
     forked counts all it shares with its parent. A grading process takes 0.1 GiB.)"""
     from dapo_megatron.tracking import commit, versions
 
-    peaks = session.ranks.all_gather(highest_gib, float)
+    peaks = context.ranks.all_gather(highest_gib, float)
     return {
         "accuracy_before": _accuracy(progress.first_evaluation),
         "accuracy_after": _accuracy(progress.last_evaluation),
@@ -189,8 +226,8 @@ def _summary(session: Session, progress: Any, highest_gib: float) -> dict[str, A
         "peak_memory_gib": sum(peaks),
         "evaluation_before": progress.first_evaluation,
         "evaluation_after": progress.last_evaluation,
-        "seed": session.config.seed,
-        "num_processes": session.ranks.world_size,
+        "seed": context.config.seed,
+        "num_processes": context.ranks.world_size,
         "versions": versions(),
         "commit": commit(),
     }

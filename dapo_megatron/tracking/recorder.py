@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.files import write_json
-from dapo_megatron.protocols import Tracker, Watch
+from dapo_megatron.protocols import Tracker
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool
 from dapo_megatron.tracking.run_report import RunReport
@@ -99,11 +99,11 @@ class RunRecorder:
             yield lambda done: bar.update(done)
 
     @contextmanager
-    def live(self, watch: Watch) -> Iterator[None]:
-        """What the run is doing, in a panel on the terminal, if there is one."""
+    def live(self) -> Iterator[Callable[[str, int], None]]:
+        """Show what the run is doing in a panel on the terminal, if there is one. Yields a function
+        to be called with each new phase and its step."""
         with self.console.live() as view:
-            watch.on_phase = view.phase
-            yield
+            yield view.phase
 
     def ask_requests(self, ask: Callable[[], str]) -> None:
         """Whom to ask how many requests engines run: "118 of 128"."""
@@ -180,9 +180,9 @@ class SilentRecorder:
         """Nobody watches."""
         return _unwatched()
 
-    def live(self, watch: Watch) -> AbstractContextManager[None]:
+    def live(self) -> AbstractContextManager[Callable[[str, int], None]]:
         """Nothing."""
-        return nullcontext()
+        return nullcontext(lambda phase, step: None)
 
     def ask_requests(self, ask: Callable[[], str]) -> None:
         """Nothing."""

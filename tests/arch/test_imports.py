@@ -84,7 +84,7 @@ LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a file, with the name taken: `dapo_megatron.algo.loss.make_loss`."""
+    """One import of a file, with the name taken: `dapo_megatron.algo.loss.dapo_loss`."""
 
     module: str
     line: int

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.checkpoints.formats import copy_companions
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.batches import random_batch
 
-LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+LOSS = partial(
+    dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
+)
 
 
 def update(policy: Any, seed: int) -> float:

@@ -15,11 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-from dapo_megatron.cluster.watchdog import Watch
+from dapo_megatron.cluster.watchdog import Watchdog
 
 
 def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> None:
-    watch = Watch(folder, rank, world_size, {"start": 60.0, "generate": 30.0, "update": limit})
+    watch = Watchdog(folder, rank, world_size, {"start": 60.0, "generate": 30.0, "update": limit})
     watch.start()
     watch.tell("requests in flight", lambda: f"{rank + 7} of them")
 
@@ -64,7 +64,7 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
             exchange(step)
 
 
-def reduce_for_ever(watch: Watch, folder: Path, rank: int, world_size: int) -> None:
+def reduce_for_ever(watch: Watchdog, folder: Path, rank: int, world_size: int) -> None:
     import torch
     import torch.distributed as dist
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.algo.loss import make_loss
+from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.checkpoints import Checkpoints, fault_of
 from dapo_megatron.checkpoints.formats import copy_companions, open_store
 from dapo_megatron.cluster.ranks import Ranks
@@ -33,7 +33,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"policy__context_parallel": 2},
     "ep2": {"policy__expert_parallel": 2},  # the mixture of experts
 }
-LOSS = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+LOSS = partial(
+    dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
+)
 STEP = 1
 CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
 

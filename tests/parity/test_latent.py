@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_megatron.algo.loss import make_loss
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 from tests.parity.test_policy import CLIP, LENGTHS, LR, Observed, check_same, hf_observed
@@ -61,7 +61,10 @@ def observe(rank: int, world_size: int, folders: dict[str, str], layouts: Any) -
     from dapo_megatron.policy.policy import MegatronPolicy
 
     torch.set_num_threads(1)
-    batch, loss = random_batch(LENGTHS, vocab=99), make_loss(**CLIP, tis_cap=None)
+    batch, loss = (
+        random_batch(LENGTHS, vocab=99),
+        loss_with(**CLIP),
+    )
     plan = partial(plan_microbatches, max_tokens=128)
     seen = {}
     for model, folder in folders.items():

@@ -17,13 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.algo.loss import dapo_token_loss, make_loss
+from dapo_megatron.algo.loss import dapo_token_loss
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.doctor.matrix import skewed_plan
 from dapo_megatron.doctor.measure import distances
 from dapo_megatron.types import TokenBatch
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
 from tests.helpers.models import RANDOM_MODELS, make_random_model, per_expert
 from tests.helpers.ranks import run_ranks
 
@@ -75,7 +76,7 @@ def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping
     )
     plan = skewed_plan if layout.get("skewed") else partial(plan_microbatches, max_tokens=split)
     policy = MegatronPolicy(config, Ranks(rank, world_size, rank), plan)
-    batch, loss = batch_for(model), make_loss(**CLIP, tis_cap=None)
+    batch, loss = batch_for(model), loss_with(**CLIP)
     logprobs = policy.logprobs(batch)
     _, gradients = policy.gradients(batch, loss)
     before = {name: tensor.clone() for name, tensor in policy.weights()}

@@ -8,6 +8,7 @@ every policy layout is built beside it in turn.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,11 @@ def logprobs_of_hf(folder: Path, fixed: list[list[int]]) -> torch.Tensor:
 
 
 def loss() -> Any:
-    from dapo_megatron.algo.loss import make_loss
+    from dapo_megatron.algo.loss import dapo_loss
 
-    return make_loss(clip_low=0.2, clip_high=0.28, dual_clip=None, tis_cap=None)
+    return partial(
+        dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=None, tis_cap=None
+    )
 
 
 def fitting(model: str) -> list[str]:

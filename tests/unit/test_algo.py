@@ -21,7 +21,6 @@ from dapo_megatron.algo import (
     dapo_token_loss,
     gap_statistics,
     group_advantage,
-    make_loss,
     overlong_penalty,
     pass_at_k,
     tis_weights,
@@ -31,6 +30,7 @@ from dapo_megatron.algo import (
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble, fresh_mask
 from dapo_megatron.types import Completion, Finish, Grade, Group, MicroTokens, Prompt, Segment
+from tests.helpers.losses import loss_with
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
 FIELDS = tuple(MicroTokens.__dataclass_fields__)
@@ -68,7 +68,7 @@ def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(
     seed: int, poison: list[float]
 ) -> None:
     logp, micro = random_micro(12, seed)
-    loss = make_loss(**CLIP, tis_cap=2.0)
+    loss = loss_with(**CLIP, tis_cap=2.0)
 
     clean = loss(logp, micro)
     clean.total.backward()
@@ -110,7 +110,7 @@ def test_a_nan_under_the_mask_is_not_hidden() -> None:
 @given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(0, 30), max_size=5))
 def test_any_split_into_microbatches_adds_up(seed: int, cuts: list[int]) -> None:
     logp, micro = random_micro(30, seed)
-    loss = make_loss(**CLIP, tis_cap=2.0)
+    loss = loss_with(**CLIP, tis_cap=2.0)
     whole = loss(logp, micro)
     (gradient,) = torch.autograd.grad(whole.total, logp)
 
@@ -129,7 +129,7 @@ def test_an_empty_microbatch_still_has_a_backward() -> None:
     for mask in (torch.zeros(0, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)):
         logp = torch.zeros(len(mask), requires_grad=True)
         like = torch.zeros(len(mask))
-        out = make_loss(**CLIP, tis_cap=None)(logp, MicroTokens(like, like, like, like, mask))
+        out = loss_with(**CLIP)(logp, MicroTokens(like, like, like, like, mask))
         out.total.backward()
         assert float(out.total.detach()) == 0.0
         assert logp.grad is not None and not logp.grad.any()
@@ -170,8 +170,8 @@ def test_shapes_of_the_loss_must_agree() -> None:
 
 def test_tis_weight_multiplies_the_token_loss_and_carries_no_gradient() -> None:
     logp, micro = random_micro(20, 1)
-    plain = make_loss(**CLIP, tis_cap=None)
-    corrected = make_loss(**CLIP, tis_cap=1.1)
+    plain = loss_with(**CLIP)
+    corrected = loss_with(**CLIP, tis_cap=1.1)
     old = micro.old_logprobs.requires_grad_()
     weights = tis_weights(old, micro.engine_logprobs, micro.mask, cap=1.1)
     assert not weights.requires_grad
@@ -212,18 +212,18 @@ def test_tis_of_a_completion_that_two_versions_sampled() -> None:
         mask=batch.loss_mask[response],
     )
     # The policy has moved to 0.275, a ratio of 1.1 for every token, within the clip.
-    out = make_loss(**CLIP, tis_cap=2.0)(torch.full((4,), math.log(0.275)), micro)
+    out = loss_with(**CLIP, tis_cap=2.0)(torch.full((4,), math.log(0.275)), micro)
     assert float(out.total) == pytest.approx(-(2**-0.5) * 1.1 * (0.5 + 2 + 1 + 1.25), rel=1e-5)
     assert float(out.sums["tis_weight"]) == pytest.approx(0.5 + 2 + 1 + 1.25)
     assert float(out.sums["tis_capped_fraction"]) == 1.0
-    plain = make_loss(**CLIP, tis_cap=None)(torch.full((4,), math.log(0.275)), micro)
+    plain = loss_with(**CLIP)(torch.full((4,), math.log(0.275)), micro)
     assert float(plain.total) == pytest.approx(-(2**-0.5) * 1.1 * 4, rel=1e-5)
     assert not [name for name in plain.sums if name.startswith("tis")]
 
 
 def test_a_weight_at_the_cap_is_not_capped() -> None:
     like, ones = torch.zeros(2), torch.ones(2)
-    out = make_loss(**CLIP, tis_cap=1.0)(like, MicroTokens(like, ones, ones, like, ones))
+    out = loss_with(**CLIP, tis_cap=1.0)(like, MicroTokens(like, ones, ones, like, ones))
     assert float(out.sums["tis_weight"]) == 2.0
     assert float(out.sums["tis_capped_fraction"]) == 0.0
 

@@ -345,6 +345,8 @@ def test_a_missing_field_is_named(dotted: str) -> None:
 
 # Defaults within the sections of the objective, and why a YAML need not state them.
 OBJECTIVE_DEFAULTS = {
+    "loss.log_ratio_limit": "keeps exp from overflowing; a YAML from before this key still runs",
+    "loss.function": "null is the loss of the paper, with the numbers that a YAML states",
     "train.packing": "how rows are filled; the loss of a token is the same",
     "rollout.expected_keep_rate": "a first guess of how many prompts to issue, not of what to keep",
     "rollout.lookahead": "acts only with on_policy false, which a YAML states",

@@ -6,6 +6,7 @@ The vectors come from reference implementations; none was computed with this cod
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from dapo_megatron.algo import (
     aggregation_weights,
     avg_at_k,
     cons_at_k,
+    dapo_loss,
     dapo_token_loss,
     group_advantage,
-    make_loss,
     overlong_penalty,
     pass_at_k,
     tis_weights,
@@ -119,7 +120,9 @@ def aggregated(kind: str) -> tuple[torch.Tensor, MicroTokens]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_aggregation_and_gradient(kind: str) -> None:
     logp, micro = aggregated(kind)
-    loss = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+    loss = partial(
+        dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
+    )
     mean = loss(logp, micro).total / AGGREGATION["total_tokens"]
     mean.backward()
     expected = AGGREGATION["losses"][KINDS[kind]]
@@ -130,7 +133,9 @@ def test_aggregation_and_gradient(kind: str) -> None:
 
 def test_statistics_of_the_aggregation_case() -> None:
     logp, micro = aggregated("token")
-    loss = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+    loss = partial(
+        dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
+    )
     total, sums = (out := loss(logp, micro)).total, out.sums
     n, metrics = AGGREGATION["total_tokens"], AGGREGATION["metrics"]
     assert float(total.detach()) == pytest.approx(AGGREGATION["losses"]["token_sum"], rel=1e-12)
@@ -142,7 +147,9 @@ def test_statistics_of_the_aggregation_case() -> None:
 
 def test_microbatches_of_any_rank_add_up_to_the_global_token_mean() -> None:
     logp, micro = aggregated("token")
-    loss = make_loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None)
+    loss = partial(
+        dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
+    )
     sequence_of = torch.arange(6).repeat_interleave(torch.tensor(AGGREGATION["lengths"]))
     total = 0.0
     for rank in AGGREGATION["per_microbatch_global_token_mean"].values():

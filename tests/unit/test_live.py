@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dapo_megatron.cluster.safe_output import PANEL_ROWS
-from dapo_megatron.run.context import _tell
+from dapo_megatron.run.context import report_error
 from dapo_megatron.tracking import RunConsole
 from dapo_megatron.tracking.live import (
     LEVELS,
@@ -251,7 +251,7 @@ def test_what_another_rank_says_is_not_wiped() -> None:
         with console.live() as view:
             view.groups(1, 2)
             console.log(1, METRICS)
-            _tell(RuntimeError("boom"), 1, terminal.file, None)
+            report_error(RuntimeError("boom"), 1, terminal.file, None)
             console.log(2, METRICS)
 
     assert PANEL_ROWS >= MAX_ROWS
@@ -297,7 +297,7 @@ def test_a_terminal_that_nobody_reads_holds_up_no_run() -> None:
 
     try:
         seconds_for(run)
-        _tell(RuntimeError("boom"), 0, terminal.file, None)
+        report_error(RuntimeError("boom"), 0, terminal.file, None)
         assert seconds_for(terminal.file.close) < 2.0
     finally:
         terminal.read()

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from dapo_megatron import loop
+from dapo_megatron.algo import check_gap
 from dapo_megatron.rollout.partial_step import OpenStep
-from dapo_megatron.rollout.replay import no_sync
+from dapo_megatron.rollout.replay import NoSync
 from dapo_megatron.types import StarvedError, Stopped, SyncError, SyncReport
 from tests.helpers.configs import tiny_config
 
@@ -31,13 +32,14 @@ class Journal:
         self.entries.append("wait")
 
     @contextmanager
-    def phase(self, name: str, step: int = 0) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         yield
 
     def begin(self, step: int) -> None:
-        """Of a timeline."""
+        """Start a step of the instruments."""
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, num_tokens: int) -> dict[str, float]:
+        assert num_tokens == 7
         return {}
 
     def copy(self) -> None:
@@ -62,15 +64,12 @@ class Journal:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def sync(self, version: int) -> SyncReport:
+    def __call__(self, version: int) -> SyncReport:
         self.entries.append(f"sync {version}")
-        return no_sync(version)
+        return NoSync()(version)
 
-    def sleep(self) -> None:
-        self.entries.append("sleep")
-
-    def onload(self) -> None:
-        self.entries.append("onload")
+    def switch_to_policy(self) -> None:
+        self.entries.append("switch to policy")
 
 
 def run(
@@ -83,19 +82,18 @@ def run(
 ) -> Journal:
     journal = Journal(due)
 
-    def step(config: Any, parts: Any, number: int, open_step: OpenStep, clock: Any) -> Any:
+    def step(config: Any, parts: Any, number: int, open_step: OpenStep) -> Any:
         journal.entries.append(f"step {number}")
         open_step.begin([], {"accuracy/raw": 0.5})
         if error is not None and number == error_at:
             raise error
         journal.samples(number, [])
-        return {"mismatch/gap_max": number * 1e-6}
+        return {"mismatch/gap_max": number * 1e-6}, 7
 
     monkeypatch.setattr(loop, "train_step", step)
     parts: Any = SimpleNamespace(
-        sync=journal.sync, evaluator=journal, recorder=journal, checkpoints=journal,
-        coordinator=journal, policy=journal, engine=journal, watch=journal, memory=journal,
-        timeline=journal, stop=lambda: None,
+        sync=journal, evaluator=journal, recorder=journal, checkpoints=journal,
+        coordinator=journal, instruments=journal, stop=lambda: None,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:
@@ -133,8 +131,8 @@ def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     journal = run(monkeypatch, done=2, due=set(), error=error, error_at=4)
-    assert journal.entries[-7:] == [
-        "sleep", "onload", "copy",  # the accelerator is the policy's again
+    assert journal.entries[-6:] == [
+        "switch to policy", "copy",  # the accelerator is the policy's again
         "save 3 open", "publish 3", "wait",
         f"{error}. Saved after step 3: resume=auto goes on from there",
     ]  # fmt: skip
@@ -152,7 +150,7 @@ def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
     ],
 )
 def test_engine_and_policy_may_be_apart_by_so_much(
-    bounds: dict[str, float], said: str | None, monkeypatch: pytest.MonkeyPatch
+    bounds: dict[str, float], said: str | None
 ) -> None:
     policy = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     batch: Any = SimpleNamespace(
@@ -162,10 +160,9 @@ def test_engine_and_policy_may_be_apart_by_so_much(
         sequence_names=["7/0", "7/1"],
         tokens=torch.tensor([5, 6, 7, 8]),
     )
-    monkeypatch.setattr(loop, "fresh_mask", lambda *_, **__: torch.ones(4, dtype=torch.bool))
-    config = tiny_config(**{f"sync__{key}": value for key, value in bounds.items()})
+    mask, bounds = torch.ones(4, dtype=torch.bool), {"max_mean_gap": None, **bounds}
     if said is None:
-        assert loop.check_gap(config, batch, [], version=3).mean == pytest.approx(0.25)
+        assert check_gap(batch, mask, version=3, **bounds).mean == pytest.approx(0.25)
     else:
         with pytest.raises(SyncError, match=re.escape(said)):
-            loop.check_gap(config, batch, [], version=3)
+            check_gap(batch, mask, version=3, **bounds)

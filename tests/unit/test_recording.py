@@ -50,7 +50,7 @@ def recorder(out: io.StringIO, report: RunReport | None = None) -> RunRecorder:
 
 def test_the_kept_tokenizer_is_the_models(tmp_path: Path) -> None:
     here = session(tmp_path)
-    record.keep_tokenizer(here, recorder(io.StringIO()))
+    record.keep_tokenizer(here.config, here.folder, recorder(io.StringIO()))
     kept = Tokenizer.from_file(str(here.folder.path / "tokenizer.json"))
     model = AutoTokenizer.from_pretrained(here.config.model.path)
     assert kept.get_vocab() == model.get_vocab()
@@ -67,15 +67,9 @@ def test_a_model_without_a_tokenizer_is_left_to_those_who_need_it(tmp_path: Path
     here.config = here.config.model_copy(
         update={"model": here.config.model.model_copy(update={"path": str(tmp_path / "empty")})}
     )
-    record.keep_tokenizer(here, recorder(out))
+    record.keep_tokenizer(here.config, here.folder, recorder(out))
     assert not here.folder.tokenizer.exists()
     assert "no tokenizer.json: " in out.getvalue()
-
-
-def test_other_ranks_keep_no_tokenizer(tmp_path: Path) -> None:
-    here = session(tmp_path, rank=1)
-    record.keep_tokenizer(here, recorder(io.StringIO()))
-    assert list(here.folder.path.iterdir()) == []
 
 
 def test_provenance_is_written_whole_and_a_full_disk_costs_no_start(
@@ -83,7 +77,7 @@ def test_provenance_is_written_whole_and_a_full_disk_costs_no_start(
 ) -> None:
     out = io.StringIO()
     here, console = session(tmp_path), RunConsole(num_steps=3, file=out)
-    record._keep_provenance(here, console, {"model": "m"}, {"git.commit": "c"})
+    record.keep_provenance(here.folder.provenance, console, {"model": "m"}, {"git.commit": "c"}, 2)
     found = json.loads(here.folder.provenance.read_text())
     assert found.pop("devices")
     assert found == {"facts": {"model": "m"}, "tags": {"git.commit": "c"}, "num_processes": 2}
@@ -92,7 +86,7 @@ def test_provenance_is_written_whole_and_a_full_disk_costs_no_start(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    record._keep_provenance(here, console, {}, {})
+    record.keep_provenance(here.folder.provenance, console, {}, {}, 2)
     assert json.loads(here.folder.provenance.read_text())["facts"] == {"model": "m"}
     assert "WARNING: no provenance.json: [Errno 28]" in out.getvalue()
 
@@ -106,7 +100,7 @@ def test_the_report_of_a_data_set_of_owner_and_name_is_kept(tmp_path: Path) -> N
     here = session(
         tmp_path, data__train=json.dumps([{**source, "name": "BytedTsinghua-SIA/DAPO-Math-17k"}])
     )
-    record.keep_reports(here, recorder(io.StringIO()))
+    record.keep_reports(here.config, here.folder, recorder(io.StringIO()))
     [kept] = here.folder.data.iterdir()
     assert kept.name == "BytedTsinghua-SIA--DAPO-Math-17k.report.json"
     assert json.loads(kept.read_text()) == report
@@ -214,13 +208,14 @@ def test_a_finished_run_that_is_asked_to_stop_waits_no_longer(
 
 def test_other_ranks_never_wait_so_long_that_the_watchdog_ends_them(tmp_path: Path) -> None:
     here = session(tmp_path, watchdog__start=60)
-    here.stop = SimpleNamespace(signal=None)
+    stop = SimpleNamespace(signal=None)
     console = RunConsole(num_steps=3, file=io.StringIO())
-    report = record._report(here, console)
+    report = record.run_report(here.config, here.folder, console, lambda: stop.signal is not None)
+    assert report is not None
     assert report._wait_seconds == 30.0
     assert report._attempt == here.folder.attempt
     assert not report._is_asked()
-    here.stop.signal = "SIGTERM"
+    stop.signal = "SIGTERM"
     assert report._is_asked()
 
 

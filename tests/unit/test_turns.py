@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dapo_megatron import loop
 from dapo_megatron.bridge.sync import WeightSync
+from dapo_megatron.cluster.instruments import Instruments
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.timeline import Timeline
@@ -237,7 +238,7 @@ class World:
 
 def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tuple[Any, World]:
     """Two steps of the real loop; what a step trains on is two made-up mini-batches."""
-    both = Accelerator()
+    both, ranks = Accelerator(), Ranks(0, 1, 0)
     world = World(both, error)
     sync = make_sync(both)
     both.sleep()
@@ -250,11 +251,11 @@ def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tu
     monkeypatch.setattr(loop, "assemble", lambda *_, **__: batch)
     monkeypatch.setattr(loop, "split", lambda *_: [batch, batch])
     monkeypatch.setattr(loop, "check_gap", lambda *_, **__: SimpleNamespace(num_tokens=0))
-    monkeypatch.setattr(loop.figures, "rollout_metrics", lambda *_: {})
+    monkeypatch.setattr(loop.step_metrics, "rollout_metrics", lambda *_: {})
     parts: Any = SimpleNamespace(
-        policy=both, engine=both, sync=sync, coordinator=world, evaluator=world, recorder=world,
-        checkpoints=world, watch=world, memory=MemoryMeter(Ranks(0, 1, 0)),
-        timeline=Timeline(Ranks(0, 1, 0), every=0), stop=lambda: None,
+        policy=both, sync=sync, coordinator=world, evaluator=world, recorder=world,
+        checkpoints=world, loss=None, learning_rate=lambda step: 1e-4, stop=lambda: None,
+        instruments=Instruments(world, MemoryMeter(ranks), Timeline(ranks, every=0)),
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=2)
     with suppress(StarvedError, Stopped):

@@ -19,7 +19,7 @@ import pytest
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import HUNG
 from dapo_megatron.cluster.heartbeat import State, pulse_file, read, read_all
-from dapo_megatron.cluster.watchdog import BACKSTOP_SECONDS, Watch, hang_file
+from dapo_megatron.cluster.watchdog import BACKSTOP_SECONDS, Watchdog, hang_file
 from dapo_megatron.doctor import run
 from dapo_megatron.tracking import RunConsole
 from tests.helpers.screen import Screen, Terminal
@@ -223,8 +223,8 @@ def test_a_rank_ends_whatever_its_log_and_its_disk_do(start: Start, fault: str, 
 TELLS = """
 import sys, time
 from pathlib import Path
-from dapo_megatron.cluster.watchdog import Watch
-watch = Watch(Path(sys.argv[1]), 1, 2, {"update": 0.5}, "17.0")
+from dapo_megatron.cluster.watchdog import Watchdog
+watch = Watchdog(Path(sys.argv[1]), 1, 2, {"update": 0.5}, "17.0")
 watch.start()
 watch.terminal_fd = 1
 with watch.phase("update", 3):
@@ -259,7 +259,7 @@ LIMITS = {"start": 60.0, "update": 50.0, "sync": 40.0, "other": 30.0}
 
 
 def test_phases_nest(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, 0, 1, LIMITS)
+    watch = Watchdog(tmp_path, 0, 1, LIMITS)
     seen = []
 
     def look() -> None:
@@ -291,7 +291,7 @@ def test_phases_nest(tmp_path: Path) -> None:
 
 
 def test_a_pulse_tells_exchanges_from_other_signs(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, 0, 1, LIMITS)
+    watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.beat("all_gather 7")
     watch.beat("micro-batch 2")
     pulse = watch.pulse()
@@ -302,7 +302,7 @@ def test_a_pulse_tells_exchanges_from_other_signs(tmp_path: Path) -> None:
 
 
 def test_a_beat_costs_less_than_5_microseconds(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, 0, 1, LIMITS)
+    watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.start()
     try:
         best = min(
@@ -321,7 +321,7 @@ def test_a_stalled_disk_does_not_end_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dapo_megatron.cluster.watchdog.BACKSTOP_SECONDS", 1.0)
-    watch = Watch(tmp_path, 0, 1, {"update": 1.0})
+    watch = Watchdog(tmp_path, 0, 1, {"update": 1.0})
     watch.start()
     monkeypatch.setattr("dapo_megatron.cluster.heartbeat.write", lambda *_: time.sleep(10.0))
     with watch.phase("update", 1):
@@ -335,7 +335,7 @@ def test_a_stalled_disk_does_not_end_a_rank(
 def test_a_stalled_disk_does_not_keep_a_rank_from_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = Watch(tmp_path, 0, 1, LIMITS)
+    watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.start()
     monkeypatch.setattr("dapo_megatron.cluster.heartbeat.write", lambda *_: time.sleep(10.0))
     began = time.monotonic()

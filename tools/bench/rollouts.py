@@ -27,18 +27,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dapo_megatron.cluster.instruments import Instruments
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.timeline import Timeline
-from dapo_megatron.cluster.watchdog import Watch
+from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.doctor.facts import facts
 from dapo_megatron.engine import engine as engine_module
 from dapo_megatron.engine.engine import VllmEngine
-from dapo_megatron.loop import Clock, policys_turn, train_step
+from dapo_megatron.loop import train_step
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.dispatch import Sampling, sample_all
@@ -46,6 +47,7 @@ from dapo_megatron.rollout.driver import Driver, EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.run import build
+from dapo_megatron.run.build import learning_rate, loss_function
 from dapo_megatron.tracking import SilentRecorder
 from dapo_megatron.types import Collected, Fate, Grade, Group, Prompt, SampleRequest
 
@@ -179,31 +181,31 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
         FORMS[0]: WholeRounds(config, stream(), driver),
         FORMS[1]: Coordinator(config.rollout, config.overlong, stream(), driver, seed=0),
     }
+    watchdog = Watchdog(config.folder, ranks.rank, ranks.world_size, config.watchdog.model_dump())
+    instruments = Instruments(watchdog, MemoryMeter(ranks), Timeline(ranks, every=0))
     seen: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
     for step in range(1, warmup + steps + 1):
         for form, collector in collectors.items():
             parts = Parts(
                 policy=policy,
-                engine=engine,
                 sync=sync,
+                loss=loss_function(config.loss),
+                learning_rate=learning_rate(config.optimizer),
                 coordinator=collector,
                 evaluator=Evaluator(config.evaluation, {}, driver, MAX_TOKENS, 0),
                 recorder=SilentRecorder(),
                 checkpoints=None,  # type: ignore[arg-type]
-                watch=Watch(
-                    config.folder, ranks.rank, ranks.world_size, config.watchdog.model_dump()
-                ),
-                memory=MemoryMeter(ranks),
-                timeline=Timeline(ranks, every=0),
+                instruments=instruments,
             )
-            policys_turn(parts)
+            sync.switch_to_policy()
             sync(step - 1)  # each form has versions of its own
             ranks.barrier()
-            clock, open_step = Clock(parts, step), OpenStep()
-            metrics = train_step(config, parts, step, open_step, clock)
-            with clock("sync"):
+            open_step = OpenStep()
+            instruments.begin(step)
+            metrics, num_tokens = train_step(config, parts, step, open_step)
+            with instruments.phase("sync"):
                 sync(step)
-            metrics |= clock.metrics()
+            metrics |= instruments.metrics(num_tokens)
             trained = open_step.train or []
             metrics["tokens"] = sum(len(c.tokens) for g in trained for c in g.completions)
             if step > warmup:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-import bench_logprobs as bench
 import torch
 
 from dapo_megatron.cluster.ranks import Ranks
@@ -27,6 +26,7 @@ from gpu_checks.rig import (
     seconds_of,
     wait,
 )
+from tools.bench import logprobs as bench
 
 LENGTH = 2048
 FEW, MANY = 4096, 16384  # tokens of a packed row

@@ -375,7 +375,7 @@ def be_rank(arguments: list[str]) -> None:
     """The program; rank 0 writes down what it is at, and has the gun."""
     from dapo_megatron import __main__ as program
     from dapo_megatron.checkpoints.saver import Checkpoints
-    from dapo_megatron.cluster.watchdog import Watch
+    from dapo_megatron.cluster.watchdog import Watchdog
 
     if os.environ["RANK"] == "0":
         gun = Gun(os.environ[AIM])
@@ -388,10 +388,10 @@ def be_rank(arguments: list[str]) -> None:
             yield
             os.write(handle, f"{time.time()} end {phase} {step}\n".encode())
 
-        watch_phase, write = Watch.phase, Checkpoints._run
+        watch_phase, write = Watchdog.phase, Checkpoints._run
 
         @contextmanager
-        def phase(self: Watch, name: str, step: int = 0) -> Iterator[None]:
+        def phase(self: Watchdog, name: str, step: int = 0) -> Iterator[None]:
             with noted(name, step), watch_phase(self, name, step):
                 yield
 
@@ -399,7 +399,7 @@ def be_rank(arguments: list[str]) -> None:
             with noted("write", job.step):
                 write(self, job)
 
-        Watch.phase, Checkpoints._run = phase, run  # type: ignore[method-assign]
+        Watchdog.phase, Checkpoints._run = phase, run  # type: ignore[method-assign]
     sys.argv = [program.__file__, *arguments]
     program.main()
 

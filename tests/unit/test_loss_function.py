@@ -1,0 +1,111 @@
+"""`loss.function`: a loss of the user's own."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dapo_megatron.config import LossConfig
+from dapo_megatron.run.build import loss_function, stoppable
+from dapo_megatron.types import ConfigError, MicroTokens, Stopped
+from tests.helpers.configs import tiny_config
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "loss.md"
+TOKENS = MicroTokens(
+    old_logprobs=torch.tensor([-1.0, -2.0, -9.0]),
+    advantages=torch.tensor([1.0, -1.0, 1.0]),
+    weights=torch.ones(3),
+    engine_logprobs=torch.zeros(3),
+    mask=torch.tensor([True, True, False]),
+)
+
+
+def loss_config(name: str | None, **numbers: float) -> LossConfig:
+    loss = tiny_config(**{f"loss__{key}": value for key, value in numbers.items()}).loss
+    return loss.model_copy(update={"function": name})
+
+
+def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> str:
+    """Write an importable module, and return its name."""
+    name = f"losses_{abs(hash(code))}"
+    (folder / f"{name}.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+    return name
+
+
+def test_numbers_of_the_config_reach_the_default_loss() -> None:
+    logprobs = torch.tensor([-0.5, -2.0, 0.0])  # ratios e^0.5 and 1
+
+    def total(**numbers: float) -> float:
+        unweighted = {"tis_cap": 1e9, **numbers}
+        tokens = replace(TOKENS, engine_logprobs=TOKENS.old_logprobs)
+        return float(loss_function(loss_config(None, **unweighted))(logprobs, tokens).total)
+
+    assert total(clip_high=0.9) == pytest.approx(1 - math.exp(0.5))
+    assert total(clip_high=0.1) == pytest.approx(1 - 1.1)
+    assert total(clip_high=0.9, log_ratio_limit=0.25) == pytest.approx(1 - math.exp(0.25))
+
+
+def test_the_example_of_the_docs_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    name = write_module(tmp_path, monkeypatch, code)
+    logprobs = torch.tensor([-0.5, -2.0, float("nan")], requires_grad=True)
+    output = loss_function(loss_config(f"{name}:reinforce"))(logprobs, TOKENS)
+    output.total.backward()
+    assert output.total.item() == -1.5
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, 1.0, 0.0]
+    assert output.sums["mean_logprob"].item() == -2.5
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def loss(logprobs): ...", "raised TypeError"),
+        (
+            "def loss(logprobs, tokens, **numbers): return logprobs.sum()",
+            "it must return a dapo_megatron.types.LossOutput",
+        ),
+        (
+            """
+            from dapo_megatron.types import LossOutput
+            def loss(logprobs, tokens, **numbers): return LossOutput(logprobs.detach().sum(), {})
+            """,
+            "must be a scalar with a gradient",
+        ),
+        (
+            """
+            from dapo_megatron.types import LossOutput
+            def loss(logprobs, tokens, **numbers): return LossOutput(logprobs, {})
+            """,
+            "must be a scalar with a gradient",
+        ),
+        ("def other(): ...", "has no function 'loss'"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_refused_by_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
+    name = write_module(tmp_path, monkeypatch, code)
+    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+        loss_function(loss_config(f"{name}:loss"))
+    assert str(refused.value).startswith(f"loss.function: {name}:loss: ")
+
+
+@pytest.mark.parametrize("pipeline_parallel", [1, 2])
+def test_a_stop_abandons_the_mini_batch_but_not_in_a_pipeline(pipeline_parallel: int) -> None:
+    def stop() -> None:
+        raise Stopped("stopped by SIGUSR1")
+
+    policy = tiny_config(policy__pipeline_parallel=pipeline_parallel).policy
+    loss = stoppable(loss_function(loss_config(None)), policy, stop)
+    if pipeline_parallel == 1:
+        with pytest.raises(Stopped):
+            loss(torch.zeros(3), TOKENS)
+    else:
+        assert loss(torch.zeros(3), TOKENS).total.isfinite()
