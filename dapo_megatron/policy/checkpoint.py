@@ -32,16 +32,13 @@ from dapo_megatron.checkpoints.formats.file import (
     bytes_of,
     dtype_name,
 )
-from dapo_megatron.checkpoints.formats.megatron import slots_of
+from dapo_megatron.checkpoints.formats.megatron import WEIGHT, StateKey, parse_key, slots_of
 from dapo_megatron.checkpoints.formats.moments import (
     MAIN,
     MOMENTS,
     STEP,
-    WEIGHT,
-    StateKey,
     TrainingState,
     open_state,
-    parse_key,
     read_range,
 )
 from dapo_megatron.checkpoints.formats.store import Store
