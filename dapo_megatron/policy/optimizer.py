@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from dapo_megatron.checkpoints.formats.moments import MAIN, MOMENTS, STEP
 from dapo_megatron.config import Config, OptimizerConfig
 from dapo_megatron.policy import fp8
-from dapo_megatron.policy.device import device, has_cuda
+from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.types import ConfigError
 
 FUSED = {
@@ -101,53 +101,6 @@ def adam(name: str) -> type[torch.optim.Optimizer]:
         return torch.optim.AdamW
     fused: type[torch.optim.Optimizer] = import_module(FUSED[name]).FusedAdam
     return fused
-
-
-def compare(
-    numbers: OptimizerConfig,
-    name: str,
-    *,
-    num_elements: int = 2**20,
-    num_steps: int = 20,
-    seed: int = 0,
-) -> float:
-    """How far from torch's AdamW in float64 the AdamW `name` gets on the same random gradients,
-    weights in float32, on the policy's device: the largest difference of a weight, over the
-    largest distance that any weight moved. Of moments in `numbers.moments`. (Small learning rates
-    show what float32 weights cannot hold, of any AdamW.)"""
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.empty(num_elements).normal_(0.0, 0.02, generator=generator)
-    weights = [start.to(device(), copy=True), start.double()]
-    for weight in weights:
-        weight.requires_grad_()
-    optimizers = [
-        _alone(adam(name), numbers, weights[0]),
-        _alone(adam("torch"), numbers, weights[1]),
-    ]
-    for _ in range(num_steps):
-        gradient = torch.empty(num_elements).normal_(0.0, 1e-3, generator=generator)
-        for weight, optimizer in zip(weights, optimizers, strict=True):
-            weight.grad = gradient.to(weight)
-            optimizer.step()
-    seen, wanted = (weight.detach().double().cpu() for weight in weights)
-    return float((seen - wanted).abs().max() / (wanted - start).abs().max())
-
-
-def _alone(
-    optimizer: type[torch.optim.Optimizer], numbers: OptimizerConfig, weight: torch.Tensor
-) -> torch.optim.Optimizer:
-    """With the arguments that Megatron gives it."""
-    arguments: dict[str, Any] = {
-        "lr": numbers.lr,
-        "weight_decay": numbers.weight_decay,
-        "betas": (numbers.beta1, numbers.beta2),
-        "eps": numbers.eps,
-    }
-    if optimizer is not torch.optim.AdamW:
-        arguments["adam_w_mode"] = True
-        if numbers.moments == "bfloat16":
-            arguments |= dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16)
-    return optimizer([weight], **arguments)
 
 
 def _why_not(name: str) -> str | None:
