@@ -39,7 +39,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from dapo_megatron.policy.collectives import all_reduce
+from dapo_megatron.cluster.collectives import all_reduce
 
 
 class CausalAttention(MegatronModule):

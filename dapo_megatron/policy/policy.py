@@ -31,9 +31,8 @@ from dapo_megatron.policy.model import Decoder, build_model, initialize_parallel
 from dapo_megatron.policy.moe import set_balance_scale
 from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
-from dapo_megatron.policy.rows import Rows, RowShape, make_rows
 from dapo_megatron.policy.shards import shards_of
-from dapo_megatron.policy.step import Runner
+from dapo_megatron.policy.step import Rows, RowShape, Runner, make_rows
 from dapo_megatron.protocols import Exchange, LossFn, Planner
 from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_megatron.policy.collectives import all_reduce
+from dapo_megatron.cluster.collectives import all_reduce
 from dapo_megatron.types import ConfigError
 
 Head = Literal["torch", "triton"]

@@ -153,7 +153,7 @@ ARGUMENTS = {
     MAPPINGS + "gather_from_sequence_parallel_region": ("group", "policy/attention.py"),
     f"{C}packed_seq_params:PackedSeqParams": (
         "qkv_format cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv",
-        "policy/rows.py",
+        "policy/step.py",
     ),
     DISPATCH + "maybe_move_tensor_to_cpu": ("tensor as_numpy record_stream", "policy/device.py"),
 }
