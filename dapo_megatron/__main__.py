@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.cluster.secret import run_secret
 from dapo_megatron.cluster.stop import leave_when_asked
 from dapo_megatron.config import Config, num_processes, read_model_config, refuse
-from dapo_megatron.config.file import dump_config, load_config
+from dapo_megatron.config.file import load_config
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
@@ -34,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train language models with DAPO on Megatron-core and vLLM.",
 )
-doctor = typer.Typer(no_args_is_help=True, help="Find out what is wrong, and how to mend it.")
+doctor = typer.Typer(no_args_is_help=True, help="Find out what is wrong, and how to fix it.")
 app.add_typer(doctor, name="doctor")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.")]
@@ -51,7 +50,7 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the fi
 
 
 class Precision(StrEnum):
-    """What `doctor layouts` can compare in."""
+    """Precisions of `doctor layouts`."""
 
     FLOAT64 = "float64"
     FLOAT32 = "float32"
@@ -129,29 +128,17 @@ def plan(
     ] = None,
     json_file: JsonPath = None,
 ) -> None:
-    """What a run takes of each GPU, of host and disk, and its seconds per step; needs no GPU."""
-    from rich.console import Console
-
-    from dapo_megatron.plan import fitting
-    from dapo_megatron.plan import render as rendering
-    from dapo_megatron.plan.speed import Assumptions, estimate_speed
+    """Forecast memory of GPUs, host and disk, and seconds per step; needs no GPU."""
+    from dapo_megatron.plan import forecast
+    from dapo_megatron.plan.estimate import NodeSpec
+    from dapo_megatron.plan.speed import Assumptions
 
     checked = load_config(config, overrides or [], overlay or [])
-    if not (Path(checked.model.path) / "config.json").exists():
-        raise ConfigError(
-            f"model.path: {checked.model.path} has no config.json, all that a plan needs of the "
-            f"model: `hf download OWNER/NAME config.json --local-dir {checked.model.path}`"
-        )
-    machines = fitting.Machines(gpus_per_node, gpu_memory_gib, host_memory_gib)
-    check_compatibility(checked, read_model_config(checked))
-    fitting.check_layout_and_memory(checked, nodes, machines)
-    made = machines.plan(checked, nodes * gpus_per_node)
-    given = Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
-    speed = estimate_speed(made, given)
-    rendering.render(made, Console(), speed)
-    _write(json_file, rendering.to_json(made, speed))
-    if found := list(made.problems()):
-        refuse([*found, *fitting.way_out(checked, nodes, machines)])
+    num_processes = nodes * gpus_per_node
+    spec = NodeSpec(gpus_per_node, gpu_memory_gib, host_memory_gib)
+    assumptions = Assumptions(gpu=gpu, mfu=mfu, response_tokens=response_tokens)
+    forecast.check(checked, num_processes, spec)
+    refuse(forecast.forecast(checked, num_processes, spec, assumptions, json_file))
 
 
 @app.command()
@@ -208,15 +195,9 @@ def report(
 @doctor.command()
 def env(json_file: JsonPath = None) -> None:
     """Check this machine and its Python environment."""
-    from rich.console import Console
+    from dapo_megatron.doctor import env
 
-    from dapo_megatron.doctor.env import check_environment, render, to_json, worst
-
-    checks = check_environment()
-    render(checks, Console())
-    if json_file is not None:
-        json_file.write_text(to_json(checks), encoding="utf-8")
-    if worst(checks) == "fail":
+    if not env.command(json_file):
         raise typer.Exit(1)
 
 
@@ -236,17 +217,12 @@ def layouts(
 ) -> None:
     """Prove that any layout of the model gives the gradient of one process."""
     checked = load_config(config, overrides or [], overlay or [])
-    hf = read_model_config(checked)
-    from dapo_megatron.doctor import command
-    from dapo_megatron.doctor.matrix import smallest_world
+    from dapo_megatron.doctor import layouts
 
-    check_layout(checked, smallest_world(checked.policy, hf), has_engine=False)
-    check_compatibility(checked, hf, has_engine=False)
-    compared_in = command.check_options(precision, json_file)
-    _on_ranks(ranks or command.default_ranks())
-    with _told():
-        if not command.layouts(checked, precision=compared_in, only=only, json_file=json_file):
-            raise typer.Exit(1)
+    compared_in = layouts.check_options(checked, precision, json_file)
+    _on_ranks(ranks or layouts.default_ranks())
+    if not layouts.command(checked, precision=compared_in, only=only, json_file=json_file):
+        raise typer.Exit(1)
 
 
 @doctor.command()
@@ -259,10 +235,9 @@ def sync(
     """Prove that the engines of a config get the policy's weights, and what a sync moves."""
     checked = _load(config, overrides, overlay)
     _on_ranks(checked.run.processes)
-    from dapo_megatron.doctor import sync as proof
+    from dapo_megatron.doctor import sync
 
-    with _told():
-        proof.sync(checked, json_file)
+    sync.command(checked, json_file)
 
 
 @doctor.command()
@@ -272,22 +247,15 @@ def nodes(
     overlay: Overlays = None,
     json_file: JsonPath = None,
     report: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where each node's verdict goes, as NODE.json.")
+        Path, typer.Option(metavar="DIR", help="Folder of each node's verdict, NODE.json.")
     ] = Path("preflight"),
 ) -> None:
     """Check every node of a run, and the network between them: one srun task per GPU."""
     checked = _load(config, overrides, overlay)
     _on_ranks(checked.run.processes)
-    from dapo_megatron.doctor.nodes import check_nodes
-    from dapo_megatron.policy.device import backend, claim
-    from dapo_megatron.tracking.provenance import commit, versions
+    from dapo_megatron.doctor import nodes
 
-    digest = sha256(dump_config(checked).encode()).hexdigest()[:16]
-    facts = {**versions(), "commit": commit() or "none", "config": digest}
-    is_good = check_nodes(
-        checked, report, backend=backend(), claim=claim, facts=facts, json_file=json_file
-    )
-    if not is_good:
+    if not nodes.command(checked, report, json_file):
         raise typer.Exit(1)
 
 
@@ -300,14 +268,9 @@ def run(
     ] = None,
 ) -> None:
     """Where the ranks of a run are, or were when it ended; who is missing or behind."""
-    from rich.console import Console
-
     from dapo_megatron.doctor import run
 
-    report = run.report(run_folder, verdict)
-    run.render(report, Console())
-    if json_file is not None:
-        json_file.write_text(run.to_json(report), encoding="utf-8")
+    run.command(run_folder, verdict, json_file)
 
 
 def _load(

@@ -33,7 +33,7 @@ from dapo_megatron.plan.layout import check_layout, describe
 from dapo_megatron.types import ConfigError
 
 if TYPE_CHECKING:
-    from dapo_megatron.plan.fitting import Machines
+    from dapo_megatron.plan.estimate import NodeSpec
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / "slurm/train.sbatch"
@@ -115,15 +115,15 @@ def _check_layout(config: Config, request: Request) -> None:
         check_layout(config, request.world_size)
         return
     # Imports torch, which takes seconds.
-    from dapo_megatron.plan.fitting import check_layout_and_memory
+    from dapo_megatron.plan.suggestions import check_layout_and_memory
 
-    check_layout_and_memory(config, request.nodes, _machines(request))
+    check_layout_and_memory(config, request.world_size, _node_spec(request))
 
 
-def _machines(request: Request) -> Machines:
-    from dapo_megatron.plan.fitting import Machines
+def _node_spec(request: Request) -> NodeSpec:
+    from dapo_megatron.plan.estimate import NodeSpec
 
-    return Machines(request.gpus_per_node, request.gpu_memory_gib, request.host_memory_gib)
+    return NodeSpec(request.gpus_per_node, request.gpu_memory_gib, request.host_memory_gib)
 
 
 def _time_problems(config: Config, request: Request) -> Iterator[str]:
@@ -311,7 +311,10 @@ def submit(
     _show(loaded, request)
     if found := list(problems(loaded, request)):
         raise _refused(found)
-    _show_memory(loaded, request)
+    from dapo_megatron.plan.forecast import forecast
+
+    if found := forecast(loaded, request.world_size, _node_spec(request)):
+        raise _refused(found)
     if not dry_run:
         _submit(sbatch_command(loaded, request), request)
 
@@ -335,20 +338,6 @@ def _show(config: Config, request: Request) -> None:
         console.print(f"  {name:<8}{text}")
     variables = [f"{name}={shlex.quote(value)}" for name, value in request.environment.items()]
     console.print(f"  command {' '.join(variables)} {shlex.join(sbatch_command(config, request))}")
-
-
-def _show_memory(config: Config, request: Request) -> None:
-    from dapo_megatron.plan.fitting import way_out
-    from dapo_megatron.plan.render import render
-    from dapo_megatron.plan.speed import estimate_speed
-
-    machines = _machines(request)
-    made = machines.plan(config, request.world_size)
-    render(made, Console(), estimate_speed(made) if request.gpus_per_node else None)
-    if found := list(made.problems()):
-        if request.gpus_per_node:
-            found += way_out(config, request.nodes, machines)
-        raise _refused(found)
 
 
 def _submit(command: list[str], request: Request) -> None:

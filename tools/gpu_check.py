@@ -203,7 +203,7 @@ def about(gpu: dict[str, Any] | None) -> dict[str, Any]:
     """What the figures are worth nothing without."""
     from importlib import metadata
 
-    from dapo_megatron.doctor.facts import facts
+    from dapo_megatron.tracking.provenance import facts
 
     found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), **facts(), "gpu": gpu}
     for name in ("triton", "transformer-engine", "apex", "flashinfer-python"):

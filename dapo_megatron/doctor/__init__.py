@@ -1,2 +1,1 @@
-"""Proofs a user can run on their own config. `layouts`: any layout of the model, any split into
-micro-batches, packed or padded, gives the gradient of one process; `layouts.py` is the proof."""
+"""Checks for users. Each command is in the file of its name: env, nodes, run, layouts, sync."""

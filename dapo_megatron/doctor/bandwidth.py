@@ -1,4 +1,4 @@
-"""How fast the ranks exchange data: between neighbouring nodes, and all together.
+"""Bandwidth between neighbouring nodes, and of all ranks together.
 
 Figures are bus bandwidths per rank in GB/s (1e9 bytes), as nccl-tests define them
 (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): with S bytes of tensor per rank, t seconds and n
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dapo_megatron.config import PreflightConfig
+from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.protocols import Exchange
 
 MIB = 2**20
@@ -27,7 +29,7 @@ MAX_REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much is sent: the warm-up, the most, and about how long one figure may take."""
+    """Bytes of the warm-up, the most bytes, and about how long one figure may take."""
 
     first_bytes: int
     most_bytes: int
@@ -47,7 +49,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What was measured; None with one rank."""
+    """Measured bandwidths; None with one rank."""
 
     all_reduce_gbps: float | None = None
     all_to_all_gbps: float | None = None
@@ -56,28 +58,28 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The ranks that measure: how they tell each other values, and what they measure. `tell` is
-    called with what begins."""
+    """Ranks that measure, and the group they measure. `note` is called with each phase."""
 
     exchange: Exchange
     group: Any
     device: torch.device
     budget: Budget
-    tell: Callable[[str], None]
+    note: Callable[[str], None]
 
 
 def measure(wire: Wire, ranks_of: Mapping[str, Sequence[int]]) -> Bandwidth:
-    """Pairs first: if one hangs, it has a name. Collective over all ranks; `ranks_of` has the ranks
-    of each node. Takes about (rounds + 2) budgets, of rounds at most 3."""
+    """Measure pairs, then all ranks; `ranks_of` has the ranks of each node. Collective.
+
+    A pair that hangs has a name, so pairs come first. Takes at most about 5 budgets."""
     num_ranks = wire.exchange.world_size
     if num_ranks == 1:
         return Bandwidth()
     pairs: list[Pair] = []
     for paired in rounds(list(ranks_of)):
         pairs += _measure_pairs(wire, ranks_of, paired)
-    wire.tell("all-reduce")
+    wire.note("all-reduce")
     reduce = _rate(wire, lambda tensor: all_reduce(tensor, wire.group), range(num_ranks))
-    wire.tell("all-to-all")
+    wire.note("all-to-all")
     share = _rate(wire, lambda tensor: all_to_all(tensor, wire.group), range(num_ranks))
     return Bandwidth(
         all_reduce_gbps=reduce * 2 * (num_ranks - 1) / num_ranks,
@@ -87,20 +89,20 @@ def measure(wire: Wire, ranks_of: Mapping[str, Sequence[int]]) -> Bandwidth:
 
 
 def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Each node with its neighbours on a ring, no node twice in a round: two rounds, three for an
-    odd number, one for two nodes."""
+    """Pair each node with its neighbours on a ring, no node twice in a round: two rounds, three for
+    an odd number, one for two nodes."""
     if len(nodes) < 2:
         return []
     edges = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
     if len(nodes) == 2:
         return [edges[:1]]
     odd = [edges.pop()] if len(nodes) % 2 else []
-    return [one for one in (edges[::2], edges[1::2], odd) if one]
+    return [pairs for pairs in (edges[::2], edges[1::2], odd) if pairs]
 
 
 def slow_nodes(pairs: Iterable[Pair], floor_gbps: float) -> tuple[list[str], list[Pair]]:
-    """The nodes all of whose pairs, at least two, are under the floor; and the slow pairs that they
-    do not explain. (A node between two slow ones is taken for slow.)"""
+    """Return the nodes all of whose pairs, at least two, are under the floor; and the slow pairs
+    that they do not explain. (A node between two slow ones is taken for slow.)"""
     of_node: dict[str, list[Pair]] = {}
     for pair in pairs:
         for node in pair.nodes:
@@ -119,11 +121,38 @@ def slow_nodes(pairs: Iterable[Pair], floor_gbps: float) -> tuple[list[str], lis
     return slow, list(unexplained.values())
 
 
+def judge(
+    bandwidth: Bandwidth, settings: PreflightConfig, checks: dict[str, list[Check]]
+) -> list[Check]:
+    """Add the slow nodes to `checks`; return what cannot be blamed on one node."""
+    overall = []
+    floor = settings.min_gbps_pair
+    if floor is not None:
+        slow, unexplained = slow_nodes(bandwidth.pairs, floor)
+        remedy = "exclude the node; check its network adapters"
+        for node in slow:
+            rates = [f"{pair.gbps:.2f}" for pair in bandwidth.pairs if node in pair.nodes]
+            text = f"{', '.join(rates)} GB/s per GPU with its neighbours, at least {floor:g} wanted"
+            checks[node].append(Check("bandwidth", Status.FAIL, text, remedy))
+        for pair in unexplained:
+            text = f"{' and '.join(pair.nodes)} exchange {pair.gbps:.2f} GB/s per GPU, "
+            remedy = "one of them, or what is between; with a third node it could be named"
+            text += f"at least {floor:g} wanted"
+            overall.append(Check("bandwidth of a pair", Status.FAIL, text, remedy))
+    for key, name in (("all_reduce", "all-reduce"), ("all_to_all", "all-to-all")):
+        floor, gbps = getattr(settings, f"min_gbps_{key}"), getattr(bandwidth, f"{key}_gbps")
+        if floor is not None and gbps is not None and gbps < floor:
+            text = f"{gbps:.2f} GB/s per GPU over all nodes, at least {floor:g} wanted"
+            remedy = f"see the pairs; or lower preflight.min_gbps_{key}"
+            overall.append(Check(name, Status.FAIL, text, remedy))
+    return overall
+
+
 # ------------------------------------------------------------------------------- exchanges
 
 
 def swap(tensor: Tensor, peer: int, group: Any) -> None:
-    """Send it to another rank, and receive as much from there."""
+    """Send a tensor to another rank, and receive as much from there."""
     received = torch.empty_like(tensor)
     both = [
         dist.P2POp(dist.isend, tensor, peer, group),
@@ -134,7 +163,7 @@ def swap(tensor: Tensor, peer: int, group: Any) -> None:
 
 
 def all_reduce(tensor: Tensor, group: Any) -> None:
-    """Add it up over all ranks."""
+    """Sum a tensor over all ranks."""
     dist.all_reduce(tensor, group=group)
 
 
@@ -149,7 +178,7 @@ def all_to_all(tensor: Tensor, group: Any) -> None:
 def _measure_pairs(
     wire: Wire, ranks_of: Mapping[str, Sequence[int]], paired: Sequence[tuple[str, str]]
 ) -> list[Pair]:
-    """All pairs of a round at once. Rank k of one node swaps with rank k of the other."""
+    """Measure all pairs of a round at once. Rank k of one node swaps with rank k of the other."""
     me = wire.exchange.rank
     run: Callable[[Tensor], None] = _nothing
     members: dict[tuple[str, str], list[int]] = {}
@@ -168,21 +197,21 @@ def _measure_pairs(
 
 def _swap_with(peer: int, wire: Wire, name: str) -> Callable[[Tensor], None]:
     def run(tensor: Tensor) -> None:
-        wire.tell(name)
+        wire.note(name)
         swap(tensor, peer, wire.group)
         _finish(wire.device)
-        wire.tell(f"waiting after {name}")
+        wire.note(f"waiting after {name}")
 
     return run
 
 
 def _nothing(_: Tensor) -> None:
-    """A node without a partner in this round."""
+    """Do nothing: this node has no partner in this round."""
 
 
 def _rate(wire: Wire, run: Callable[[Tensor], None], members: Sequence[int]) -> float:
-    """Bytes of tensor per second, in 1e9, of the slowest of `members`; collective over all ranks,
-    also those that are in no pair."""
+    """Return GB of tensor per second of the slowest of `members`. Collective over all ranks, also
+    those that are in no pair."""
     size = wire.budget.first_bytes
     seconds = [_seconds(wire, run, size, 1) for _ in range(WARM_UPS)][-1]
     first = _slowest(wire, seconds, members)
@@ -195,7 +224,7 @@ def _rate(wire: Wire, run: Callable[[Tensor], None], members: Sequence[int]) -> 
 
 
 def _seconds(wire: Wire, run: Callable[[Tensor], None], size: int, repeats: int) -> float:
-    """Of one of `repeats` runs on this rank, all ranks having begun together."""
+    """Return the mean seconds of a run on this rank; all ranks begin together."""
     count = size // 4 // wire.exchange.world_size * wire.exchange.world_size
     tensor = torch.zeros(max(count, wire.exchange.world_size), device=wire.device)
     _finish(wire.device)
@@ -213,6 +242,6 @@ def _finish(device: torch.device) -> None:
 
 
 def _slowest(wire: Wire, seconds: float, members: Sequence[int]) -> float:
-    """Of the ranks that measure together; a rank among none has its own."""
-    everyones = wire.exchange.all_gather(seconds, float)
-    return max([everyones[rank] for rank in members] or [seconds], default=seconds) or 1e-9
+    """Return the most seconds of the ranks that measure together; its own for a rank among none."""
+    all_seconds = wire.exchange.all_gather(seconds, float)
+    return max([all_seconds[rank] for rank in members] or [seconds]) or 1e-9

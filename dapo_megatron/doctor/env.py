@@ -1,4 +1,4 @@
-"""What `doctor env` does: looks over this machine and its Python environment, and names the cures.
+"""`doctor env`: check this machine and its Python environment, and name remedies.
 
 torch, Megatron-core and vLLM are imported for real, but in a child process: a broken build may
 crash, hang, or end the interpreter.
@@ -11,12 +11,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from dapo_megatron.doctor.check import Check, Status, render, to_json, worst
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
 from dapo_megatron.doctor.machine import Machine, check_machine, check_variables, this_machine
 from dapo_megatron.doctor.packages import (
     REINSTALL,
@@ -29,7 +34,27 @@ from dapo_megatron.doctor.packages import (
     stack_of,
 )
 
-__all__ = ["check_environment", "render", "to_json", "worst"]
+
+def command(json_file: Path | None) -> bool:
+    """Print all checks, and write them to `json_file`. Return whether none failed."""
+    checks = check_environment()
+    render(checks, Console())
+    if json_file is not None:
+        json_file.write_text(json.dumps(to_dict(checks), indent=2) + "\n", encoding="utf-8")
+    return worst(checks) is not Status.FAIL
+
+
+def render(checks: Sequence[Check], console: Console) -> None:
+    """Print a table, and how many problems there are."""
+    table = Table("check", "status", "finding and remedy", title="doctor env", show_lines=False)
+    for check in checks:
+        text = Text(check.finding)
+        if check.remedy:
+            text.append(f"\n-> {check.remedy}", style="bold")
+        table.add_row(check.name, check.status.text, text)
+    console.print(table)
+    counts = {status: sum(check.status is status for check in checks) for status in Status}
+    console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
 
 
 @dataclass(frozen=True)
@@ -42,7 +67,7 @@ class Probe:
 
 
 class TorchFacts(NamedTuple):
-    """What torch says of itself; `cuda` is the version it was built for, or None."""
+    """Version of torch, and of CUDA it was built for, if any."""
 
     version: str
     cuda: str | None
@@ -50,7 +75,7 @@ class TorchFacts(NamedTuple):
 
 
 def check_accelerator(torch: TorchFacts, installed: Installed, machine: Machine) -> Check:
-    """torch, vLLM and the machine must mean the same device."""
+    """Check that torch, vLLM and the machine agree on the device."""
     name = "accelerator"
     gpus = f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else "no GPU"
     built = f"torch {torch.version} (CUDA {torch.cuda})" if torch.cuda else f"torch {torch.version}"
@@ -74,7 +99,7 @@ def check_accelerator(torch: TorchFacts, installed: Installed, machine: Machine)
     return Check(name, Status.OK, f"{gpus}, {built}")
 
 
-# What an import error says -> what mends it. First match wins.
+# Pattern of an import error -> remedy. First match wins.
 KNOWN_ERRORS = (
     (r"torchvision::|torchaudio|torchcodec", "pip uninstall torchvision torchaudio torchcodec"),
     (r"undefined symbol|DLL load", "a build for another torch: {reinstall}"),
@@ -90,16 +115,16 @@ KNOWN_ERRORS = (
 
 
 def check_import(name: str, probe: Probe, stack: str) -> Check:
-    """Whether the import went well; if not, its own last words and what is known to mend them."""
+    """Check that an import succeeded; else report its last line, and the known remedy."""
     if not probe.error:
         return Check(name, Status.OK, f"imports in {probe.seconds:.1f} s")
-    remedies = (cure for pattern, cure in KNOWN_ERRORS if re.search(pattern, probe.error))
+    remedies = (remedy for pattern, remedy in KNOWN_ERRORS if re.search(pattern, probe.error))
     remedy = next(remedies, "{reinstall}").format(reinstall=REINSTALL[stack])
     return Check(name, Status.FAIL, probe.error, remedy)
 
 
 def run_probe(code: str, *, timeout_seconds: float = 180.0) -> Probe:
-    """Runs `code` in a fresh interpreter, which is killed after `timeout_seconds`."""
+    """Run `code` in a fresh interpreter, which is killed after `timeout_seconds`."""
     start = monotonic()
     try:
         child = subprocess.run(
@@ -140,7 +165,7 @@ def check_imports(
     stack: str,
     probe: Callable[[str], Probe] = run_probe,
 ) -> Iterator[Check]:
-    """Imports torch, Megatron-core and vLLM for real. Takes 10 to 40 s on a laptop."""
+    """Import torch, Megatron-core and vLLM for real. Takes 10 to 40 s on a laptop."""
     torch = probe(TORCH_CODE)
     yield check_import("import torch", torch, stack)
     if torch.error:
@@ -157,10 +182,10 @@ def check_environment(
     environ: Mapping[str, str] = os.environ,
     probe: Callable[[str], Probe] = run_probe,
 ) -> list[Check]:
-    """Everything `doctor env` looks at, in the order it is shown.
+    """Return all checks in the order they are shown.
 
-    Without arguments it looks at this interpreter and this machine; takes up to a minute, nearly
-    all of it for the real imports. Raises nothing for a fault it finds: see `worst`.
+    By default, checks this interpreter and this machine. Takes up to a minute, nearly all of it for
+    the real imports. Faults are results, not exceptions.
     """
     installed = installed or ThisPython()
     machine = machine or this_machine()

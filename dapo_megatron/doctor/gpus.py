@@ -1,7 +1,7 @@
-"""What the driver says of a node's GPUs, and which of it ruins a run.
+"""State of a node's GPUs, and the checks of it.
 
-Asked by nvidia-smi: it needs no CUDA context and tells of other people's processes. A field that a
-driver does not know makes the whole query fail with its name; it is then left out.
+nvidia-smi needs no CUDA context and lists the processes of other users. A query fails with the name
+of a field that the driver does not know; the field is then left out.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import csv
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.check_result import Check, Status
 
 FIELDS = (
     "index",
@@ -32,7 +33,7 @@ FIELDS = (
     "clocks.max.memory",
     "clocks.applications.graphics",
 )
-"""Of `nvidia-smi --query-gpu` (its --help-query-gpu)."""
+"""Fields of `nvidia-smi --query-gpu` (its --help-query-gpu)."""
 REMAPPED = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 PROCESSES = ("gpu_uuid", "pid", "process_name", "used_memory")
 
@@ -47,16 +48,16 @@ REASONS = {
 FREE_MIB = 1024
 """A GPU without a process has less than this in use."""
 NEAR = 0.95
-"""Of the highest clock."""
+"""Share of the highest clock."""
 
 
 class GpuError(Exception):
-    """nvidia-smi gave no answer, and why."""
+    """Failure of nvidia-smi."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; None for what its driver does not tell. Memory in MiB, clocks in MHz."""
+    """One GPU; None for what its driver does not report. Memory in MiB, clocks in MHz."""
 
     index: int
     uuid: str
@@ -66,7 +67,7 @@ class Gpu:
     memory_used_mib: int | None
     uncorrected_errors: int | None
     reasons: int | None
-    """Why it does not run at its highest clock, as bits."""
+    """Bits of the reasons why it does not run at its highest clock."""
     sm_mhz: int | None
     max_sm_mhz: int | None
     memory_mhz: int | None
@@ -80,7 +81,7 @@ class Gpu:
 
 
 def read_gpus(timeout_seconds: float) -> tuple[Gpu, ...]:
-    """The GPUs of this node; none where there is no nvidia-smi.
+    """Read the GPUs of this node; none where there is no nvidia-smi.
 
     Raises GpuError if it fails, or is not done in time (it is killed: a GPU that fell off the bus
     makes it hang).
@@ -118,16 +119,21 @@ def read_gpus(timeout_seconds: float) -> tuple[Gpu, ...]:
     )
 
 
+def describe(gpus: Sequence[Gpu]) -> str:
+    """Count GPUs by name and driver, as text."""
+    kinds = Counter(f"{gpu.name}, driver {gpu.driver}" for gpu in gpus)
+    return "; ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "none"
+
+
 def check_gpus(gpus: Sequence[Gpu], num_tasks: int, *, is_used: bool) -> Iterator[Check]:
-    """A GPU for each task of the node, sound and free; `is_used`: torch computes on them."""
-    kinds = ", ".join(sorted({f"{gpu.name}, driver {gpu.driver}" for gpu in gpus}))
-    found = f"{len(gpus)} x {kinds}" if gpus else "none"
+    """Check that each task of the node has a GPU, sound and free; `is_used`: torch uses them."""
+    kinds = describe(gpus)
     if len(gpus) < num_tasks and (is_used or gpus):
         remedy = "exclude the node; `nvidia-smi -L` and Xid lines of dmesg tell the administrators"
         status = Status.FAIL if is_used else Status.WARN
-        yield Check("GPUs", status, f"{found}, for {num_tasks} tasks of this node", remedy)
+        yield Check("GPUs", status, f"{kinds}, for {num_tasks} tasks of this node", remedy)
     else:
-        yield Check("GPUs", Status.OK, found)
+        yield Check("GPUs", Status.OK, kinds)
     problems = [check for gpu in gpus for check in _check(gpu)]
     yield from problems
     if gpus and not problems:
@@ -149,7 +155,7 @@ def _check(gpu: Gpu) -> Iterator[Check]:
         yield Check(name, Status.FAIL, "its memory has no spare rows left", "have it replaced")
     for bit, (text, status) in REASONS.items():
         if (gpu.reasons or 0) & bit:
-            yield Check(name, status, text, "exclude the node; cooling and power want looking at")
+            yield Check(name, status, text, "exclude the node; check its cooling and power")
     yield from _check_clocks(gpu, name)
     if gpu.processes:
         remedy = "end them if they are yours, or exclude the node"
@@ -160,7 +166,7 @@ def _check(gpu: Gpu) -> Iterator[Check]:
 
 
 def _check_clocks(gpu: Gpu, name: str) -> Iterator[Check]:
-    """An idle GPU lowers its SM clock by itself; what is set, and its memory, tell nevertheless."""
+    """Check clocks. An idle GPU lowers its SM clock by itself and is not judged by it."""
     highest = gpu.max_sm_mhz or 0
     if gpu.application_mhz and gpu.application_mhz < NEAR * highest:
         text = f"SM clock held at {gpu.application_mhz} of {highest} MHz"
@@ -179,7 +185,7 @@ def _check_clocks(gpu: Gpu, name: str) -> Iterator[Check]:
 
 
 def _if_known(what: str, fields: Sequence[str], timeout_seconds: float) -> list[dict[str, str]]:
-    """As `_query`; nothing from a driver that has no such query, but one that hangs is told of."""
+    """Query; nothing from a driver that has no such query. Raises GpuError for one that hangs."""
     try:
         return _query(what, fields, timeout_seconds)
     except _Refused:
@@ -191,7 +197,7 @@ class _Refused(GpuError):
 
 
 def _query(what: str, fields: Sequence[str], timeout_seconds: float) -> list[dict[str, str]]:
-    """One row per line of the answer, with the fields that the driver knows."""
+    """Return a row per line of the answer, with the fields that the driver knows."""
     fields = list(fields)
     while fields:
         options = [f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -210,7 +216,7 @@ def _query(what: str, fields: Sequence[str], timeout_seconds: float) -> list[dic
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
-    """Exit code and output. One that cannot even be killed is left behind, not waited for."""
+    """Return exit code and output. A process that cannot be killed is not waited for."""
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -225,7 +231,7 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
 
 
 def _number(row: dict[str, str], *names: str) -> int | None:
-    """The first of these fields that is a number, decimal or with 0x; else it says [N/A]."""
+    """Return the first of these fields that is a number, decimal or with 0x, and not [N/A]."""
     for name in names:
         with suppress(ValueError):
             return int(row.get(name, ""), 0)
@@ -233,5 +239,5 @@ def _number(row: dict[str, str], *names: str) -> int | None:
 
 
 def _is_set(row: dict[str, str] | None, name: str) -> bool:
-    """Drivers say Yes or No, or count."""
+    """Parse a flag: drivers write Yes or No, or a count."""
     return row is not None and row.get(name, "").lower() in ("yes", "1", "active")

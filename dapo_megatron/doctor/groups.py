@@ -1,4 +1,4 @@
-"""Process groups of one case after the other, in processes that stay.
+"""Process groups of one case after another, in processes that stay.
 
 Megatron builds its groups over the whole world. So for a case of n ranks the first n form a world
 of their own, and leave it before the next.
@@ -20,13 +20,13 @@ from dapo_megatron.cluster.ranks import Ranks, form_world, open_store
 from dapo_megatron.policy.device import backend
 
 PATIENCE = timedelta(hours=4)
-"""For the cases of other ranks to end."""
+"""Timeout of waiting for the cases of other ranks."""
 CASE_TIMEOUT = timedelta(minutes=5)
-"""After which ranks that wait for each other for ever are ended."""
+"""Timeout of a case whose ranks wait for each other."""
 
 
 class Worlds:
-    """Where the ranks of a launched job meet, case by case."""
+    """Process groups of a launched job, case by case."""
 
     def __init__(self) -> None:
         self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -34,24 +34,24 @@ class Worlds:
         self._number = 0
 
     def tell(self, key: str, value: bytes) -> bytes:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         if self.rank == 0:
             self.store.set(key, value)  # type: ignore[arg-type]  # torch's stub has no bytes
-        found: bytes = self.store.get(key)
-        return found
+        sent: bytes = self.store.get(key)
+        return sent
 
     @contextmanager
     def world(self, num_ranks: int) -> Iterator[Ranks | None]:
-        """A world of the first `num_ranks`; None on the others, which need not wait for its end."""
+        """Form a world of the first `num_ranks`. Yield None on the others, which need not wait."""
         self._number += 1
         if self.rank >= num_ranks:
             yield None
             return
         self.tell(f"start/{self._number}", b"go")
-        kept = sys.excepthook
+        excepthook = sys.excepthook
         store = PrefixStore(f"case/{self._number}", self.store)
         ranks = form_world(backend(), store, self.rank, num_ranks, timeout=CASE_TIMEOUT)
-        sys.excepthook = kept  # each call would put one more "[rank0]" before each line
+        sys.excepthook = excepthook  # each call would put one more "[rank0]" before each line
         yield ranks
         # Not after an error: the others may never come.
         dist.destroy_process_group()

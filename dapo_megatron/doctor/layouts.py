@@ -1,4 +1,4 @@
-"""`doctor layouts`: does every layout of this model compute the same gradient?
+"""`doctor layouts`: prove that every layout of a model computes the same gradient.
 
 The claim: with one mini-batch, any layout (tensor, sequence, pipeline, context, expert and data
 parallel), any split into micro-batches, packed or padded, gives the gradient of
@@ -7,7 +7,7 @@ parallel), any split into micro-batches, packed or padded, gives the gradient of
 
 The proof:
 1. The model is shrunk to small sizes with every feature kept (shrink.py), weights random.
-2. A mini-batch of random tokens, sequences of 3 to 300, both sides of the clip (minibatch.py), and
+2. A mini-batch of random tokens, sequences of 3 to 300, both sides of the clip (measure.py), and
    the config's own loss.
 3. The reference: one process, float64 (on a GPU float32: Megatron's optimizer takes no more
    there), one sequence per micro-batch, no packing.
@@ -16,43 +16,97 @@ The proof:
 5. Each gradient tensor, the loss, and the weights after the updates must be those of the reference
    (measure.compare), up to rounding (table.TOLERANCES).
 
-Float32 is held against the float64 reference too: its rows show the rounding of the layout and of
+Float32 is compared with the float64 reference too: its rows show the rounding of the layout and of
 the model itself. Measured on model_configs/tiny_cpu.yaml, largest of all cases: 5e-15 in float64;
-2.3e-6 in float32, of which one process alone has 2.0e-6.
+2.3e-6 in float32, of which one process by itself has 2.0e-6.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.config import Config, read_model_config
-from dapo_megatron.doctor.facts import facts
 from dapo_megatron.doctor.groups import Worlds
-from dapo_megatron.doctor.matrix import Case, matrix, reference
-from dapo_megatron.doctor.measure import Measured, compare, measure
-from dapo_megatron.doctor.minibatch import random_minibatch, with_old_logprobs
-from dapo_megatron.doctor.shrink import shrink
-from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
-from dapo_megatron.policy.device import has_cuda
-from dapo_megatron.policy.policy import MegatronPolicy
+from dapo_megatron.doctor.matrix import Case, layout_name, matrix, reference, smallest_world
+from dapo_megatron.doctor.measure import (
+    Measured,
+    compare,
+    measure,
+    random_minibatch,
+    with_old_logprobs,
+)
+from dapo_megatron.doctor.quiet_rank import QuietRank, quiet_rank
+from dapo_megatron.doctor.shrink import shrink, write_random_model
+from dapo_megatron.doctor.table import TOLERANCES, CaseTable, Row
+from dapo_megatron.model import read_architecture
+from dapo_megatron.plan.compatibility import check as check_compatibility
+from dapo_megatron.plan.layout import check_layout, num_experts
+from dapo_megatron.policy.device import claim, has_cuda
 from dapo_megatron.run.build import loss_function
+from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import ConfigError, TokenBatch
+
+if TYPE_CHECKING:
+    from dapo_megatron.policy.policy import MegatronPolicy
 
 Result = TypeVar("Result")
 
 
-class Proof:
-    """The proof on one rank of a launched job; rank 0 compares and reports."""
+def check_options(config: Config, precision: str | None, json_file: Path | None) -> str:
+    """Check the config and the options before any rank starts. Return the precision of the cases,
+    by default the highest possible. Raises ConfigError."""
+    hf = read_model_config(config)
+    check_layout(config, smallest_world(config.policy, hf), has_engine=False)
+    check_compatibility(config, hf, has_engine=False)
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise ConfigError(f"--json: {json_file.resolve().parent} is not a folder; make it first")
+    if has_cuda() and precision == "float64":
+        raise ConfigError(
+            "--precision: Megatron's optimizer takes no float64 on a GPU; use float32, or hide the "
+            "GPU (CUDA_VISIBLE_DEVICES= in front of the command)"
+        )
+    return precision or ("float32" if has_cuda() else "float64")
 
-    def __init__(self, config: Config, precision: str, only: str, terminal: TextIO) -> None:
-        self.config, self.precision = config, precision
+
+def default_ranks() -> int:
+    """Return one process per GPU; without a GPU as many as the matrix has a use for."""
+    return torch.cuda.device_count() or 4
+
+
+def command(config: Config, *, precision: str, only: str, json_file: Path | None) -> bool:
+    """Compare all cases, on this rank of a launched job. Rank 0 prints the table and writes
+    `json_file`. Return whether all agree, on other ranks True."""
+    with quiet_rank("layouts") as session:
+        claim(session.local_rank)
+        read_architecture(config)  # refuses a model that is not supported
+        proof = LayoutProof(config, precision, only, session)
+        with tempfile.TemporaryDirectory(prefix="doctor_layouts_") as folder:
+            if session.rank == 0:
+                write_random_model(proof.hf, Path(folder))
+                proof.print_header()
+            # Rank 0's folder: on one machine, or on several that share TMPDIR.
+            proof.run(Path(proof.worlds.tell("model", folder.encode()).decode()))
+        if session.rank == 0:
+            proof.table.verdict(proof.left_out())
+            if json_file is not None:
+                json_file.write_text(proof.to_json(), encoding="utf-8")
+        return session.rank > 0 or proof.table.ok
+
+
+class LayoutProof:
+    """Proof on one rank of a launched job; rank 0 compares and reports."""
+
+    def __init__(self, config: Config, precision: str, only: str, session: QuietRank) -> None:
+        self.config, self.precision, self.session = config, precision, session
         self.hf = shrink(read_model_config(config), config.policy)
         self.worlds = Worlds()
         self.cases = [
@@ -64,13 +118,12 @@ class Proof:
             raise ConfigError(f"--only: no case has {only!r} in its name")
         self.tolerance = TOLERANCES[precision]
         self.exact = _reference_precision(precision)
-        self.report = Report(terminal, self.cases)
+        self.table = CaseTable(session.terminal, self.cases)
         self.loss = loss_function(config.loss)
-        self.doing = ""
-        """The case that this rank takes part in, for an error message."""
+        session.is_waiting = session.rank > 0
 
     def run(self, folder: Path) -> None:
-        """Every case against its reference. `folder` is for the model. Collective."""
+        """Compare every case with its reference. `folder` has the model. Collective."""
         mini = self._share_minibatch(folder)
 
         def work(policy: MegatronPolicy) -> Measured:
@@ -80,15 +133,16 @@ class Proof:
         wanted = {case: self._run_case(case, folder, work) for case in references}
         for case in self.cases:
             started = time.perf_counter()
-            seen, right = self._run_case(case, folder, work), wanted[self._reference(case)]
+            actual, expected = self._run_case(case, folder, work), wanted[self._reference(case)]
             if self.worlds.rank == 0:
-                assert seen is not None and right is not None
-                found = compare(seen, right)
+                assert actual is not None and expected is not None
+                differences = compare(actual, expected)
                 seconds = time.perf_counter() - started
-                self.report.add(Row(case, found, seconds, self.tolerance.failures(found)))
+                failures = self.tolerance.failures(differences)
+                self.table.add(Row(case, differences, seconds, failures))
 
     def to_json(self) -> str:
-        """The figures, with what they were made with."""
+        """Return the rows with commit, machine and versions."""
         body = {
             **facts(),
             "model_path": self.config.model.path,
@@ -96,8 +150,35 @@ class Proof:
             "precision": self.precision,
             "reference": f"one process, {self.exact}, one sequence per micro-batch, no packing",
             "tolerance": asdict(self.tolerance),
+            **self.table.to_dict(),
         }
-        return to_json(body, self.report)
+        return json.dumps(body, indent=2, allow_nan=False) + "\n"
+
+    def print_header(self) -> None:
+        """Print what is compared, and whether the config's own layout is included."""
+        hf, tolerance = self.hf, self.tolerance
+        experts = f", {num_experts(hf)} experts" if num_experts(hf) else ""
+        self.table.note(
+            f"{self.config.model.path} shrunk: {hf['model_type']}, "
+            f"{hf['num_hidden_layers']} layers of {hf['hidden_size']}, "
+            f"{hf['num_attention_heads']} heads on {hf['num_key_value_heads']}, "
+            f"vocabulary {hf['vocab_size']}{experts}"
+        )
+        self.table.note(
+            f"{self.precision} against one process in {self.exact}; allowed: gradient and loss "
+            f"{tolerance.gradient:g}, after 3 updates {tolerance.updates:g}"
+        )
+        if left_out := self.left_out():
+            self.table.note(left_out, style="yellow")
+        self.table.header()
+
+    def left_out(self) -> str:
+        """Say how to include the config's own layout; empty if it is included."""
+        policy = self.config.policy
+        needed = smallest_world(policy, self.hf)
+        if needed <= self.worlds.num_ranks:
+            return ""
+        return f"not tried: yours ({layout_name(policy, needed)}) needs --ranks {needed}"
 
     def _reference(self, case: Case) -> Case:
         return reference(case, self.exact)
@@ -105,22 +186,24 @@ class Proof:
     def _run_case(
         self, case: Case, folder: Path, work: Callable[[MegatronPolicy], Result]
     ) -> Result | None:
-        """`work` with the policy of a case, built as a run builds it; None on ranks it leaves out.
-        Collective."""
+        """Call `work` with the policy of a case, built as a run builds it. Return None on ranks
+        that the case leaves out. Collective."""
+        from dapo_megatron.policy.policy import MegatronPolicy  # Megatron prints when imported
+
         with self.worlds.world(case.num_ranks) as ranks:
             if ranks is None:
                 return None
-            self.doing = case.name
+            self.session.doing, self.session.is_waiting = f"case {case.name!r}", False
             config = case.config(self.config, str(folder))
             policy = MegatronPolicy(config, ranks, case.planner(config))
             result = work(policy)
             policy.close()
             del policy
-            self.doing = ""
+            self.session.is_waiting = self.session.rank > 0
             return result
 
     def _share_minibatch(self, folder: Path) -> TokenBatch:
-        """The mini-batch, its old log-probs near those of the reference; on every rank."""
+        """Return the mini-batch, its old log-probs near those of the reference, on every rank."""
         mini = random_minibatch(self.hf["vocab_size"], self.config.loss.aggregation)
         logprobs = self._run_case(
             self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
@@ -131,7 +214,8 @@ class Proof:
 
 
 def _reference_precision(precision: str) -> str:
-    """bfloat16 is compared with itself: its rounding in the model alone is far beyond any bound."""
+    """Return the precision of the reference. bfloat16 is compared with itself, because its rounding
+    in the model is far beyond any bound."""
     if precision == "bfloat16":
         return precision
     return "float32" if has_cuda() else "float64"

@@ -1,4 +1,4 @@
-"""Facts of one machine (disk, memory, cores, GPUs), and what is too small or set to a trap.
+"""Facts of one machine (disk, memory, cores, GPUs), and checks of sizes and environment variables.
 
 The checks take a `Machine`, so that a test describes a poor machine instead of needing one.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.check_result import Check, Status
+from dapo_megatron.doctor.gpus import GpuError, read_gpus
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What this process may use. Sizes in bytes; `gpus` are model names, one per device."""
+    """Resources of this process. Sizes in bytes; `gpus` are model names, one per device."""
 
     python: tuple[int, int]
     memory_bytes: int
@@ -37,7 +37,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Reads the facts of the machine this runs on (Linux)."""
+    """Read the facts of the machine this runs on (Linux)."""
     # vLLM and NCCL pass messages between ranks through /dev/shm; containers often have 64 MB of it.
     folders = {os.getcwd(), tempfile.gettempdir(), "/dev/shm"}
     return Machine(
@@ -78,24 +78,19 @@ def _memory_bytes() -> int:
 
 
 def _gpus() -> tuple[str, ...]:
-    """Names of the NVIDIA GPUs of this machine, by the driver and not by torch."""
+    """Names of the NVIDIA GPUs of this machine, from the driver and not from torch."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     models = [line for file in files for line in _read(file).splitlines() if "Model:" in line]
     if models:
         return tuple(line.split(":", 1)[1].strip() for line in models)
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
     try:
-        query = [program, "--query-gpu=name", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        return tuple(gpu.name for gpu in read_gpus(timeout_seconds=20.0))
+    except (GpuError, OSError):
         return ()
-    return tuple(answer.stdout.split("\n")[:-1]) if answer.returncode == 0 else ()
 
 
 def check_machine(machine: Machine) -> Iterator[Check]:
-    """Python, cores, memory and disk against what the quickstart needs."""
+    """Check Python, cores, memory and disk against what the quickstart needs."""
     version = ".".join(map(str, machine.python))
     if machine.python < (3, 11):
         remedy = "make clean env PYTHON=python3.11 (or 3.12, 3.13)"
@@ -127,7 +122,7 @@ def check_machine(machine: Machine) -> Iterator[Check]:
 
 
 def _size(name: str, size_bytes: int, *, ok: float, least: float, remedy: str) -> Check:
-    """`ok` and `least` in GiB: from `ok` on all is well, under `least` a run will fail."""
+    """Check a size: warn below `ok` GiB, fail below `least` GiB."""
     size = size_bytes / GIB
     if size >= ok:
         return Check(name, Status.OK, f"{size:.1f} GiB available")
@@ -136,7 +131,7 @@ def _size(name: str, size_bytes: int, *, ok: float, least: float, remedy: str) -
 
 
 class Trap(NamedTuple):
-    """A variable whose value may ruin a run; `springs` says whether this value does."""
+    """Environment variable that may ruin a run, if `springs` is true of its value."""
 
     variable: str
     springs: Callable[[str, Machine], bool]
@@ -210,7 +205,7 @@ TRAPS = (
 
 
 def check_variables(environ: Mapping[str, str], machine: Machine) -> Iterator[Check]:
-    """The environment variables that are set to a trap; one ok line where none is."""
+    """Check the environment variables that may ruin a run; one ok line where none does."""
     sprung = [
         Check(trap.variable, trap.status, f"{environ[trap.variable]!r}: {trap.why}", trap.remedy)
         for trap in TRAPS

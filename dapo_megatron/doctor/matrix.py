@@ -1,4 +1,4 @@
-"""The matrix: which layouts are tried, with which splits into micro-batches, packed and padded."""
+"""Cases of `doctor layouts`: layouts, splits into micro-batches, packed and padded."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
     (4, SEQUENCE | PIPELINE | SELECTIVE),
     (4, SEQUENCE | INTERLEAVED | FULL),
 )
-"""(processes, what differs from one process). What is left is data parallel."""
+"""(processes, what differs from one process). The rest is data parallel."""
 WITHOUT_BALANCE = ((1, DATA), (2, DATA), (2, EXPERT), (4, EXPERT))
-"""Layouts of a model with experts that are tried without the balance loss too."""
+"""Layouts that are tried without the balance loss too, if the model has experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +91,26 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """Its name: `TP2+SP x CP2`."""
+        """Name of the layout: `TP2+SP x CP2`."""
         return layout_name(self.policy, self.num_ranks)
 
     @property
     def label(self) -> str:
-        """The layout, and whether it is the config's own: `yours: TP2`."""
+        """Name of the layout, marked if it is the config's own: `yours: TP2`."""
         return f"yours: {self.layout}" if self.yours else self.layout
 
     @property
     def rows(self) -> str:
-        """`packed` or `padded`."""
+        """Kind of rows: `packed` or `padded`."""
         return "packed" if self.packed else "padded"
 
     @property
     def name(self) -> str:
-        """`TP2+SP x CP2, skewed, packed`."""
+        """Name of the case: `TP2+SP x CP2, skewed, packed`."""
         return f"{self.label}, {self.split}, {self.rows}"
 
     def config(self, config: Config, model: str) -> Config:
-        """`config` in this layout, for the model in the folder `model`."""
+        """Return `config` in this layout, for the model in the folder `model`."""
         return config.model_copy(
             update={
                 "model": config.model.model_copy(update={"path": model}),
@@ -122,29 +122,29 @@ class Case:
         )
 
     def planner(self, config: Config) -> Planner:
-        """How the mini-batch is split into micro-batches; `config` as `self.config` made it."""
+        """Return the planner that splits the mini-batch; `config` is from `self.config`."""
         if self.split == "planned":
             return build.planner(config.policy, config.train)
         return {"single": single_plan, "skewed": skewed_plan}[self.split]
 
 
 def single_plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-    """One sequence per micro-batch, all on one rank."""
+    """Plan one sequence per micro-batch, all on one rank."""
     assert num_ranks == 1
     return [[[index] for index in range(len(lengths))]]
 
 
 def skewed_plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-    """The worst split for a mean of means: one micro-batch with the shortest sequence alone, all
-    others in one; and on further ranks nothing but empty micro-batches."""
+    """Plan the worst split for a mean of means: one micro-batch with only the shortest sequence,
+    one with all others, and only empty micro-batches on further ranks."""
     shortest = min(range(len(lengths)), key=lambda index: lengths[index])
     rest = [index for index in range(len(lengths)) if index != shortest]
     return [[[shortest], rest]] + [[[], []] for _ in range(num_ranks - 1)]
 
 
 def layout_name(policy: PolicyConfig, num_ranks: int) -> str:
-    """`TP2+SP x PP2 interleaved x2`; experts over all data-parallel ranks are EP alone, over
-    half of them DP2 x EP."""
+    """Name a layout, such as `TP2+SP x PP2 interleaved x2`. Experts over all data-parallel ranks
+    are only EP, over half of them DP2 x EP."""
     data, expert = data_parallel(policy, num_ranks), policy.expert_parallel
     pipeline = f"PP{policy.pipeline_parallel}"
     if policy.virtual_pipeline_parallel:
@@ -167,16 +167,16 @@ def layout_name(policy: PolicyConfig, num_ranks: int) -> str:
 
 
 def reference(case: Case, precision: str = "float64") -> Case:
-    """What `case` must agree with: as little as can be shared with it. One process, one sequence
-    per micro-batch, no packing."""
+    """Return the case that `case` must agree with, and which shares little with it: one process,
+    one sequence per micro-batch, no packing."""
     alone = {**ALONE, "precision": precision}
     return Case(case.policy.model_copy(update=alone), 1, "single", packed=False)
 
 
 def matrix(config: Config, hf: Mapping[str, Any], num_ranks: int, precision: str) -> list[Case]:
-    """All cases for the model `hf` on up to `num_ranks` processes: the config's own layout first,
-    then from few ranks to many. What the model cannot take is left out."""
-    # Transformer Engine computes in bfloat16 alone.
+    """Return all cases for the model `hf` on up to `num_ranks` processes: the config's own layout
+    first, then from few ranks to many. Layouts that the model does not allow are left out."""
+    # Transformer Engine computes only in bfloat16.
     kernels = "auto" if precision == "bfloat16" else "local"
     base = config.policy.model_copy(update={"precision": precision, "kernels": kernels})
     own = own_ranks(config.policy, hf, num_ranks)
@@ -195,13 +195,13 @@ def matrix(config: Config, hf: Mapping[str, Any], num_ranks: int, precision: str
 
 
 def own_ranks(policy: PolicyConfig, hf: Mapping[str, Any], num_ranks: int) -> int | None:
-    """The most processes up to `num_ranks` that the config's own layout takes; None for none."""
+    """Return the most processes up to `num_ranks` that the config's own layout takes, or None."""
     fitting = (n for n in range(num_ranks, 0, -1) if not any(policy_problems(policy, n, hf)))
     return next(fitting, None)
 
 
 def smallest_world(policy: PolicyConfig, hf: Mapping[str, Any]) -> int:
-    """The fewest processes that the layout takes; where none will do, those of one copy."""
+    """Return the fewest processes that the layout takes; if there are none, those of one copy."""
     copy = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
     sizes = range(copy, copy * policy.expert_parallel + 1, copy)
     return next((size for size in sizes if not any(policy_problems(policy, size, hf))), copy)

@@ -1,6 +1,6 @@
-"""One node, looked at by one of its processes: GPUs, disks, limits, InfiniBand, its name.
+"""Checks of one node by one of its processes: GPUs, disks, limits, InfiniBand, host name.
 
-Every look has a time limit: a broken GPU makes nvidia-smi hang, a lost server makes a disk hang.
+Each has a time limit: a broken GPU makes nvidia-smi hang, a lost server makes a disk hang.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dapo_megatron.config import Config
-from dapo_megatron.doctor.check import Check, Status
-from dapo_megatron.doctor.gpus import GpuError, check_gpus, read_gpus
+from dapo_megatron.doctor.check_result import Check, Status
+from dapo_megatron.doctor.gpus import GpuError, check_gpus, describe, read_gpus
 from dapo_megatron.doctor.machine import GIB
 
 INFINIBAND = Path("/sys/class/infiniband")
@@ -28,26 +28,26 @@ MIN_SHM_GIB = 1.0
 MIN_TEMP_GIB = 1.0
 
 
-class Look(NamedTuple):
-    """What was found: checks, and facts that must be the same on all nodes."""
+class NodeState(NamedTuple):
+    """Checks of a node, and facts that must be the same on all nodes."""
 
     checks: list[Check]
     facts: dict[str, str]
 
 
 def node_name() -> str:
-    """As Slurm calls this node, else its host name."""
+    """Return the name that Slurm gives this node, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def look_at_node(config: Config, num_tasks: int, *, is_used: bool) -> Look:
-    """Everything that one node can say without the others; `num_tasks` run on it, and `is_used`
-    says whether on GPUs. Raises nothing for a fault it finds."""
+def check_node(config: Config, num_tasks: int, *, is_used: bool) -> NodeState:
+    """Check all that needs no other node; `num_tasks` run on it, on GPUs if `is_used`. Faults are
+    results, not exceptions."""
     seconds = config.preflight.check_seconds
     least = config.preflight.min_free_disk_gib
     facts: dict[str, str] = {}
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) <= num_tasks
-    looks: dict[str, Callable[[], Iterable[Check]]] = {
+    checks_by_name: dict[str, Callable[[], Iterable[Check]]] = {
         # Less for each query than for all: then the answer says what hung.
         "GPUs": lambda: _gpus(num_tasks, facts, seconds / 2, is_used=is_used),
         "InfiniBand": lambda: check_infiniband(read_ports(), facts),
@@ -58,29 +58,31 @@ def look_at_node(config: Config, num_tasks: int, *, is_used: bool) -> Look:
         "/dev/shm": lambda: [_disk("/dev/shm", Path("/dev/shm"), MIN_SHM_GIB)],
         "host name": lambda: [_host_name(is_alone=is_alone)],
     }
-    checks = [check for name, look in looks.items() for check in within(seconds, name, look)]
-    return Look(checks, facts)
+    checks = [
+        check for name, find in checks_by_name.items() for check in within(seconds, name, find)
+    ]
+    return NodeState(checks, facts)
 
 
-def within(seconds: float, name: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
-    """The checks of `look`, or a failed one if it is not done in time. What hangs in the kernel
-    cannot be stopped: its thread is left behind."""
-    found: list[Check] = []
+def within(seconds: float, name: str, find: Callable[[], Iterable[Check]]) -> list[Check]:
+    """Return the checks of `find`, or a failed one if it is not done in time. A thread that hangs
+    in the kernel cannot be stopped, so it is left behind."""
+    checks: list[Check] = []
     done = threading.Event()
 
     def run() -> None:
         try:
-            found.extend(look())
+            checks.extend(find())
         except OSError as error:
-            remedy = "exclude the node, or have it mended"
-            found.append(Check(name, Status.FAIL, f"cannot be looked at: {error}", remedy))
+            remedy = "exclude the node, or have it repaired"
+            checks.append(Check(name, Status.FAIL, f"cannot be checked: {error}", remedy))
         done.set()
 
     threading.Thread(target=run, daemon=True, name=name).start()
     if not done.wait(seconds):
         text = f"no answer in {seconds:g} s"
-        return [Check(name, Status.FAIL, text, "exclude the node, or have it mended")]
-    return found
+        return [Check(name, Status.FAIL, text, "exclude the node, or have it repaired")]
+    return checks
 
 
 def _gpus(
@@ -93,8 +95,7 @@ def _gpus(
         facts["GPUs"] = "no answer"
         yield Check("GPUs", Status.FAIL, str(error), remedy)
         return
-    kinds = Counter(f"{gpu.name}, driver {gpu.driver}" for gpu in gpus)
-    facts["GPUs"] = "; ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+    facts["GPUs"] = describe(gpus)
     yield from check_gpus(gpus, num_tasks, is_used=is_used)
 
 
@@ -109,7 +110,6 @@ def _disk(name: str, folder: Path, least_gib: float) -> Check:
         "temporary files": "free some, or point TMPDIR at another disk",
         "/dev/shm": "remove what ended runs left there; docker run --shm-size=8g",
     }[name]
-    # A full run directory is everybody's, and no node's fault.
     status = Status.WARN if name == "/dev/shm" and free > MIN_SHM_GIB / 4 else Status.FAIL
     return Check(name, status, text, remedy)
 
@@ -117,24 +117,24 @@ def _disk(name: str, folder: Path, least_gib: float) -> Check:
 def _host_name(*, is_alone: bool) -> Check:
     host = socket.gethostname()
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except socket.gaierror as error:
-        remedy = "add it to /etc/hosts or DNS: ranks tell each other their names"
+        remedy = "add it to /etc/hosts or DNS: ranks exchange their host names"
         return Check("host name", Status.FAIL, f"{host} does not resolve ({error})", remedy)
-    is_local = all(address.startswith("127.") or address == "::1" for address in found)
+    is_local = all(address.startswith("127.") or address == "::1" for address in addresses)
     if is_local and not is_alone:
         # Gloo would offer the other nodes an address that is their own.
         remedy = "across nodes, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (slurm/env.sh)"
-        text = f"{host} is {', '.join(sorted(found))}, which others cannot reach"
+        text = f"{host} is {', '.join(sorted(addresses))}, which others cannot reach"
         return Check("host name", Status.WARN, text, remedy)
-    return Check("host name", Status.OK, f"{host} is {', '.join(sorted(found))}")
+    return Check("host name", Status.OK, f"{host} is {', '.join(sorted(addresses))}")
 
 
 # ------------------------------------------------------------------------------- InfiniBand
 
 
 class Port(NamedTuple):
-    """A port of a host channel adapter, as the kernel has it; `rate` as "400 Gb/sec (4X NDR)"."""
+    """A port of a host channel adapter; `rate` as the kernel writes it, "400 Gb/sec (4X NDR)"."""
 
     name: str
     state: str
@@ -142,7 +142,7 @@ class Port(NamedTuple):
 
 
 def read_ports(root: Path = INFINIBAND) -> list[Port]:
-    """All InfiniBand and RoCE ports of this node."""
+    """Read all InfiniBand and RoCE ports of this node."""
     return [
         Port(
             f"{port.parent.parent.name}:{port.name}",
@@ -154,8 +154,8 @@ def read_ports(root: Path = INFINIBAND) -> list[Port]:
 
 
 def check_infiniband(ports: list[Port], facts: dict[str, str]) -> Iterator[Check]:
-    """Ports up and as wide as they are built, and memory that may be pinned for them. Whether all
-    are there, and as fast as they should be, the other nodes tell: `facts`."""
+    """Check that ports are up and at full width, and that memory may be pinned for them. The number
+    and rate of ports go to `facts`, to compare with other nodes."""
     if not ports:
         yield Check("InfiniBand", Status.OK, "none")
         return
@@ -168,7 +168,7 @@ def check_infiniband(ports: list[Port], facts: dict[str, str]) -> Iterator[Check
             remedy = "none if nothing is plugged in there; else exclude the node"
             yield Check(f"InfiniBand {port.name}", Status.WARN, f"is {port.state}", remedy)
         elif re.search(r"\((1|2)X ", port.rate):
-            remedy = "exclude the node; the cable or port wants looking at"
+            remedy = "exclude the node; check the cable and port"
             text = f"runs at {port.rate}: some of its 4 lanes are down"
             yield Check(f"InfiniBand {port.name}", Status.FAIL, text, remedy)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -180,20 +180,20 @@ def check_infiniband(ports: list[Port], facts: dict[str, str]) -> Iterator[Check
         yield Check("pinned memory", Status.FAIL if limit < GIB else Status.WARN, text, remedy)
 
 
-# ------------------------------------------------------------------------------- odd ones
+# ------------------------------------------------------------------------------- comparison
 
 
-def odd_ones(facts: Mapping[str, Mapping[str, str]], what: str) -> dict[str, list[Check]]:
-    """By node (the keys of `facts`), a check for each fact in which it differs from most; where
-    two values are as frequent, from that of the first node."""
-    found: dict[str, list[Check]] = {node: [] for node in facts}
-    for key in sorted({key for of_node in facts.values() for key in of_node}):
-        values = {node: of_node.get(key, "none") for node, of_node in facts.items()}
+def compare_facts(facts: Mapping[str, Mapping[str, str]]) -> dict[str, list[Check]]:
+    """Return by node (the keys of `facts`) a failed check for each fact in which it differs from
+    most; where two values are as frequent, from that of the first node."""
+    checks: dict[str, list[Check]] = {node: [] for node in facts}
+    for key in sorted({key for node_facts in facts.values() for key in node_facts}):
+        values = {node: node_facts.get(key, "none") for node, node_facts in facts.items()}
         counts = Counter(values.values())
         usual, count = counts.most_common(1)[0]
         for node, value in values.items():
             if value != usual:
-                text = f"{value} here, {usual or 'none'} on {count} of {len(facts)} {what}"
+                text = f"{value} here, {usual or 'none'} on {count} of {len(facts)} nodes"
                 remedy = "the same environment, checkout and config on every node; or exclude it"
-                found[node].append(Check(key, Status.FAIL, text, remedy))
-    return found
+                checks[node].append(Check(key, Status.FAIL, text, remedy))
+    return checks

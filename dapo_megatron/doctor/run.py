@@ -1,7 +1,7 @@
 """`doctor run RUN_FOLDER`: where the ranks of a run are, or were when it ended.
 
-It reads what the run left: pulses, the report of a hang, the verdict. Times are those that each
-rank's node wrote; clocks of nodes may differ by a little.
+It reads heartbeats, the report of a hang, and the exit reason. Times are from the clock of each
+rank's node; clocks may differ by a little.
 """
 
 from __future__ import annotations
@@ -24,51 +24,59 @@ from dapo_megatron.files import read_json
 from dapo_megatron.types import CheckpointError, ConfigError
 
 LATE_SECONDS = 3 * PULSE_SECONDS
-"""A rank whose last pulse is older than another's by more had stopped before."""
+"""A rank whose last heartbeat is older than another's by more had stopped before."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a run's folder tells of its last attempt."""
+    """State of a run's last attempt, from its folder."""
 
     folder: Path
     attempt: str
     time: float
     """time.time() of this report."""
     pulses: Sequence[Pulse | None]
-    """By rank; None: it wrote none that can be read."""
+    """Heartbeats by rank; None if there is none that can be read."""
     suspects: Sequence[Suspect]
     """Ranks that are missing or behind."""
     hang: str
-    """What the watchdog found out, "" if it did not end this attempt."""
+    """Finding of the watchdog, "" if it did not end this attempt."""
     verdict: Verdict | None
-    """How the attempt ended, if its file was given and written."""
+    """Exit reason of the attempt, if its file was given and written."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether a rank wrote a pulse just now."""
+        """True if a rank wrote a heartbeat just now."""
         return any(
-            one.state is State.RUNNING and self.time - one.time < LATE_SECONDS
-            for one in self.pulses
-            if one is not None
+            pulse.state is State.RUNNING and self.time - pulse.time < LATE_SECONDS
+            for pulse in self.pulses
+            if pulse is not None
         )
 
     @property
     def stacks(self) -> Path:
-        """Logs of the ranks, where they wrote their stacks when they hung."""
+        """Folder of the logs to which ranks that hang write their stacks."""
         return self.folder / "logs"
+
+
+def command(run_folder: Path, verdict_file: Path | None, json_file: Path | None) -> None:
+    """Print the state of a run, and write it to `json_file`."""
+    state = report(run_folder, verdict_file)
+    render(state, Console())
+    if json_file is not None:
+        json_file.write_text(to_json(state), encoding="utf-8")
 
 
 def report(folder: Path, verdict_file: Path | None = None) -> Report:
     """Read a run's folder. Raises ConfigError if no rank has ever written a pulse there."""
-    found = [
-        one
+    readable = [
+        pulse
         for path in sorted(heartbeat.pulse_folder(folder).glob("rank_*.json"))
-        if (one := heartbeat.read(path)) is not None
+        if (pulse := heartbeat.read(path)) is not None
     ]
-    if not found:
+    if not readable:
         raise ConfigError(f"RUN_FOLDER: {folder} has no pulses; name the folder of a run")
-    newest = max(found, key=lambda one: one.time)
+    newest = max(readable, key=lambda pulse: pulse.time)
     pulses = heartbeat.read_all(folder, newest.world_size)
     return Report(
         folder=folder,
@@ -89,36 +97,39 @@ def _hang(folder: Path, attempt: str) -> str:
 
 
 def _suspects(pulses: Sequence[Pulse | None], newest: Pulse) -> list[Suspect]:
-    """As heartbeat.suspects, but for ranks that nobody has asked."""
+    """Find suspects as heartbeat.suspects does, for ranks that may still run."""
     if newest.state is State.HUNG:
         return heartbeat.suspects(pulses, newest.attempt)
     here = []
     suspects = []
-    for rank, one in enumerate(pulses):
-        if one is None:
+    for rank, pulse in enumerate(pulses):
+        if pulse is None:
             suspects.append(Suspect(rank, "missing: it never wrote a pulse"))
-        elif one.attempt != newest.attempt:
-            suspects.append(Suspect(rank, f"missing: its pulse is of attempt {one.attempt}", one))
-        elif one.state is State.RUNNING and newest.time - one.time > LATE_SECONDS:
-            seconds = newest.time - one.time
-            suspects.append(Suspect(rank, f"missing: silent {seconds:.0f} s before others", one))
-        elif one.state is State.RUNNING:
-            here.append(one)
-    # Running ranks write their pulses at different times: one exchange ahead means nothing.
-    furthest = max((one.num_exchanges for one in here), default=0)
-    far = [one for one in here if furthest - one.num_exchanges > 1 and one.silent_seconds > 1.0]
-    return suspects or [one for one in heartbeat.behind(here) if one.pulse in far]
+        elif pulse.attempt != newest.attempt:
+            why = f"missing: its pulse is of attempt {pulse.attempt}"
+            suspects.append(Suspect(rank, why, pulse))
+        elif pulse.state is State.RUNNING and newest.time - pulse.time > LATE_SECONDS:
+            seconds = newest.time - pulse.time
+            suspects.append(Suspect(rank, f"missing: silent {seconds:.0f} s before others", pulse))
+        elif pulse.state is State.RUNNING:
+            here.append(pulse)
+    # Running ranks write their heartbeats at different times: one exchange ahead means nothing.
+    furthest = max((pulse.num_exchanges for pulse in here), default=0)
+    far = [
+        pulse for pulse in here if furthest - pulse.num_exchanges > 1 and pulse.silent_seconds > 1.0
+    ]
+    return suspects or [suspect for suspect in heartbeat.behind(here) if suspect.pulse in far]
 
 
 def to_json(report: Report) -> str:
-    """The report as an object; suspects with rank and why."""
+    """Return the report as JSON; suspects with rank and reason."""
     body = {
         "folder": str(report.folder),
         "attempt": report.attempt,
         "time": report.time,
         "is_alive": report.is_alive,
-        "pulses": [one and asdict(one) for one in report.pulses],
-        "suspects": [{"rank": one.rank, "why": one.why} for one in report.suspects],
+        "pulses": [pulse and asdict(pulse) for pulse in report.pulses],
+        "suspects": [{"rank": suspect.rank, "why": suspect.why} for suspect in report.suspects],
         "hang": report.hang,
         "verdict": report.verdict and asdict(report.verdict),
         "stacks": str(report.stacks),
@@ -127,20 +138,20 @@ def to_json(report: Report) -> str:
 
 
 def render(report: Report, console: Console) -> None:
-    """Print a table of the ranks, and under it who is to blame and where to look."""
+    """Print a table of the ranks, then which ranks are at fault and where to look."""
     blamed = {suspect.rank: suspect.why for suspect in report.suspects}
     table = Table(
         "rank", "host", "where", "last sign of life", "ago", "attempt",
         title=f"{report.folder}, attempt {report.attempt}",
     )  # fmt: skip
-    for rank, one in enumerate(report.pulses):
+    for rank, pulse in enumerate(report.pulses):
         style = "bold red" if rank in blamed else ""
-        if one is None:
+        if pulse is None:
             table.add_row(str(rank), "-", "no pulse", "-", "-", "-", style=style)
             continue
-        ago = ago_text(report.time - one.time + one.silent_seconds)
-        where = one.place if one.state is State.RUNNING else f"{one.place}; {one.state}"
-        cells = (str(rank), one.host, where, one.sign, ago, one.attempt)
+        ago = ago_text(report.time - pulse.time + pulse.silent_seconds)
+        where = pulse.place if pulse.state is State.RUNNING else f"{pulse.place}; {pulse.state}"
+        cells = (str(rank), pulse.host, where, pulse.sign, ago, pulse.attempt)
         table.add_row(*map(Text, cells), style=style)
     console.print(table)
     lines = [f"running: {'yes' if report.is_alive else 'no rank has written lately'}"]
@@ -153,7 +164,7 @@ def render(report: Report, console: Console) -> None:
 
 
 def ago_text(seconds: float) -> str:
-    """A span of time: 12 s, 3 min, 5.0 h, 2.1 d; never negative, clocks differ."""
+    """Format a duration: 12 s, 3 min, 5.0 h, 2.1 d; never negative, because clocks differ."""
     seconds = max(seconds, 0.0)
     for unit, size in (("d", 86400.0), ("h", 3600.0)):
         if seconds >= size:

@@ -1,15 +1,12 @@
-"""One rank of `doctor sync`: in the layouts of a config, do engines compute with the policy's
-weights after a sync, and what does a sync cost?
+"""`doctor sync`: prove that the engines of a config compute with the policy's weights after a sync,
+and report what a sync moves.
 
-The model itself is built, policy and engine, as a run builds them; nothing is sampled or trained.
+Policy and engine are built as a run builds them; nothing is sampled or trained.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,61 +15,48 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.cluster.ranks import join
 from dapo_megatron.config import Config
+from dapo_megatron.doctor.quiet_rank import quiet_rank
 from dapo_megatron.plan.layout import describe
-from dapo_megatron.run.context import redirect_output
-from dapo_megatron.types import DapoError, SyncReport
+from dapo_megatron.tracking.provenance import facts
+from dapo_megatron.types import SyncReport
 
 if TYPE_CHECKING:
-    from dapo_megatron.bridge.sync import WeightSync
-    from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.types import Shard
 
 FACTORS = (1.0, 1.125, 1 / 1.125)
-"""What every weight is multiplied by before each sync: seen even in FP8 of 3 bits whose scales stay
-(powers of two), harmless in the end."""
+"""Factors of every weight before each sync. They are visible even in FP8 of 3 bits whose scales
+stay (powers of two), and cancel in the end."""
 
 
-def sync(config: Config, json_file: Path | None) -> None:
-    """Prove it, on this rank of a launched job; figures on the terminal of rank 0 and in
-    `json_file`. Raises SyncError naming tensor and ranks, and whatever building the parts raises;
-    both are told on the terminal."""
-    rank = int(os.environ["RANK"])
-    with tempfile.TemporaryDirectory(prefix="doctor_sync_") as folder:
-        log = Path(folder) / f"rank_{rank}.log"
-        terminal = redirect_output(log)
-        try:
-            proof = _prove(config)
-            if rank == 0:
-                print(proof.text(), file=terminal, flush=True)
-                if json_file is not None:
-                    json_file.write_text(json.dumps(proof.to_json()), encoding="utf-8")
-        except DapoError as error:
-            if rank == 0:
-                print(f"error: {error}", file=terminal, flush=True)
-            raise
-        finally:
-            if isinstance(sys.exc_info()[1], Exception) and not isinstance(
-                sys.exc_info()[1], DapoError
-            ):
-                print(log.read_text(errors="replace")[-2000:], file=terminal, flush=True)
+def command(config: Config, json_file: Path | None) -> None:
+    """Prove it, on this rank of a launched job. Rank 0 prints the figures and writes `json_file`.
+
+    Raises SyncError naming tensor and ranks, and what building policy and engine raises.
+    """
+    with quiet_rank("sync") as session:
+        proof = _prove(config, session.local_rank)
+        if session.rank == 0:
+            print(proof.text(), file=session.terminal, flush=True)
+            if json_file is not None:
+                json_file.write_text(json.dumps(proof.to_dict()), encoding="utf-8")
 
 
 @dataclass
-class Proof:
-    """Syncs of one config, all of them verified: what did not agree was raised as an error."""
+class SyncProof:
+    """Syncs of one config, all of them verified: a difference is an error."""
 
     config: Config
     num_ranks: int
     num_tensors: int
     num_bytes: int
-    """Of the whole model."""
+    """Size of the whole model."""
     bound: int
-    """Bytes that the rank which lacks most lacks: what no plan can do without."""
+    """Lower bound of the bytes that the busiest rank must receive."""
     num_rounds: int
     reports: list[SyncReport]
 
     def text(self) -> str:
-        """The figures as lines."""
+        """Return the figures as lines."""
         config, world = self.config, self.num_ranks
         engine = config.engine_tensor_parallel
         moved = self.reports[-1].num_bytes
@@ -90,13 +74,11 @@ class Proof:
                 f"{report.canary_gap:.2g} (allowed {config.sync.max_gap:g})"
             )
         unread = self.reports[-1].unread_tensors
-        but = f", as far as can be seen: {unread} tensors cannot be read back" if unread else ""
-        return "\n".join([*lines, f"engines hold and compute with what the policy holds{but}"])
+        limit = f", as far as can be seen: {unread} tensors cannot be read back" if unread else ""
+        return "\n".join([*lines, f"engines hold and compute with what the policy holds{limit}"])
 
-    def to_json(self) -> dict[str, Any]:
-        """The figures, with what they were made with."""
-        from dapo_megatron.doctor.facts import facts
-
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures with commit, machine and versions."""
         return {
             **facts(),
             "model_path": self.config.model.path,
@@ -111,40 +93,27 @@ class Proof:
         }
 
 
-def _prove(config: Config) -> Proof:
+def _prove(config: Config, local_rank: int) -> SyncProof:
     import torch.distributed as dist
 
     from dapo_megatron.policy.device import backend, claim
     from dapo_megatron.run import build
 
-    claim(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+    claim(local_rank)
     ranks = join(backend())
-    every = config.sync.model_copy(update={"fingerprint_every": 1})
+    verified = config.sync.model_copy(update={"fingerprint_every": 1})
     policy, engine, weight_sync = build.build_models(
-        config.model_copy(update={"sync": every}), ranks
+        config.model_copy(update={"sync": verified}), ranks
     )
     reports = []
     for version, factor in enumerate(FACTORS):
-        # As in a run: the engine sleeps, the policy moves on.
+        # As in a run, the engine sleeps while the policy changes.
         engine.sleep()
         policy.onload()
         policy.rewrite(partial(_multiply, factor))
         reports.append(weight_sync(version))
-    proof = _proof(config, ranks, weight_sync, reports)
-    dist.destroy_process_group()
-    return proof
-
-
-def _multiply(factor: float, shards: Sequence[Shard]) -> None:
-    for shard in shards:
-        shard.view.mul_(factor)
-
-
-def _proof(
-    config: Config, ranks: Ranks, weight_sync: WeightSync, reports: list[SyncReport]
-) -> Proof:
     plan = weight_sync.plan
-    return Proof(
+    proof = SyncProof(
         config=config,
         num_ranks=ranks.world_size,
         num_tensors=plan.num_tensors,
@@ -153,6 +122,13 @@ def _proof(
         num_rounds=plan.num_rounds,
         reports=reports,
     )
+    dist.destroy_process_group()
+    return proof
+
+
+def _multiply(factor: float, shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        shard.view.mul_(factor)
 
 
 def _mib(num_bytes: int) -> str:

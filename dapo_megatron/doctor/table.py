@@ -1,8 +1,7 @@
-"""What the proof reports: a line per case as it ends, and JSON."""
+"""Table of `doctor layouts`: tolerances, and a line per case as it ends."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from dapo_megatron.doctor.measure import Differences
 class Tolerance:
     """Largest differences allowed; see measure.Differences.
 
-    `gradient` bounds the gradient, the loss and the log-probs; `updates` what comes of three
+    `gradient` bounds the gradient, the loss and the log-probs; `updates` the result of three
     updates: losses, gradient norms and weights. Megatron computes the norm in float32, whatever the
     precision.
     """
@@ -27,8 +26,8 @@ class Tolerance:
     gradient: float
     updates: float
 
-    def failures(self, found: Differences) -> list[str]:
-        """The names of the differences that are too large (or nan)."""
+    def failures(self, differences: Differences) -> list[str]:
+        """Return the names of the differences that are too large (or nan)."""
         bounds = {
             "gradient": self.gradient,
             "logprobs": self.gradient,
@@ -37,7 +36,7 @@ class Tolerance:
             "grad_norm": self.updates,
             "weights": self.updates,
         }
-        return [name for name, bound in bounds.items() if not getattr(found, name) <= bound]
+        return [name for name, bound in bounds.items() if not getattr(differences, name) <= bound]
 
 
 TOLERANCES = {
@@ -60,27 +59,30 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether all figures are within the tolerance."""
+        """True if all figures are within the tolerance."""
         return not self.failures
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for the JSON file."""
-        case = self.case
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for the JSON file."""
+        case, differences = self.case, asdict(self.differences)
+        for name, value in differences.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                differences[name] = str(value)  # JSON has no inf and no nan
         return {
             "layout": case.layout,
             "yours": case.yours,
             "num_ranks": case.num_ranks,
             "split": case.split,
             "packed": case.packed,
-            **asdict(self.differences),
+            **differences,
             "seconds": self.seconds,
             "failures": self.failures,
             "ok": self.ok,
         }
 
 
-class Report:
-    """Prints the table to `file`, and keeps its rows."""
+class CaseTable:
+    """Table on a terminal, printed row by row."""
 
     def __init__(self, file: TextIO, cases: Sequence[Case]) -> None:
         terminal = file.isatty()
@@ -97,59 +99,55 @@ class Report:
         self.rows: list[Row] = []
 
     def note(self, text: str, style: str = "") -> None:
-        """A line of text."""
+        """Print a line of text."""
         self._console.print(text, style=style)
 
     def header(self) -> None:
-        """The names of the columns."""
+        """Print the names of the columns."""
         columns = f"{'layout':<{self._width}}  split    rows    gradient     loss  updates  seconds"
         self._console.print(columns, style="bold")
 
     def add(self, row: Row) -> None:
-        """Print a row, with what is wrong about it."""
+        """Print a row, and which figures fail."""
         self.rows.append(row)
-        found, case = row.differences, row.case
+        differences, case = row.differences, row.case
         cells = (
             f"{case.label:<{self._width}}  {case.split:<7}  {case.rows}  "
-            f"{found.gradient:8.1e} {found.loss:8.1e} {found.weights:8.1e} {row.seconds:8.1f}  "
+            f"{differences.gradient:8.1e} {differences.loss:8.1e} {differences.weights:8.1e} "
+            f"{row.seconds:8.1f}  "
         )
         verdict = Text("ok", "green") if row.ok else Text("FAIL", "bold red")
-        self._console.print(Text(cells) + verdict + Text(_what(row), "red"))
+        self._console.print(Text(cells) + verdict + Text(_failures(row), "red"))
 
     def verdict(self, left_out: str) -> None:
-        """The last lines; `left_out` says what is not among the cases."""
+        """Print the last lines; `left_out` says what is not among the cases."""
         failed = sum(not row.ok for row in self.rows)
         if failed:
             self._console.print(f"{failed} of {len(self.rows)} cases FAIL", style="bold red")
         else:
-            said = f"all {len(self.rows)} cases agree" if len(self.rows) > 1 else "the case agrees"
-            self._console.print(said, style="bold green")
+            text = f"all {len(self.rows)} cases agree" if len(self.rows) > 1 else "the case agrees"
+            self._console.print(text, style="bold green")
         if left_out:
             self.note(left_out, style="yellow")
 
     @property
     def ok(self) -> bool:
-        """Whether every row is ok, and there is one."""
+        """True if there are rows and all are ok."""
         return bool(self.rows) and all(row.ok for row in self.rows)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict and the rows, for the JSON file."""
+        return {
+            "ok": self.ok,
+            "yours_tried": any(row.case.yours for row in self.rows),
+            "rows": [row.to_dict() for row in self.rows],
+        }
 
-def _what(row: Row) -> str:
-    """Which figures of a failed row are too large, and the tensor at fault."""
+
+def _failures(row: Row) -> str:
+    """Name the figures of a failed row that are too large, and the tensor at fault."""
     if row.ok:
         return ""
     figures = [f"{name} {getattr(row.differences, name):.1e}" for name in row.failures]
     tensor = f" in {row.differences.tensor}" if "gradient" in row.failures else ""
     return f"  {', '.join(figures)}{tensor}"
-
-
-def to_json(facts: dict[str, Any], report: Report) -> str:
-    """Facts about the run, the verdict, and the rows."""
-    rows = [{key: _plain(value) for key, value in row.to_json().items()} for row in report.rows]
-    yours = any(row.case.yours for row in report.rows)
-    body = {**facts, "ok": report.ok, "yours_tried": yours, "rows": rows}
-    return json.dumps(body, indent=2, allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no inf and no nan: their names."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

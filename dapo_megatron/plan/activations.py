@@ -1,5 +1,4 @@
-"""What a micro-batch takes: what its forward pass keeps for the backward pass, and what either pass
-holds only for a while.
+"""Memory of a micro-batch: activations kept for the backward pass, and temporary memory.
 
 Counted module by module: for the local kernels as torch 2.13's autograd keeps it, checked against
 measured peaks (tests/parity/test_plan_memory.py); for Transformer Engine's from the source of its
@@ -25,9 +24,9 @@ TILE_BYTES = 32 * 2**20
 MIN_TILE_ENTRIES = 256
 WIDE_TILE_ENTRIES = 4096
 ERROR_BYTES = 256 * 2**20
-"""As in policy/vocab_parallel.py."""
+"""Same value as in policy/vocab_parallel.py."""
 NUM_TILES = 3
-"""A tile of logits lives as itself, as its exponential, and as their product."""
+"""Copies of a tile of logits: itself, its exponential, and their product."""
 FLOAT32 = 4
 
 
@@ -55,50 +54,49 @@ class Micro:
 
     @property
     def exact_width(self) -> int:
-        """Bytes of a number of what is never computed in bfloat16."""
+        """Bytes of a number that is never computed in bfloat16."""
         return max(self.width, FLOAT32)
 
     @property
     def by_heads(self) -> int:
-        """Ranks that share heads and columns."""
+        """Number of ranks that share heads and columns."""
         return self.policy.tensor_parallel
 
     @property
     def by_tokens(self) -> int:
-        """Ranks that share, by tokens, what tensor parallelism cannot cut."""
+        """Number of ranks that share, by tokens, what tensor parallelism cannot shard."""
         return self.policy.tensor_parallel if self.policy.sequence_parallel else 1
 
 
 def micro_of(config: Config, arch: Architecture, kernels: Kernels, *, on_gpu: bool) -> Micro:
-    """The largest micro-batch that a run may make."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    """Return the largest micro-batch that a run may make."""
     bound = config.train.max_tokens_per_microbatch
-    return Micro(arch, config.policy, kernels, bound, longest, on_gpu)
+    return Micro(arch, config.policy, kernels, bound, config.max_sequence_tokens, on_gpu)
 
 
 # ------------------------------------------------------------------ kept for the backward pass
 
 
 def kept_by_layer(micro: Micro, layer: int) -> float:
-    """Bytes per token that one layer, counted over the model, keeps."""
+    """Return the bytes per token that one layer, counted over the model, keeps."""
     return _norms(micro, layer) + _attention(micro) + _mlp(micro, layer)
 
 
 def kept_by_end(micro: Micro) -> float:
-    """Bytes per token after the last layer: the last norm, and the hidden states that are scored,
-    which sequence parallelism has gathered before."""
+    """Return the bytes per token after the last layer: the last norm, and the hidden states that
+    are scored, which sequence parallelism has gathered before."""
     hidden = micro.arch.hidden
     copies = 2 if micro.by_tokens > 1 else 1
     return _norm(micro, hidden / micro.by_tokens) + copies * micro.width * hidden
 
 
 def layer_input(micro: Micro) -> float:
-    """Bytes per token that a layer keeps when all of it is computed again."""
+    """Return the bytes per token that a layer keeps when all of it is recomputed."""
     return micro.width * micro.arch.hidden / micro.by_tokens
 
 
 def _norm(micro: Micro, columns: float, heads: float = 1) -> float:
-    """Of one norm, without its output: what the next layer keeps is that layer's.
+    """Bytes per token of one norm, without its output, which counts for the next layer.
 
     Torch's on a CPU keeps its input and the normed input, both in float32 at least, and a number
     per row; Transformer Engine's its input and that number."""
@@ -109,7 +107,7 @@ def _norm(micro: Micro, columns: float, heads: float = 1) -> float:
 
 
 def _norms(micro: Micro, layer: int) -> float:
-    """The two norms of a layer, and what they put out."""
+    """Bytes per token of the two norms of a layer, and their outputs."""
     hidden = micro.arch.hidden / micro.by_tokens
     before_mlp = micro.input_width
     if micro.arch.has_experts(layer):
@@ -118,7 +116,7 @@ def _norms(micro: Micro, layer: int) -> float:
 
 
 def _attention(micro: Micro) -> float:
-    """From the projections to the input of the output projection."""
+    """Bytes per token from the projections to the input of the output projection."""
     arch, width, cut = micro.arch, micro.width, micro.by_heads
     if arch.latent:
         return _latent_attention(micro, arch.latent)
@@ -148,8 +146,8 @@ def _attention(micro: Micro) -> float:
 
 
 def _latent_attention(micro: Micro, latent: Latent) -> float:
-    """Torch has one kernel for heads whose values are narrower than their queries: it keeps the
-    whole matrix of scores."""
+    """Bytes per token of latent attention. Torch's only kernel for heads whose values are narrower
+    than their queries keeps the full matrix of scores."""
     arch, width, cut = micro.arch, micro.width, micro.by_heads
     heads = arch.num_heads / cut
     down = 0.0
@@ -166,13 +164,13 @@ def _latent_attention(micro: Micro, latent: Latent) -> float:
 
 
 def scores(micro: Micro) -> float:
-    """Bytes of a head's scores for one query, where they are held at all."""
+    """Return the bytes of a head's scores for one query, where they are held at all."""
     return micro.width * micro.sequence_tokens if micro.arch.latent else 0.0
 
 
 def _mlp(micro: Micro, layer: int) -> float:
-    """Gate and up, side by side; silu of gate; up once more (Megatron adds an offset of 0); their
-    product. Of experts also the product times the expert's weight."""
+    """Bytes per token of gate and up, side by side; silu of gate; up once more (Megatron adds an
+    offset of 0); their product. For experts also the product times the expert's weight."""
     arch, width = micro.arch, micro.width
     if not arch.has_experts(layer):
         return (4 * width + micro.input_width) * arch.ffn / micro.by_heads
@@ -186,21 +184,21 @@ def _mlp(micro: Micro, layer: int) -> float:
 
 
 def forward_of_layer(micro: Micro, layer: int) -> float:
-    """Bytes per token that a layer holds at most going forward, itself included."""
+    """Return the most bytes per token that a layer holds going forward, itself included."""
     hidden, columns, routed = _sizes(micro, layer)
     heads = 2.5 * scores(micro) * micro.arch.num_heads / micro.by_heads
     return max(micro.width * (5 * columns + 4 * hidden + routed), heads + micro.width * 4 * hidden)
 
 
 def backward_of_layer(micro: Micro, layer: int) -> float:
-    """Bytes per token of gradients of a layer's parts, beyond what it gives up meanwhile."""
+    """Return the bytes per token of gradients in a layer, beyond what it frees meanwhile."""
     hidden, columns, routed = _sizes(micro, layer)
     return micro.width * (2 * columns + 3 * hidden + routed)
 
 
 def _sizes(micro: Micro, layer: int) -> tuple[float, float, float]:
-    """Numbers per token and rank: hidden states, columns of what is no expert, tokens as sent to
-    experts and back."""
+    """Return numbers per token and rank: hidden states, columns outside of experts, tokens as sent
+    to experts and back."""
     arch = micro.arch
     hidden = arch.hidden / micro.by_tokens
     if arch.has_experts(layer):
@@ -209,14 +207,14 @@ def _sizes(micro: Micro, layer: int) -> tuple[float, float, float]:
 
 
 def largest_gradient(micro: Micro, layer: int) -> float:
-    """Bytes of the gradient of a layer's largest weight, before it is added to the buffer."""
+    """Return the bytes of the gradient of a layer's largest weight, before it joins the buffer."""
     arch = micro.arch
     columns = arch.expert_ffn if arch.has_experts(layer) else arch.ffn / micro.by_heads
     return micro.width * 2 * columns * arch.hidden
 
 
 def head_rows(micro: Micro) -> int:
-    """Vocabulary entries of a rank."""
+    """Return the number of vocabulary entries of a rank."""
     return -(-micro.arch.vocab // micro.policy.tensor_parallel)
 
 
@@ -228,7 +226,7 @@ def _tile_entries(micro: Micro) -> int:
 
 
 def _tile_numbers(micro: Micro) -> int:
-    """Logits of a tile: on a GPU of a block of tokens, else of all."""
+    """Count the logits of a tile: on a GPU of a block of tokens, else of all."""
     entries = _tile_entries(micro)
     tokens = micro.num_tokens
     if micro.on_gpu:
@@ -237,27 +235,27 @@ def _tile_numbers(micro: Micro) -> int:
 
 
 def hidden_states_of_head(micro: Micro) -> float:
-    """Bytes of hidden states that are there while the head goes forward and nothing is kept: the
-    last, those of the tokens that are scored, those that sequence parallelism has gathered, and
-    those that a pipeline stage was sent for each of its chunks."""
-    policy, one = micro.policy, micro.num_tokens * micro.width * micro.arch.hidden
+    """Return the bytes of hidden states while the head goes forward and nothing is kept: the last,
+    those of the tokens that are scored, those that sequence parallelism has gathered, and those
+    that a pipeline stage received for each of its chunks."""
+    policy, num_bytes = micro.policy, micro.num_tokens * micro.width * micro.arch.hidden
     sent = (policy.virtual_pipeline_parallel or 1) if policy.pipeline_parallel > 1 else 0
     gathered = 1 if micro.by_tokens > 1 else 0
-    return one * (1 + gathered + (1 + sent) / micro.by_tokens)
+    return num_bytes * (1 + gathered + (1 + sent) / micro.by_tokens)
 
 
 def forward_of_head(micro: Micro, *, backward: bool) -> float:
-    """Bytes that the head holds going forward, its input apart; with `backward` to follow, the
-    exponential of the micro-batch before is still there."""
+    """Return the bytes that the head holds going forward, without its input; with `backward` to
+    follow, the exponential of the micro-batch before is still there."""
     num_tiles = NUM_TILES + 1 if backward else NUM_TILES
     product = micro.width if micro.width < FLOAT32 and not micro.on_gpu else 0
     return _tile_numbers(micro) * (num_tiles * micro.exact_width + product)
 
 
 def backward_of_head(micro: Micro) -> float:
-    """Bytes that the head holds going backward, its input apart: the errors of a tile's entries for
-    all tokens, and a tile in float32; the gradient of the hidden states, and their product with the
-    tokens' factors; the gradient of its weight."""
+    """Return the bytes that the head holds going backward, without its input: the errors of a
+    tile's entries for all tokens, and a tile in float32; the gradient of the hidden states, and
+    their product with the tokens' factors; the gradient of its weight."""
     narrow = micro.width < FLOAT32
     tile = micro.num_tokens * _tile_entries(micro) * micro.width
     tile += _tile_numbers(micro) * micro.exact_width * narrow

@@ -1,4 +1,4 @@
-"""What an engine takes of each of its GPUs, and how many sequences that gives."""
+"""Memory of an engine on each of its GPUs, and the sequences that fit its KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapo_megatron.plan.parts import GIB, Part
 
 WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"
 BATCHED_TOKENS = 16_384
-"""Of an engine step, where vLLM chooses (its default on GPUs of 70 GiB and more)."""
+"""Tokens of an engine step, where vLLM chooses (its default on GPUs of 70 GiB and more)."""
 GRAPHS_GIB = 1.0
 """CUDA graphs of a rank. Assumed."""
 
@@ -26,25 +26,25 @@ class Engine:
     cache: Part
     workspace: Part
     token_bytes: int
-    """Of the cache, per token."""
+    """Bytes of the cache per token."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All of them."""
+        """Weights, workspace and cache."""
         return self.weights, self.workspace, self.cache
 
     def sequences(self, tokens: float) -> int:
-        """Sequences of this length that the cache holds."""
+        """Return how many sequences of this length the cache holds."""
         return int(self.cache.num_bytes // (self.token_bytes * tokens))
 
 
 def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) -> Engine:
-    """An engine on GPUs of `memory_bytes` each; None: without GPUs."""
+    """Estimate an engine on GPUs of `memory_bytes` each; None: without GPUs."""
     size, dtype = config.engine_tensor_parallel, getattr(torch, config.policy.precision)
     weights, small = _weights(arch, size, dtype, config.engine.expert_parallel)
     how = f"over {size} ranks"
     if config.engine.quantization == "fp8":
-        # Linear layers alone: not embedding, head and norms; scales are a thousandth.
+        # Only linear layers, not embedding, head and norms; scales are a thousandth.
         weights -= small - small // dtype.itemsize
         how += ", linear layers in FP8"
     token_bytes = cache_numbers(arch, size) * dtype.itemsize
@@ -67,7 +67,7 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
 def _weights(
     arch: Architecture, size: int, dtype: torch.dtype, expert_parallel: bool
 ) -> tuple[int, int]:
-    """Bytes of a rank's weights, and of those in linear layers."""
+    """Return the bytes of a rank's weights, and of those in linear layers."""
     pieces = engine_pieces(arch, 0, size, dtype, expert_parallel=expert_parallel)
     linear = [
         piece.nbytes
@@ -78,8 +78,8 @@ def _weights(
 
 
 def _workspace(config: Config, arch: Architecture) -> int:
-    """What vLLM's profiling run finds before it sizes the cache, roughly: a step's hidden states
-    and the columns of one layer, and float32 logits, their probabilities and a copy."""
+    """Estimate roughly what vLLM's profiling run measures before it sizes the cache: hidden states
+    of a step, columns of one layer, and float32 logits, their probabilities and a copy."""
     size, engine = config.engine_tensor_parallel, config.engine
     tokens = engine.max_batched_tokens or max(BATCHED_TOKENS, engine.max_sequences)
     columns = 3 * max(arch.ffn // size, arch.experts_per_token * arch.expert_ffn)
@@ -90,9 +90,9 @@ def _workspace(config: Config, arch: Architecture) -> int:
 
 
 def cache_numbers(arch: Architecture, tensor_parallel: int) -> int:
-    """Numbers that a rank of an engine keeps per token, over all layers: keys and values of its
-    heads (at least one: more ranks than heads copy them); of latent attention what both are made
-    from, the same on every rank (arXiv 2405.04434, section 2.1.4)."""
+    """Count the numbers that a rank of an engine caches per token, over all layers: keys and values
+    of its heads (at least one: more ranks than heads copy them); with latent attention the latent
+    vector, the same on every rank (arXiv 2405.04434, section 2.1.4)."""
     if arch.latent:
         return arch.num_layers * arch.latent.down_rows
     heads = max(arch.num_groups // tensor_parallel, 1)

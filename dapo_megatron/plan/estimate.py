@@ -1,54 +1,63 @@
-"""The plan of a run: memory by phase and pipeline stage, host memory, disk. No model is built."""
+"""Memory of a run: GPUs by phase and pipeline stage, host, disk. No model is built."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dapo_megatron.config import Config
 from dapo_megatron.config.kernels import kernels_for
+from dapo_megatron.files import write_json
 from dapo_megatron.model import Architecture, read_architecture
+from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.activations import Kernels, micro_of
 from dapo_megatron.plan.engine import Engine, engine_of
-from dapo_megatron.plan.host_memory import disk_parts, host_parts
 from dapo_megatron.plan.parts import GIB, Part, size
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
-from dapo_megatron.types import ConfigError
+from dapo_megatron.types import ConfigError, DapoError
 
-GPU_MEMORY_GIB, HOST_MEMORY_GIB = 80.0, 1024.0
-"""Where nothing is said; of a host a guess at the low end."""
 GPU_MARGIN, HOST_MARGIN = 0.05, 0.10
-"""What is left free without a warning."""
+"""Share of the memory below which free space causes a warning."""
 HOST = "host"
 """The memory of a node, where phases are named."""
+PROCESS_GIB = 4.0
+"""A rank with torch, CUDA, Megatron-core and vLLM, before any tensor. Assumed."""
+GRADER_GIB = 0.25
+"""A grading process with math_verify and reasoning_gym (docs/rewards.md: 240 MiB)."""
+MEASURED_PHASES = ("generate", "logprobs", "update", "sync")
+"""Phases whose memory a run measures (`memory/<phase>_gib`)."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """GPUs and memory of each node. Without GPUs, memory is not judged."""
+
+    gpus_per_node: int = 8
+    gpu_memory_gib: float = 80.0
+    host_memory_gib: float = 1024.0
+    """The default is a guess at the low end."""
 
 
 @dataclass(frozen=True)
 class Excess:
-    """Phases in which ranks of a kind would need more than there is, just as much in each."""
+    """Phases in which one kind of rank exceeds the GPU's memory by the same amount."""
 
     phases: tuple[str, ...]
     kind: str
-    num_bytes: int
-
-    @property
-    def gib(self) -> float:
-        """By how much, in GiB."""
-        return self.num_bytes / GIB
+    gib: float
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Memory of a run. `kinds`: the phases of a rank of each pipeline stage, by its name.
-    `gpu_memory_bytes` and `host_memory_bytes` are None without GPUs, where no limit is known."""
+class MemoryEstimate:
+    """Memory of a run. `kinds` has the phases of a rank of each pipeline stage, by its name."""
 
     config: Config
     arch: Architecture
     num_processes: int
-    gpus_per_node: int
-    gpu_memory_bytes: float | None
-    host_memory_bytes: float | None
+    nodes: NodeSpec
     kernels: Kernels
     stages: tuple[Stage, ...]
     kinds: dict[str, Phases]
@@ -56,88 +65,66 @@ class Plan:
     host: tuple[Part, ...]
     disk: tuple[Part, ...]
 
+    @property
+    def gpu_memory_bytes(self) -> float | None:
+        """Memory of a GPU; None without GPUs."""
+        return self.nodes.gpu_memory_gib * GIB if self.nodes.gpus_per_node else None
+
+    @property
+    def host_memory_bytes(self) -> float | None:
+        """Memory of a node; None without GPUs, where no limit is known."""
+        return self.nodes.host_memory_gib * GIB if self.nodes.gpus_per_node else None
+
     def fullest(self, phase: str) -> tuple[str, Moment]:
-        """The kind of rank that takes most in a phase, and what it holds then."""
+        """Return the kind of rank that takes most in a phase, and its fullest moment."""
         moments = {kind: fullest(phases[phase]) for kind, phases in self.kinds.items()}
         kind = max(moments, key=lambda name: moments[name].num_bytes)
         return kind, moments[kind]
 
     def num_bytes(self, phase: str) -> int:
-        """That a rank of the fullest kind takes in a phase; of HOST, a node of its memory."""
+        """Bytes that the fullest rank takes in a phase; for HOST, bytes of a node's memory."""
         if phase == HOST:
             return self.host_bytes
         return self.fullest(phase)[1].num_bytes
 
     @property
     def host_bytes(self) -> int:
-        """That the ranks of a node take of its memory."""
+        """Bytes that the ranks of a node take of its memory."""
         return size(self.host)
 
-    def slack_gib(self, phase: str) -> float | None:
-        """What a phase leaves free; negative if it does not fit, None without GPUs."""
-        if self.gpu_memory_bytes is None:
-            return None
-        return (self.gpu_memory_bytes - self.num_bytes(phase)) / GIB
-
     def excesses(self) -> list[Excess]:
-        """Phases that do not fit, those together that are full of the same."""
+        """Return the phases that do not fit, grouped where kind of rank and size are the same."""
         room = self.gpu_memory_bytes
         if room is None:
             return []
-        found: dict[tuple[str, int], tuple[str, ...]] = {}
+        groups: dict[tuple[str, int], tuple[str, ...]] = {}
         for phase in PHASES:
             if (num_bytes := self.num_bytes(phase)) > room:
                 key = self.fullest(phase)[0], num_bytes
-                found[key] = (*found.get(key, ()), phase)
+                groups[key] = (*groups.get(key, ()), phase)
         return [
-            Excess(phases, kind, int(num_bytes - room))
-            for (kind, num_bytes), phases in found.items()
+            Excess(phases, kind, (num_bytes - room) / GIB)
+            for (kind, num_bytes), phases in groups.items()
         ]
 
     def fits(self) -> bool:
-        """Whether every phase fits, a sequence of full length into an engine's cache, and what is
-        on the host into it."""
+        """Return whether GPUs, host, and the KV cache for one full sequence suffice."""
         return not self.excesses() and self.sequences >= 1 and self.host_excess_gib <= 0
 
     @property
     def host_excess_gib(self) -> float:
-        """That a node's memory is short of; negative if some is left."""
+        """Host memory shortfall per node in GiB; negative means headroom."""
         if self.host_memory_bytes is None:
             return 0.0
         return (self.host_bytes - self.host_memory_bytes) / GIB
 
     @property
     def sequences(self) -> int:
-        """Of full length that an engine's cache holds."""
+        """Full-length sequences that an engine's KV cache holds."""
         return self.engine.sequences(self.config.max_sequence_tokens)
 
-    def problems(self) -> Iterator[str]:
-        """What does not fit, and what would free how much."""
-        from dapo_megatron.plan.suggestions import advice
-
-        for excess in self.excesses():
-            phase = excess.phases[0]
-            yield (
-                f"{', '.join(excess.phases)}: {excess.kind} takes "
-                f"{self.num_bytes(phase) / GIB:.1f} GiB, {excess.gib:.1f} more than there is\n"
-                f"{advice(self, phase)}"
-            )
-        if self.sequences < 1:
-            length = self.config.max_sequence_tokens
-            yield (
-                f"generate: the KV cache of {self.engine.cache.gib:.1f} GiB cannot hold one "
-                f"sequence of {length:,} tokens\n{advice(self, 'generate')}"
-            )
-        if self.host_excess_gib > 0:
-            room = (self.host_memory_bytes or 0.0) / GIB
-            yield (
-                f"host: the ranks of a node take {self.host_bytes / GIB:.0f} GiB, "
-                f"{self.host_excess_gib:.0f} more than the {room:g} that a node is said to have\n"
-                f"{advice(self, HOST)}"
-            )
-
     def warnings(self) -> Iterator[str]:
-        """What fits, with little to spare."""
+        """Describe what fits with little to spare."""
         yield from self.gpu_warnings()
         host = self.host_memory_bytes
         if host is not None and 0 <= host - self.host_bytes < HOST_MARGIN * host:
@@ -147,7 +134,7 @@ class Plan:
             )
 
     def gpu_warnings(self) -> Iterator[str]:
-        """Of them, those about GPUs."""
+        """Describe the phases that leave little of a GPU's memory."""
         room = self.gpu_memory_bytes
         if room is None:
             return
@@ -161,51 +148,107 @@ class Plan:
                 )
 
 
-def make_plan(
-    config: Config,
-    num_processes: int,
-    *,
-    gpu_memory_gib: float = GPU_MEMORY_GIB,
-    gpus_per_node: int = 8,
-    host_memory_gib: float = HOST_MEMORY_GIB,
-) -> Plan:
-    """What `num_processes` ranks take, one per GPU of `gpu_memory_gib`, on nodes of
-    `host_memory_gib`; `gpus_per_node` 0: ranks without GPUs, whose memory is not judged.
+def estimate_memory(
+    config: Config, num_processes: int, nodes: NodeSpec | None = None
+) -> MemoryEstimate:
+    """Estimate what `num_processes` ranks take, one per GPU of the nodes.
 
     The layout must fit the processes (layout.check_layout). Raises ConfigError on a config.json
     that is not understood.
     """
+    nodes = nodes or NodeSpec()
     arch = read_architecture(config)
-    has_gpu = gpus_per_node > 0
-    memory = gpu_memory_gib * GIB if has_gpu else None
+    has_gpu = nodes.gpus_per_node > 0
     kernels = kernels_of(config, arch, has_gpu=has_gpu)
     micro = micro_of(config, arch, kernels, on_gpu=has_gpu)
     stages = tuple(
         Stage(config, micro, num_processes, number)
         for number in range(config.policy.pipeline_parallel)
     )
-    engine = engine_of(config, arch, memory)
-    per_node = min(num_processes, gpus_per_node) if has_gpu else num_processes
-    return Plan(
+    engine = engine_of(config, arch, nodes.gpu_memory_gib * GIB if has_gpu else None)
+    ranks_per_node = min(num_processes, nodes.gpus_per_node) if has_gpu else num_processes
+    return MemoryEstimate(
         config=config,
         arch=arch,
         num_processes=num_processes,
-        gpus_per_node=gpus_per_node,
-        gpu_memory_bytes=memory,
-        host_memory_bytes=host_memory_gib * GIB if has_gpu else None,
+        nodes=nodes,
         kernels=kernels,
         stages=stages,
         kinds={stage.name: phases_of(stage, engine, has_gpu=has_gpu) for stage in stages},
         engine=engine,
-        host=host_parts(config, stages, per_node),
-        disk=disk_parts(stages, num_processes),
+        host=_host_parts(config, stages, ranks_per_node),
+        disk=_disk_parts(stages, num_processes),
     )
 
 
 def kernels_of(config: Config, arch: Architecture, *, has_gpu: bool) -> Kernels:
-    """What policy.kernels comes to on the machine that is planned for, with the package there."""
+    """Resolve policy.kernels for the planned machine, with its package installed."""
     is_latent = arch.latent is not None
     chosen = kernels_for(config.policy, has_gpu=has_gpu, is_installed=True, is_latent=is_latent)
     if config.policy.fp8 and chosen == "local":
         raise ConfigError("policy.fp8: needs Transformer Engine's layers, on GPUs; use null")
     return chosen
+
+
+def _host_parts(config: Config, stages: Sequence[Stage], ranks_per_node: int) -> tuple[Part, ...]:
+    """Host memory of a node whose ranks are all of the fullest pipeline stage."""
+    offloaded = max(policy.offloaded_bytes(stage) for stage in stages)
+    optimizer = max(policy.optimizer_on_host(stage) for stage in stages)
+    snapshot = max(policy.snapshot_bytes(stage) for stage in stages)
+    engines = max(ranks_per_node // config.engine_tensor_parallel, 1)
+    graders = engines * config.rewards.workers
+    ranks = f"{ranks_per_node} ranks"
+    limit = config.rewards.memory_mib / 1024
+    parts = (
+        Part(
+            "processes",
+            int(ranks_per_node * PROCESS_GIB * GIB),
+            f"{ranks}, {PROCESS_GIB:g} GiB each: assumed",
+        ),
+        Part(
+            "offloaded while generating",
+            ranks_per_node * offloaded,
+            f"{ranks}, pinned: policy.offload",
+        ),
+        Part("optimizer for good", ranks_per_node * optimizer, f"{ranks}: optimizer.cpu_offload"),
+        Part(
+            "a checkpoint's copy",
+            ranks_per_node * snapshot,
+            f"{ranks}: weights and optimizer, until written",
+        ),
+        Part(
+            "grading processes",
+            int(graders * GRADER_GIB * GIB),
+            f"{graders} of {GRADER_GIB:g} GiB; each may take {limit:g} GiB (rewards.memory_mib)",
+        ),
+    )
+    return tuple(part for part in parts if part.num_bytes)
+
+
+def _disk_parts(stages: Sequence[Stage], num_processes: int) -> tuple[Part, ...]:
+    """Files of a checkpoint."""
+    files = [policy.snapshot_bytes(stage) for stage in stages]
+    total = num_processes // len(stages) * sum(files)
+    return (
+        Part("checkpoint, a rank's part", max(files), "its weights and optimizer"),
+        Part("checkpoint", total, f"{num_processes} ranks, each what it holds"),
+    )
+
+
+def save_estimate(
+    config: Config, path: Path, note: Callable[[str], None], num_processes: int, gpu_bytes: int
+) -> None:
+    """Write the GiB that each measured phase takes of a GPU of `gpu_bytes` to `path`.
+
+    The report compares them with measurements. `note` is called with the reason if it fails.
+    """
+    gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+    try:
+        estimate = estimate_memory(config, num_processes, NodeSpec(gpus_per_node, gpu_bytes / GIB))
+        phases = {phase: estimate.num_bytes(phase) / GIB for phase in MEASURED_PHASES}
+        text = "of the rank that takes most, CUDA and NCCL included, which are assumed"
+        write_json(path, {"device": "gpu", "phases": phases, "note": text})
+    # A config.json that policy and engine understand may raise any of these here. Only the report
+    # needs the file, so no run ends because of it.
+    except (DapoError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        note(f"  no {path.name}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What memory is made of."""
+"""Parts of a memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a memory. `how`: the numbers it is made of, for people."""
+    """A part of a memory. `how` explains the number to the user."""
 
     name: str
     num_bytes: int
@@ -18,10 +18,10 @@ class Part:
 
     @property
     def gib(self) -> float:
-        """Its size in GiB."""
+        """Size in GiB."""
         return self.num_bytes / GIB
 
 
 def size(parts: Iterable[Part]) -> int:
-    """Bytes of all of them."""
+    """Return the bytes of all parts."""
     return sum(part.num_bytes for part in parts)

@@ -1,8 +1,7 @@
-"""Which parts are on the device in which phase of a rollout step, given what sleeps and what is
-offloaded.
+"""Parts on the device in each phase of a rollout step, given what sleeps and what is offloaded.
 
-A phase has moments, at which other parts are there: a layer at work or the output head, in a sync
-first both models and then the engine alone. A phase takes what its fullest moment takes.
+A phase has moments with different parts: a layer at work or the output head; in a sync first both
+models, then only the engine. A phase takes what its fullest moment takes.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ NUM_BUCKETS = 2
 
 @dataclass(frozen=True)
 class Moment:
-    """What is on a device at one time of a phase."""
+    """Parts on a device at one time of a phase."""
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def num_bytes(self) -> int:
-        """All parts together."""
+        """Bytes of all parts."""
         return size(self.parts)
 
 
@@ -43,12 +42,12 @@ Phases = dict[str, tuple[Moment, ...]]
 
 
 def fullest(moments: tuple[Moment, ...]) -> Moment:
-    """The one that a phase takes its memory for."""
+    """Return the moment with the most bytes."""
     return max(moments, key=lambda moment: moment.num_bytes)
 
 
 def phases_of(stage: Stage, engine: Engine, *, has_gpu: bool) -> Phases:
-    """What is on a device of this stage, phase by phase."""
+    """Return the moments on a device of this stage, by phase."""
     always = (_overhead(stage),) if has_gpu else ()
     sleeps = has_gpu and stage.config.engine.sleep
     awake = () if sleeps else engine.parts
@@ -58,8 +57,8 @@ def phases_of(stage: Stage, engine: Engine, *, has_gpu: bool) -> Phases:
     whole = (*always, *made, *copies)
     generating = Moment("engine awake", (*always, *_left(stage, made, copies), *engine.parts))
 
-    # The engine is built first, alone, then sleeps; then the policy is. Of bfloat16 weights there
-    # are no copies before the first pass.
+    # The engine is built first and sleeps before the policy is built. Copies of bfloat16 weights
+    # are made by the first pass.
     at_first = copies if stage.policy.fp8 and stage.policy.fp8.parameters else ()
     start = [Moment("policy made", (*always, *made, *at_first, *awake))]
     if sleeps:
@@ -80,7 +79,7 @@ def phases_of(stage: Stage, engine: Engine, *, has_gpu: bool) -> Phases:
 
 
 def _left(stage: Stage, made: tuple[Part, ...], copies: tuple[Part, ...]) -> tuple[Part, ...]:
-    """What stays while engines generate. Copies of weights are dropped where anything leaves."""
+    """Return the parts that stay while engines generate. Offloading drops copies of weights."""
     if not stage.policy.offload:
         return (*made, *copies)
     names = ("weights", "gradients", "optimizer")
@@ -92,8 +91,8 @@ def _left(stage: Stage, made: tuple[Part, ...], copies: tuple[Part, ...]) -> tup
 def _turning(
     stage: Stage, whole: tuple[Part, ...], engine: tuple[Part, ...]
 ) -> tuple[Moment, Moment]:
-    """The policy and the engine's weights, before the policy leaves (bridge/sync.py): weights move,
-    then the policy scores the fixed sequences."""
+    """Return the moments of a sync with policy and engine weights (bridge/sync.py): weights move,
+    then the policy scores the canary sequences."""
     buckets = Part("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
     config, micro = stage.config, stage.micro
     length = max(2, min(config.sync.canary_tokens, config.rollout.max_prompt_tokens))
@@ -112,7 +111,7 @@ def _where(part: Part) -> str:
 
 
 def _overhead(stage: Stage) -> Part:
-    """What CUDA and NCCL take for themselves."""
+    """Memory of CUDA and NCCL."""
     layout, world = stage.policy, stage.num_processes
     data = data_parallel(layout, world)
     sizes = {

@@ -9,15 +9,13 @@ the sequences do not all fit at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 
 from dapo_megatron.model.flops import head_flops, model_flops, pair_flops, peak_flops, token_flops
-from dapo_megatron.plan.estimate import Plan
-from dapo_megatron.plan.host_memory import offloaded
+from dapo_megatron.plan.estimate import MemoryEstimate
 from dapo_megatron.plan.layout import data_parallel
-from dapo_megatron.plan.stage import Stage
+from dapo_megatron.plan.stage import offloaded_bytes
 from dapo_megatron.types import ConfigError
 
 MEMORY_BANDWIDTH = {
@@ -30,26 +28,27 @@ MEMORY_BANDWIDTH = {
 }
 """Bytes a second, by NVIDIA's data sheets (SXM, 80 GB and more)."""
 PROMPT_SHARE = 0.1
-"""Of rollout.max_prompt_tokens: prompts of DAPO-Math-17k have about 200 of 2,048 tokens."""
+"""Mean prompt as a share of rollout.max_prompt_tokens: those of DAPO-Math-17k have about 200 of
+2,048 tokens."""
 RESPONSE_SHARE = 0.15
-"""Of rollout.max_response_tokens, on the mean: 2,900 of 20,480 tokens over the paper's run (figure
-7a; from 700 at its begin to 4,700 at its end)."""
+"""Mean response as a share of rollout.max_response_tokens: 2,900 of 20,480 tokens over the paper's
+run (figure 7a; from 700 at its start to 4,700 at its end)."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the estimate rests on; docs/plan.md has the sources."""
+    """Assumptions of the estimate; docs/plan.md has the sources."""
 
     gpu: str = "H100"
     mfu: float = 0.40
     """Share of the dense bfloat16 peak in logprobs and update; a target of this project is 0.45 on
     a 4B model, and long-context runs of Megatron-LM publish 0.35 to 0.45."""
     bandwidth_share: float = 0.6
-    """Of the memory bandwidth, that an engine step reaches."""
+    """Share of the memory bandwidth that an engine step reaches."""
     step_overhead_seconds: float = 0.010
-    """Of an engine step: scheduling, sampling, launches; more without CUDA graphs."""
+    """Overhead of an engine step: scheduling, sampling, launches."""
     eager_overhead_seconds: float = 0.020
-    """More of it with engine.enforce_eager: launches from Python."""
+    """Additional overhead with engine.enforce_eager: launches from Python."""
     link_bytes_per_second: float = 20e9
     """Into one GPU from others in a sync; a 400 Gb/s port carries 50e9."""
     host_bytes_per_second: float = 25e9
@@ -59,7 +58,7 @@ class Assumptions:
     """On the mean; None: RESPONSE_SHARE of rollout.max_response_tokens."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """For people."""
+        """Return names and values as text."""
         return [(field.name, f"{getattr(self, field.name)}") for field in fields(self)]
 
 
@@ -77,14 +76,15 @@ class Speed:
 
     @property
     def step_seconds(self) -> float:
-        """Of a whole step."""
+        """Seconds of a whole step."""
         return sum(self.seconds.values())
 
 
-def estimate_speed(plan: Plan, assumptions: Assumptions | None = None) -> Speed:
-    """Of a run on the GPUs of a plan. Raises ConfigError on a GPU that is not known."""
+def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = None) -> Speed:
+    """Estimate seconds of a step on the GPUs of a memory estimate. Raises ConfigError on an unknown
+    GPU."""
     given = assumptions or Assumptions()
-    config, arch = plan.config, plan.arch
+    config, arch = estimate.config, estimate.arch
     peak = peak_flops(given.gpu)
     if peak is None or given.gpu not in MEMORY_BANDWIDTH:
         raise ConfigError(f"--gpu: {given.gpu} is not known; use {', '.join(MEMORY_BANDWIDTH)}")
@@ -93,7 +93,7 @@ def estimate_speed(plan: Plan, assumptions: Assumptions | None = None) -> Speed:
     length = ceil(prompt + response)
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     scored = ceil(response) * sequences
-    devices = plan.num_processes * peak * given.mfu
+    devices = estimate.num_processes * peak * given.mfu
 
     def train(*, backward: bool) -> float:
         counted = model_flops(arch, [length] * sequences, backward=backward, num_scored=scored)
@@ -106,10 +106,10 @@ def estimate_speed(plan: Plan, assumptions: Assumptions | None = None) -> Speed:
     prompts = config.rollout.prompts_per_step / keep
     return Speed(
         seconds={
-            "generate": _generate(plan, given, peak, prompts, prompt, response),
-            "logprobs": train(backward=False) * _unfilled(plan, length, sequences, 1),
-            "update": update * _unfilled(plan, length, sequences, minis),
-            "sync": _sync(plan, given),
+            "generate": _generate(estimate, given, peak, prompts, prompt, response),
+            "logprobs": train(backward=False) * _unfilled(estimate, length, sequences, 1),
+            "update": update * _unfilled(estimate, length, sequences, minis),
+            "sync": _sync(estimate, given),
         },
         prompts=prompts,
         response_tokens=response,
@@ -118,12 +118,12 @@ def estimate_speed(plan: Plan, assumptions: Assumptions | None = None) -> Speed:
     )
 
 
-def _unfilled(plan: Plan, length: int, sequences: int, minis: int) -> float:
-    """By what a pass takes longer because micro-batches are whole numbers, and stages of a pipeline
-    wait for the first and the last."""
-    policy = plan.config.policy
-    bound = plan.config.train.max_tokens_per_microbatch * policy.context_parallel
-    rows = sequences * length / minis / data_parallel(policy, plan.num_processes) / bound
+def _unfilled(estimate: MemoryEstimate, length: int, sequences: int, minis: int) -> float:
+    """Factor by which a pass takes longer because pipeline stages wait for the first and the last
+    micro-batch."""
+    policy = estimate.config.policy
+    bound = estimate.config.train.max_tokens_per_microbatch * policy.context_parallel
+    rows = sequences * length / minis / data_parallel(policy, estimate.num_processes) / bound
     num_micro = max(ceil(rows), 1)
     chunks = policy.virtual_pipeline_parallel or 1
     bubble = (policy.pipeline_parallel - 1) / chunks / num_micro
@@ -132,16 +132,16 @@ def _unfilled(plan: Plan, length: int, sequences: int, minis: int) -> float:
 
 
 def _generate(
-    plan: Plan,
+    estimate: MemoryEstimate,
     given: Assumptions,
     peak: float,
     prompts: float,
     prompt: float,
     response: float,
 ) -> float:
-    config, arch, engine = plan.config, plan.arch, plan.engine
+    config, arch, engine = estimate.config, estimate.arch, estimate.engine
     size = config.engine_tensor_parallel
-    replicas = plan.num_processes / size
+    replicas = estimate.num_processes / size
     sequences = prompts * config.rollout.samples_per_prompt / replicas
     context = prompt + response / 2
     at_once = max(min(config.engine.max_sequences, engine.sequences(context)), 1)
@@ -155,11 +155,11 @@ def _generate(
     reading = read / (MEMORY_BANDWIDTH[given.gpu] * given.bandwidth_share)
     prefill = model_flops(arch, [ceil(prompt)], backward=False) * prompts
     seconds = steps * (overhead + max(reading, flops / (peak * given.mfu)))
-    return seconds + prefill / (plan.num_processes * peak * given.mfu)
+    return seconds + prefill / (estimate.num_processes * peak * given.mfu)
 
 
-def _sync(plan: Plan, given: Assumptions) -> float:
-    """Each engine rank receives its weights; what was offloaded goes and comes back."""
-    moved = plan.engine.weights.num_bytes / given.link_bytes_per_second
-    stages: Sequence[Stage] = plan.stages
-    return moved + 2 * max(map(offloaded, stages)) / given.host_bytes_per_second
+def _sync(estimate: MemoryEstimate, given: Assumptions) -> float:
+    """Seconds for engine ranks to receive weights, and to move offloaded parts both ways."""
+    moved = estimate.engine.weights.num_bytes / given.link_bytes_per_second
+    offloaded = max(map(offloaded_bytes, estimate.stages))
+    return moved + 2 * offloaded / given.host_bytes_per_second

@@ -1,5 +1,5 @@
-"""What one pipeline stage of the policy takes: its weights and what belongs to them, counted
-parameter by parameter; and its activations."""
+"""Memory of one pipeline stage of the policy: weights, gradients and optimizer, counted parameter
+by parameter, and activations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from math import ceil, prod
 from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.model import Architecture, Place, layout_of
 from dapo_megatron.plan import activations as count
-from dapo_megatron.plan.activations import Micro
+from dapo_megatron.plan.activations import FLOAT32, Micro
 from dapo_megatron.plan.layout import data_parallel, stage_layers
 from dapo_megatron.plan.parts import Part
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "policy weights", "gradients", "optimizer"
 ACTIVATIONS, LAYER, HEAD = "activations", "a layer at work", "logits, at the head"
 MOMENTS = 2
-"""Of AdamW, per parameter."""
-FLOAT32 = 4
+"""Moments of AdamW per parameter."""
 
 
 @dataclass(frozen=True)
@@ -33,32 +32,32 @@ class Stage:
 
     @property
     def policy(self) -> PolicyConfig:
-        """Its layout."""
+        """Layout of the policy."""
         return self.config.policy
 
     @property
     def arch(self) -> Architecture:
-        """Its model."""
+        """Architecture of the model."""
         return self.micro.arch
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the output head."""
+        """True if the stage has the output head."""
         return self.number == self.policy.pipeline_parallel - 1
 
     @property
     def chunks(self) -> list[range]:
-        """Its layers, counted over the model; several ranges where the schedule is interleaved."""
+        """Layers, counted over the model; several ranges where the schedule is interleaved."""
         return stage_layers(self.policy, self.arch.num_layers)[self.number]
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Of its parameters."""
+        """Counts of a rank's parameters."""
         return _numbers(self)
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for the user."""
         if self.policy.pipeline_parallel == 1:
             return "every rank"
         ends = {0: " (embedding)"} | ({self.number: " (output head)"} if self.is_last else {})
@@ -81,12 +80,12 @@ class Numbers:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.dense + self.of_experts
 
 
 def _numbers(stage: Stage) -> Numbers:
-    """Counted over the tensors of the rank."""
+    """Count over the tensors of the rank."""
     policy = stage.policy
     counted = [
         _count(
@@ -113,8 +112,8 @@ def _numbers(stage: Stage) -> Numbers:
 
 @lru_cache(maxsize=1024)
 def _count(arch: Architecture, place: Place) -> tuple[int, int, int, int]:
-    """Of a chunk, as `Numbers` has them; all linear layers. Kept: plans of other settings share
-    it, and experts have tens of thousands of tensors."""
+    """Count the parameters of a chunk: dense, of experts, untrained, in linear layers. Cached
+    because other estimates share it, and experts have tens of thousands of tensors."""
     dense = of_experts = untrained = linear = 0
     for name, slot in layout_of(arch, place).items():
         number = prod(slot.shape)
@@ -130,35 +129,36 @@ def _count(arch: Architecture, place: Place) -> tuple[int, int, int, int]:
 
 
 def weights(stage: Stage) -> Part:
-    """The policy's weights, as it computes with them."""
-    found, width, fp8 = stage.numbers, stage.micro.width, stage.policy.fp8
-    experts = f" ({found.of_experts:,} of experts)" if found.of_experts else ""
-    how = f"{found.total:,} parameters{experts} of {width} bytes"
-    num_bytes = found.total * width + found.untrained * (stage.micro.exact_width - width)
+    """Weights, as the policy computes with them."""
+    counts, width, fp8 = stage.numbers, stage.micro.width, stage.policy.fp8
+    experts = f" ({counts.of_experts:,} of experts)" if counts.of_experts else ""
+    how = f"{counts.total:,} parameters{experts} of {width} bytes"
+    num_bytes = counts.total * width + counts.untrained * (stage.micro.exact_width - width)
     if fp8 and fp8.parameters:
-        num_bytes -= found.in_fp8 * (width - 1)
-        how += f", but {found.in_fp8:,} of 1 byte"
+        num_bytes -= counts.in_fp8 * (width - 1)
+        how += f", but {counts.in_fp8:,} of 1 byte"
     return Part(WEIGHTS, num_bytes, how)
 
 
 def quantised_copies(stage: Stage) -> Part | None:
-    """Of FP8 layers: Hopper multiplies FP8 in one arrangement alone, so each weight is there along
-    its rows and along its columns, made anew from bfloat16, or the columns from the rows."""
+    """Quantized copies of FP8 layers. Hopper multiplies FP8 in one arrangement only, so each
+    weight exists along its rows and along its columns, made from bfloat16, or the columns from the
+    rows."""
     if stage.policy.fp8 is None:
         return None
-    found, copies = stage.numbers, 1 if stage.policy.fp8.parameters else 2
-    how = f"{found.in_fp8:,} weights, {copies} bytes each"
-    return Part("FP8 copies of weights", found.in_fp8 * copies, how)
+    counts, copies = stage.numbers, 1 if stage.policy.fp8.parameters else 2
+    how = f"{counts.in_fp8:,} weights, {copies} bytes each"
+    return Part("FP8 copies of weights", counts.in_fp8 * copies, how)
 
 
 def gradients(stage: Stage) -> Part:
-    """Megatron's buffers."""
-    wide, found = stage.micro.exact_width, stage.numbers
-    return Part(GRADIENTS, (found.total - found.untrained) * wide, f"{wide} bytes each")
+    """Gradient buffers of Megatron."""
+    wide, counts = stage.micro.exact_width, stage.numbers
+    return Part(GRADIENTS, (counts.total - counts.untrained) * wide, f"{wide} bytes each")
 
 
 def optimizer(stage: Stage) -> Part:
-    """On the device; Megatron shares out each parameter over the ranks that hold a copy of it."""
+    """Optimizer state on the device. Megatron divides it over the ranks that hold a copy."""
     whole, how = _optimizer_bytes(stage)
     share = stage.config.optimizer.cpu_offload
     on_host = f"; {share:.0%} of it in host memory" if share else ""
@@ -166,16 +166,23 @@ def optimizer(stage: Stage) -> Part:
 
 
 def optimizer_on_host(stage: Stage) -> int:
-    """Bytes of the share that lives in host memory, with the gradients that it is updated by."""
+    """Return the bytes of the share that lives in host memory, with its gradients."""
     share = stage.config.optimizer.cpu_offload
     whole, _ = _optimizer_bytes(stage)
     gradient = ceil(_shared_out(stage) * FLOAT32)
     return ceil((whole + gradient) * share)
 
 
-def optimizer_state(stage: Stage) -> int:
-    """Bytes of a rank's part, wherever it lives."""
-    return _optimizer_bytes(stage)[0]
+def offloaded_bytes(stage: Stage) -> int:
+    """Return a rank's bytes that move to host memory while engines generate; gradients do not."""
+    parts = stage.policy.offload
+    num_bytes = weights(stage).num_bytes if "weights" in parts else 0
+    return num_bytes + (optimizer(stage).num_bytes if "optimizer" in parts else 0)
+
+
+def snapshot_bytes(stage: Stage) -> int:
+    """Return the bytes that a rank saves: weights and its part of the optimizer."""
+    return weights(stage).num_bytes + _optimizer_bytes(stage)[0]
 
 
 def _optimizer_bytes(stage: Stage) -> tuple[int, str]:
@@ -191,24 +198,24 @@ def _optimizer_bytes(stage: Stage) -> tuple[int, str]:
 
 
 def _copies(stage: Stage) -> tuple[int, int]:
-    """Ranks that hold a copy of a parameter, and of an expert's; experts are not cut by tensor
-    parallelism."""
+    """Return the ranks that hold a copy of a parameter, and of an expert's, which tensor
+    parallelism does not shard."""
     policy, world = stage.policy, stage.num_processes
     dense = data_parallel(policy, world) * policy.context_parallel
     return dense, world // (policy.pipeline_parallel * policy.expert_parallel)
 
 
 def _shared_out(stage: Stage) -> float:
-    """Parameters whose optimizer state is this rank's."""
-    found, (copies, of_experts) = stage.numbers, _copies(stage)
-    return (found.dense - found.untrained) / copies + found.of_experts / of_experts
+    """Return the number of parameters whose optimizer state this rank holds."""
+    counts, (copies, of_experts) = stage.numbers, _copies(stage)
+    return (counts.dense - counts.untrained) / copies + counts.of_experts / of_experts
 
 
 # ------------------------------------------------------------------ activations
 
 
 def kept(stage: Stage) -> Part:
-    """What forward passes keep, at the moment most of it is there."""
+    """Activations that forward passes keep, at their maximum."""
     micro, policy = stage.micro, stage.policy
     waiting = waiting_layers(policy, stage.number, len(stage.chunks[0]))
     layers = list(_latest(stage.chunks, waiting))
@@ -227,15 +234,15 @@ def kept(stage: Stage) -> Part:
 
 
 def _latest(chunks: list[range], waiting: int) -> Iterator[int]:
-    """Layers whose activations are there: all of each micro-batch, chunk after chunk."""
+    """Yield the layers whose activations are kept: all of each micro-batch, chunk after chunk."""
     layers = [layer for chunk in chunks for layer in chunk]
     for index in range(waiting):
         yield layers[index % len(layers)]
 
 
 def waiting_layers(policy: PolicyConfig, stage: int, layers_of_chunk: int) -> int:
-    """Layers whose activations a stage holds at once: those of the micro-batches that have gone
-    forward and not back (Megatron's schedules.py: the warm-up of 1F1B, and of interleaving)."""
+    """Count the layers whose activations a stage holds at once: those of the micro-batches between
+    forward and backward (Megatron's schedules.py: the warm-up of 1F1B, and of interleaving)."""
     behind = policy.pipeline_parallel - stage - 1
     num_chunks = policy.virtual_pipeline_parallel or 1
     if num_chunks == 1:
@@ -244,8 +251,7 @@ def waiting_layers(policy: PolicyConfig, stage: int, layers_of_chunk: int) -> in
 
 
 def passing(stage: Stage, *, backward: bool) -> tuple[Part, ...]:
-    """What is held for a while, by a layer, and on the last stage by the head: never both at
-    once."""
+    """Temporary memory of a layer, and on the last stage of the head; never both at once."""
     micro = stage.micro
     layers = [layer for chunk in stage.chunks for layer in chunk]
 
@@ -253,21 +259,21 @@ def passing(stage: Stage, *, backward: bool) -> tuple[Part, ...]:
         return micro.num_tokens * max(per_token(micro, layer) for layer in layers)
 
     if not backward:
-        found = [Part(LAYER, ceil(most(count.forward_of_layer)), "going forward")]
+        parts = [Part(LAYER, ceil(most(count.forward_of_layer)), "going forward")]
     else:
         again = 0.0
         if stage.policy.recompute == "full":
             again = most(count.kept_by_layer) - micro.num_tokens * count.layer_input(micro)
         gradient = max(count.largest_gradient(micro, layer) for layer in layers)
         of_layer = again + most(count.backward_of_layer) + gradient
-        found = [Part(LAYER, ceil(of_layer), "going backward")]
+        parts = [Part(LAYER, ceil(of_layer), "going backward")]
     if stage.is_last:
-        found.append(_head(micro, backward=backward))
-    return tuple(found)
+        parts.append(_head(micro, backward=backward))
+    return tuple(parts)
 
 
 def _head(micro: Micro, *, backward: bool) -> Part:
-    """The output head, with its tiles of logits."""
+    """Temporary memory of the output head, with its tiles of logits."""
     forward = count.forward_of_head(micro, backward=backward)
     if not backward:
         forward += count.hidden_states_of_head(micro)

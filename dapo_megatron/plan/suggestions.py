@@ -1,27 +1,31 @@
-"""Which settings would free how much of a phase: each is tried, by planning the changed run."""
+"""Changes that make a run fit: settings, layouts near the configured one, and more nodes. Each is
+tried by estimating the changed run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dapo_megatron.config import Config, Section, read_model_config
+from dapo_megatron.config import Config, PolicyConfig, Section, read_model_config
 from dapo_megatron.config.rules import check_values
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
-from dapo_megatron.plan.layout import check_layout, round_up, row_multiple
+from dapo_megatron.plan.estimate import GPU_MARGIN, HOST, MemoryEstimate, NodeSpec, estimate_memory
+from dapo_megatron.plan.layout import check_layout, policy_problems, round_up, row_multiple
+from dapo_megatron.plan.layout_search import nearest
 from dapo_megatron.plan.parts import GIB
 from dapo_megatron.types import ConfigError
 
-if TYPE_CHECKING:
-    from dapo_megatron.plan.estimate import Plan
-
 SMALLEST_GIB = 0.05
-"""What frees less is not told."""
+"""Changes that free less are not suggested."""
+MAX_NODES = 128
+NUM_TRIED = 12
+"""Layouts estimated for a number of GPUs, nearest first. More take long with many experts."""
 
 
 @dataclass(frozen=True)
-class Knob:
+class Suggestion:
     """A change, as overrides for the command line or words; what it frees, and whether all phases
     then fit."""
 
@@ -30,49 +34,149 @@ class Knob:
     suffices: bool
 
 
-def knobs(plan: Plan, phase: str) -> list[Knob]:
-    """Changes that free memory of `phase` (or of the host, plan.HOST), most first."""
-    from dapo_megatron.plan.estimate import make_plan
+def problems(estimate: MemoryEstimate) -> Iterator[str]:
+    """Describe what does not fit, and which changes would free how much."""
+    for excess in estimate.excesses():
+        phase = excess.phases[0]
+        yield (
+            f"{', '.join(excess.phases)}: {excess.kind} takes "
+            f"{estimate.num_bytes(phase) / GIB:.1f} GiB, {excess.gib:.1f} more than there is\n"
+            f"{_advice(estimate, phase)}"
+        )
+    if estimate.sequences < 1:
+        length = estimate.config.max_sequence_tokens
+        yield (
+            f"generate: the KV cache of {estimate.engine.cache.gib:.1f} GiB cannot hold one "
+            f"sequence of {length:,} tokens\n{_advice(estimate, 'generate')}"
+        )
+    if estimate.host_excess_gib > 0:
+        yield (
+            f"host: the ranks of a node take {estimate.host_bytes / GIB:.0f} GiB, "
+            f"{estimate.host_excess_gib:.0f} more than the {estimate.nodes.host_memory_gib:g} that "
+            f"a node is said to have\n{_advice(estimate, HOST)}"
+        )
 
-    found = []
-    hf = read_model_config(plan.config)
-    for change, config, num_processes in _candidates(plan.config, plan.num_processes):
-        try:
-            check_values(config)
-            check_layout(config, num_processes)
-            check_compatibility(config, hf)
-            other = make_plan(
-                config,
-                num_processes,
-                gpu_memory_gib=(plan.gpu_memory_bytes or 0.0) / GIB,
-                gpus_per_node=plan.gpus_per_node,
-                host_memory_gib=(plan.host_memory_bytes or 0.0) / GIB,
-            )
-        except ConfigError:
+
+def suggest(estimate: MemoryEstimate, phase: str) -> list[Suggestion]:
+    """Return changes that free memory of `phase` (or of the host, estimate.HOST), most first."""
+    suggestions = []
+    for change, config, num_processes in _candidates(estimate.config, estimate.num_processes):
+        changed = _estimate_if_valid(config, num_processes, estimate.nodes)
+        if changed is None:
             continue
-        freed = (plan.num_bytes(phase) - other.num_bytes(phase)) / GIB
-        if freed >= SMALLEST_GIB or (plan.sequences < 1 <= other.sequences):
-            found.append(Knob(change, freed, other.fits()))
-    return sorted(found, key=lambda knob: (-knob.freed_gib, knob.change))
+        freed = (estimate.num_bytes(phase) - changed.num_bytes(phase)) / GIB
+        if freed >= SMALLEST_GIB or (estimate.sequences < 1 <= changed.sequences):
+            suggestions.append(Suggestion(change, freed, changed.fits()))
+    return sorted(suggestions, key=lambda item: (-item.freed_gib, item.change))
 
 
-def advice(plan: Plan, phase: str) -> str:
-    """What frees how much of a phase, a line each."""
-    found = knobs(plan, phase)
-    if not found:
+def _advice(estimate: MemoryEstimate, phase: str) -> str:
+    suggestions = suggest(estimate, phase)
+    if not suggestions:
         return "  no single setting frees any of it; use a smaller model, or shorter sequences"
     lines = [
-        f"  frees {knob.freed_gib:6.1f} GiB: {knob.change}"
-        + (" (all fits)" if knob.suffices else "")
-        for knob in found
+        f"  frees {item.freed_gib:6.1f} GiB: {item.change}"
+        + (" (all fits)" if item.suffices else "")
+        for item in suggestions
     ]
-    if not any(knob.suffices for knob in found):
+    if not any(item.suffices for item in suggestions):
         lines.append("  none is enough alone; take several")
     return "\n".join(lines)
 
 
+def _estimate_if_valid(
+    config: Config, num_processes: int, nodes: NodeSpec
+) -> MemoryEstimate | None:
+    """Estimate a changed config; None if a run would refuse it."""
+    try:
+        check_values(config)
+        check_layout(config, num_processes)
+        check_compatibility(config, read_model_config(config))
+        return estimate_memory(config, num_processes, nodes)
+    except ConfigError:
+        return None
+
+
+# ------------------------------------------------------------------ layouts and nodes
+
+
+def check_layout_and_memory(config: Config, num_processes: int, nodes: NodeSpec) -> None:
+    """Call layout.check_layout, whose suggestions ignore memory, and add those that fit in memory
+    where the policy's layout is at fault. Raises ConfigError."""
+    read_architecture(config)
+    try:
+        check_layout(config, num_processes)
+    except ConfigError as error:
+        if not any(policy_problems(config.policy, num_processes, read_model_config(config))):
+            raise
+        lines = [str(error), *alternatives(config, num_processes, nodes)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def alternatives(config: Config, num_processes: int, nodes: NodeSpec) -> list[str]:
+    """Describe which layouts fit so many GPUs, memory included, or else how many nodes suffice.
+    Empty where no layout could be estimated."""
+    gpus = f"{num_processes} GPUs of {nodes.gpu_memory_gib:g} GiB"
+    layouts, num_tried = _fitting_layouts(config, num_processes, nodes)
+    if layouts:
+        return ["\n  ".join([f"memory included, these fit {gpus}:", *layouts])]
+    enough = _least_nodes(config, nodes)
+    if enough is None and not num_tried:
+        return []
+    text = (
+        f"memory: the run does not fit {gpus} with {GPU_MARGIN:.0%} to spare, in this layout or in "
+        "one near it (others above are chosen by their numbers alone)"
+    )
+    if enough is None:
+        return [f"{text}; nor does it fit {MAX_NODES} nodes or fewer"]
+    number, layout = enough
+    nodes_text = f"{number} node{'s' if number > 1 else ''} of {nodes.gpus_per_node}"
+    how = f"with {layout}" if layout else "as it is configured"
+    return [f"{text}; {nodes_text} would do, {how}"]
+
+
+def _least_nodes(config: Config, nodes: NodeSpec) -> tuple[int, str] | None:
+    """Return the smallest power of two of nodes that a run fits, and the layout's overrides ("" for
+    its own); None if it exceeds MAX_NODES."""
+    number = 1
+    while number <= MAX_NODES:
+        layouts, _ = _fitting_layouts(config, number * nodes.gpus_per_node, nodes, count=1)
+        if layouts:
+            return number, layouts[0]
+        number *= 2
+    return None
+
+
+def _fitting_layouts(
+    config: Config, num_processes: int, nodes: NodeSpec, *, count: int = 3
+) -> tuple[list[str], int]:
+    """Return up to `count` layouts near the configured one that suit model, ranks and memory with
+    room to spare, nearest first, as overrides with only what changes; and how many were tried."""
+    hf, arch = read_model_config(config), read_architecture(config)
+    num_tried = 0
+
+    def fits(policy: PolicyConfig) -> bool:
+        nonlocal num_tried
+        if num_tried == NUM_TRIED or any(policy_problems(policy, num_processes, hf)):
+            return False
+        changed = config.model_copy(update={"policy": policy})
+        estimate = _estimate_if_valid(changed, num_processes, nodes)
+        if estimate is None:
+            return False
+        num_tried += 1
+        return estimate.fits() and not any(estimate.gpu_warnings())
+
+    layouts = nearest(
+        config.policy, num_processes, arch.num_layers, arch.num_experts, fits, count=count
+    )
+    return layouts, num_tried
+
+
+# ------------------------------------------------------------------ settings
+
+
 def _candidates(config: Config, world: int) -> Iterator[tuple[str, Config, int]]:
-    """(change, the config with it, processes); not all of them are valid."""
+    """Yield (change, the config with it, processes); not all of them are valid."""
     for section, values in (*_of_policy(config), *_of_the_rest(config)):
         yield _keys(section, values), _changed(config, section, values), world
     # The rows that context-parallel ranks share stay as long as they are.
@@ -101,7 +205,7 @@ def _of_policy(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "policy", {"offload": ("weights", "gradients", "optimizer")}
     for part in policy.offload:
         # More on the GPU, less on the host.
-        yield "policy", {"offload": tuple(one for one in policy.offload if one != part)}
+        yield "policy", {"offload": tuple(name for name in policy.offload if name != part)}
     if policy.fp8 and not policy.fp8.parameters:
         yield "policy", {"fp8": policy.fp8.model_copy(update={"parameters": True})}
 
@@ -119,8 +223,8 @@ def _of_the_rest(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     if config.rewards.workers > 1:
         yield "rewards", {"workers": config.rewards.workers // 2}
     bound = config.train.max_tokens_per_microbatch
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    least = round_up(longest, row_multiple(policy)) // policy.context_parallel
+    longest = round_up(config.max_sequence_tokens, row_multiple(policy))
+    least = longest // policy.context_parallel
     if (half := max(bound // 2, least)) < bound:
         yield "train", {"max_tokens_per_microbatch": half}
     for less in (0.1, 0.2):
@@ -146,8 +250,8 @@ def _changed(config: Config, section: str, values: dict[str, Any]) -> Config:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Section):
-        given = value.model_dump()
-        return "{" + ",".join(f"{key}: {_shown(one)}" for key, one in given.items()) + "}"
+        items = value.model_dump().items()
+        return "{" + ",".join(f"{key}: {_shown(item)}" for key, item in items) + "}"
     if isinstance(value, tuple):
         return "[" + ",".join(value) + "]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -35,8 +35,8 @@ from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.sources import load_source
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.model import hf_tensors, read_architecture
+from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
-from dapo_megatron.plan.saved import keep_plan
 from dapo_megatron.protocols import LossFn, Parts, Planner, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rewards.registry import user_function
@@ -253,7 +253,7 @@ def build_parts(
     """Build what the loop works with. `stop` raises Stopped on all ranks if a signal came."""
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
-        keep_plan(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
+        save_estimate(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
     if core.engine.is_leader:
         engine, timeline = core.engine, instruments.timeline
         core.driver.on_running = timeline.follow(engine.replica, engine.max_sequences)

@@ -100,9 +100,14 @@ def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
     return source
 
 
-def report_error(error: BaseException, rank: int, terminal: TextIO, logs: Path | None) -> None:
-    """One line on the terminal, and the verdict for whoever started the ranks. A DapoError is as a
-    rule everybody's, so rank 0 tells it there; the others write it to their logs."""
+def report_error(
+    error: BaseException, rank: int, terminal: TextIO, logs: Path | None, *, doing: str = ""
+) -> None:
+    """Print one line on the terminal, and record the exit reason for the launcher.
+
+    A DapoError usually occurs on all ranks, so only rank 0 prints it there. Any other error is
+    printed by each rank, with what it was `doing` and the log that has the traceback.
+    """
     if getattr(error, _REPORTED, False):
         return
     setattr(error, _REPORTED, True)
@@ -112,7 +117,7 @@ def report_error(error: BaseException, rank: int, terminal: TextIO, logs: Path |
     elif isinstance(error, Exception):
         where = f" (traceback in {logs}/rank_{rank}.log)" if logs else ""
         said = f"{type(error).__name__}: {error}".strip()
-        line = f"rank {rank}: {said[:300]}{where}"
+        line = f"rank {rank}: {doing and f'{doing}: '}{said[:300]}{where}"
         print(above_panel(line) if rank and terminal.isatty() else line, file=terminal, flush=True)
         exit_reason.record(1, f"rank {rank}: {said}", "".join(traceback.format_exception(error)))
 

@@ -28,6 +28,8 @@ PACKAGES = {
     "apex": ("apex",),
 }
 
+DIRTY = "-dirty"
+"""Suffix of a commit if a tracked file differs from it."""
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 """Best first."""
 
@@ -75,6 +77,21 @@ def commit() -> str | None:
     return _git(here, "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*")
 
 
+def facts() -> dict[str, str]:
+    """Return what a measurement depends on: `commit`, `dirty` ("yes" if a tracked file differs),
+    `machine`, `cores`, and the version of python, torch and the other parts."""
+    import torch
+
+    described = commit() or "unknown"
+    gpus = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    return {
+        "commit": described.removesuffix(DIRTY),
+        "dirty": "yes" if described.endswith(DIRTY) else "no",
+        "machine": ", ".join([cpu_name(), *gpus]),
+        "cores": str(len(os.sched_getaffinity(0))),
+    } | versions()
+
+
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, value) of every leaf; list entries are numbered from 0."""
     if isinstance(tree, list):
@@ -99,7 +116,7 @@ def run_tags(config: Config, attempt: str) -> dict[str, str]:
     with suppress(KeyError, OSError):  # a container's user id may have no name
         tags["mlflow.user"] = getpass.getuser()
     if made_of := commit():
-        clean = made_of.removesuffix("-dirty")
+        clean = made_of.removesuffix(DIRTY)
         tags |= {"git.commit": clean, "mlflow.source.git.commit": clean}
         tags["git.dirty"] = str(made_of != clean).lower()
     for tag, variables in SLURM.items():

@@ -61,8 +61,8 @@ ROOMS = {
     "engine": room(f"{LOW} config model cluster", "torch vllm numpy"),
     "rollout": room(f"{LOW} config algo data rewards", "torch"),
     "loop": room(f"{LOW} config algo data rewards rollout", "torch"),
-    # rollout for the form of a group on disk.
-    "tracking": room(f"{LOW} config rollout", "mlflow rich"),
+    # rollout for the form of a group on disk, torch for the name of the GPU.
+    "tracking": room(f"{LOW} config rollout", "mlflow rich torch"),
     "doctor": room(
         f"{LOW} config model algo data bridge policy cluster plan tracking run",
         "torch transformers rich",

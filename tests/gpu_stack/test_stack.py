@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo_megatron.doctor.check import Status
+from dapo_megatron.doctor.check_result import Status
 from dapo_megatron.doctor.packages import ThisPython, check_apex, check_packages, stack_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
-from dapo_megatron.plan.estimate import Plan, make_plan
+from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.parts import Part
 from dapo_megatron.plan.phases import fullest
@@ -91,8 +91,8 @@ def config_of(models: Path, case: str) -> Config:
     return tiny_config(model__path=models / model, **{**usual, **keys})
 
 
-def plan_of(models: Path, case: str) -> Plan:
-    return make_plan(config_of(models, case), CASES[case][1], gpus_per_node=0)
+def plan_of(models: Path, case: str) -> MemoryEstimate:
+    return estimate_memory(config_of(models, case), CASES[case][1], NodeSpec(gpus_per_node=0))
 
 
 def measure(rank: int, models: Path, root: Path, case: str) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def measured(case: str, measure_all: Callable[[bool], Measured]) -> Measured:
     return measure_all(case in EVERY_DAY)
 
 
-def of_stage(plan: Plan, phase: str, rank: int) -> dict[str, Part]:
+def of_stage(plan: MemoryEstimate, phase: str, rank: int) -> dict[str, Part]:
     """The parts of this rank at the phase's fullest moment; without pipeline stages all have the
     same."""
     kinds = list(plan.kinds.values())

@@ -16,12 +16,20 @@ from typer.testing import CliRunner
 
 from dapo_megatron import __main__ as command_line
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.doctor.command import check_options
+from dapo_megatron.doctor.layouts import check_options
 from dapo_megatron.doctor.matrix import Case, layout_name, matrix, reference, smallest_world
-from dapo_megatron.doctor.measure import Differences, Measured, compare, distances
-from dapo_megatron.doctor.minibatch import LENGTHS, NO_LOSS, random_minibatch, with_old_logprobs
+from dapo_megatron.doctor.measure import (
+    LENGTHS,
+    NO_LOSS,
+    Differences,
+    Measured,
+    compare,
+    distances,
+    random_minibatch,
+    with_old_logprobs,
+)
 from dapo_megatron.doctor.shrink import shrink, write_random_model
-from dapo_megatron.doctor.table import TOLERANCES, Report, Row, to_json
+from dapo_megatron.doctor.table import TOLERANCES, CaseTable, Row
 from dapo_megatron.model import architecture
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.types import ConfigError
@@ -280,7 +288,7 @@ def test_the_report_says_what_failed_and_json_holds_it() -> None:
     assert "FAIL  gradient 5.0e-01 in lm_head.weight" in printed
     assert "1 of 2 cases FAIL" in printed
     assert printed.endswith("not tried: yours\n")
-    body = json.loads(to_json({"model": "m"}, report))
+    body = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert body["ok"] is False
     assert [row["ok"] for row in body["rows"]] == [True, False]
     assert body["rows"][1]["tensor"] == "lm_head.weight"
@@ -288,9 +296,9 @@ def test_the_report_says_what_failed_and_json_holds_it() -> None:
     assert body["yours_tried"] is False
 
 
-def report_of(*cases: Case) -> tuple[Report, io.StringIO]:
+def report_of(*cases: Case) -> tuple[CaseTable, io.StringIO]:
     out = io.StringIO()
-    return Report(out, cases), out
+    return CaseTable(out, cases), out
 
 
 def test_no_row_is_no_proof() -> None:
@@ -304,8 +312,8 @@ def test_figures_that_could_not_be_written_are_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=r"--json: .*/gone is not a folder"):
-        check_options(None, tmp_path / "gone" / "figures.json")
-    assert check_options("float32", tmp_path / "figures.json") == "float32"
+        check_options(tiny_config(), None, tmp_path / "gone" / "figures.json")
+    assert check_options(tiny_config(), "float32", tmp_path / "figures.json") == "float32"
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_starts() -> None:

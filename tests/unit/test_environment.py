@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from dapo_megatron.doctor import packages
-from dapo_megatron.doctor.check import Check, Status, render, to_json, worst
+from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
 from dapo_megatron.doctor.env import (
     Probe,
     check_environment,
     check_import,
+    render,
     run_probe,
 )
 from dapo_megatron.doctor.machine import GIB, Machine, check_machine, check_variables, this_machine
@@ -281,7 +282,7 @@ def test_every_problem_says_how_to_mend_it() -> None:
 
 def test_report_as_json_and_as_a_table() -> None:
     checks = examine(CPU.with_(apex="0.9"))
-    body = json.loads(to_json(checks))
+    body = json.loads(json.dumps(to_dict(checks)))
     assert body["status"] == "fail"
     assert {"name", "status", "finding", "remedy"} == body["checks"][0].keys()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.doctor.check import Check, Status, worst
+from dapo_megatron.doctor.check_result import Check, Status, worst
 from dapo_megatron.doctor.gpus import GpuError, check_gpus, read_gpus
 from tests.helpers.nvidia_smi import SOUND, install
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from dapo_megatron.cluster.collectives import ErrorRecord, decode, encode
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.doctor.check import Check, Status
-from dapo_megatron.doctor.node import Look
+from dapo_megatron.doctor.check_result import Check, Status
+from dapo_megatron.doctor.node import NodeState
 from dapo_megatron.rollout.driver import _Told
 from dapo_megatron.types import (
     Completion,
@@ -63,7 +63,9 @@ regions = st.builds(Region, tokens, tokens)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 pieces = st.builds(Piece, texts, tokens, dtypes, regions)
 checks = st.builds(Check, texts, st.sampled_from(Status), texts, texts)
-looks = st.builds(Look, st.lists(checks, max_size=3), st.dictionaries(texts, texts, max_size=3))
+states = st.builds(
+    NodeState, st.lists(checks, max_size=3), st.dictionaries(texts, texts, max_size=3)
+)
 errors = st.none() | st.builds(ErrorRecord, texts, texts)
 paths = st.text("abc./", min_size=1).map(Path)
 
@@ -75,7 +77,7 @@ def typed(strategy: Any, of: Any) -> Any:
 MESSAGES = st.one_of(
     typed(reports, _Told),
     typed(st.lists(pieces), list[Piece]),
-    typed(st.tuples(texts, st.booleans(), looks), tuple[str, bool, Look]),
+    typed(st.tuples(texts, st.booleans(), states), tuple[str, bool, NodeState]),
     typed(st.tuples(st.none() | texts, errors), tuple[str | None, ErrorRecord | None]),
     typed(st.lists(paths), list[Path]),
     typed(st.binary(), bytes),

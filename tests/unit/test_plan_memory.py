@@ -15,12 +15,12 @@ from rich.console import Console
 from dapo_megatron.config import Config
 from dapo_megatron.model import architecture
 from dapo_megatron.plan import activations
-from dapo_megatron.plan.estimate import Plan, make_plan
+from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
+from dapo_megatron.plan.forecast import render, to_json
 from dapo_megatron.plan.parts import GIB, Part
 from dapo_megatron.plan.phases import PHASES
-from dapo_megatron.plan.render import render, to_json
 from dapo_megatron.plan.speed import Speed, estimate_speed
-from dapo_megatron.plan.suggestions import knobs
+from dapo_megatron.plan.suggestions import problems, suggest
 from dapo_megatron.policy import vocab_parallel
 from tests.helpers.configs import tiny_config
 from tests.helpers.published import PUBLISHED
@@ -45,18 +45,18 @@ def config_of(folder: Path, hf: dict[str, Any] = DENSE_HF, **overrides: Any) -> 
     return tiny_config(**settings | overrides)
 
 
-def part(of: Plan, phase: str, name: str) -> Part:
+def part(of: MemoryEstimate, phase: str, name: str) -> Part:
     [found] = [one for one in of.fullest(phase)[1].parts if one.name == name]
     return found
 
 
-def names(of: Plan, phase: str) -> set[str]:
+def names(of: MemoryEstimate, phase: str) -> set[str]:
     return {one.name for one in of.fullest(phase)[1].parts}
 
 
 def test_one_gpu_holds_every_parameter(tmp_path: Path) -> None:
     for count, hf in PUBLISHED["Qwen3-8B"], PUBLISHED["Qwen3-30B-A3B"]:
-        found = make_plan(config_of(tmp_path, hf), 1)
+        found = estimate_memory(config_of(tmp_path, hf), 1)
         assert part(found, "update", "policy weights").num_bytes == 2 * count
         assert part(found, "update", "gradients").num_bytes == 4 * count
         # Main weight and two moments.
@@ -66,7 +66,7 @@ def test_one_gpu_holds_every_parameter(tmp_path: Path) -> None:
 
 
 def test_data_parallel_ranks_share_the_optimizer_alone(tmp_path: Path) -> None:
-    found = make_plan(config_of(tmp_path, policy__context_parallel=2), 8)
+    found = estimate_memory(config_of(tmp_path, policy__context_parallel=2), 8)
     assert part(found, "update", "policy weights").num_bytes == 2 * DENSE
     assert part(found, "update", "optimizer").num_bytes == 12 * DENSE // 8
     assert found.disk[1].num_bytes == (8 * 2 + 12) * DENSE
@@ -75,7 +75,7 @@ def test_data_parallel_ranks_share_the_optimizer_alone(tmp_path: Path) -> None:
 def test_experts_are_shared_out_over_their_own_ranks(tmp_path: Path) -> None:
     layout = {"tensor_parallel": 4, "sequence_parallel": True, "expert_parallel": 8}
     keys = {f"policy__{key}": value for key, value in layout.items()}
-    found = make_plan(config_of(tmp_path, EXPERTS_HF, **keys), 16)
+    found = estimate_memory(config_of(tmp_path, EXPERTS_HF, **keys), 16)
     experts = 48 * 128 * 3 * 2048 * 768
     # Norms and routers are whole on every rank; what the ranks cut is at least a quarter.
     dense = part(found, "update", "policy weights").num_bytes // 2 - experts // 8
@@ -96,7 +96,7 @@ def test_experts_are_shared_out_over_their_own_ranks(tmp_path: Path) -> None:
 def test_optimizer_in_other_places(
     tmp_path: Path, keys: dict[str, Any], device: int, host: int
 ) -> None:
-    found = make_plan(config_of(tmp_path, **keys), 1)
+    found = estimate_memory(config_of(tmp_path, **keys), 1)
     assert part(found, "update", "optimizer").num_bytes == device * DENSE
     on_host = [one.num_bytes for one in found.host if one.name == "optimizer for good"]
     assert on_host == ([host * DENSE] if host else [])
@@ -105,7 +105,9 @@ def test_optimizer_in_other_places(
 def test_fp8_parameters_are_half(tmp_path: Path) -> None:
     """All but embedding, head and norms."""
     whole, half = (
-        make_plan(config_of(tmp_path, policy__fp8=f"{{recipe: current, parameters: {kept}}}"), 1)
+        estimate_memory(
+            config_of(tmp_path, policy__fp8=f"{{recipe: current, parameters: {kept}}}"), 1
+        )
         for kept in ("false", "true")
     )
     saved = (
@@ -123,7 +125,7 @@ def test_fp8_parameters_are_half(tmp_path: Path) -> None:
 def test_who_is_there_when(tmp_path: Path) -> None:
     trained = {"policy weights", "gradients", "optimizer"}
     engine = {"engine weights", "engine workspace", "KV cache"}
-    found = make_plan(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
+    found = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
     assert names(found, "generate") == engine | {"CUDA and NCCL"}
     moments = {
         moment.name: {one.name for one in moment.parts}
@@ -135,9 +137,9 @@ def test_who_is_there_when(tmp_path: Path) -> None:
     assert moments["engine awake"] == engine | {"CUDA and NCCL"}
     assert names(found, "logprobs") & (trained | engine) == trained
     assert names(found, "update") & (trained | engine) == trained
-    stays = make_plan(config_of(tmp_path, policy__offload="[gradients]"), 8)
+    stays = estimate_memory(config_of(tmp_path, policy__offload="[gradients]"), 8)
     assert names(stays, "generate") & trained == {"policy weights", "optimizer"}
-    awake = make_plan(config_of(tmp_path, engine__sleep=False), 8)
+    awake = estimate_memory(config_of(tmp_path, engine__sleep=False), 8)
     for phase in PHASES:
         assert engine <= names(awake, phase)
 
@@ -151,7 +153,7 @@ def test_copies_in_fp8_are_there_until_something_leaves(
     tmp_path: Path, fp8: str, copies: int, offload: str
 ) -> None:
     config = config_of(tmp_path, policy__fp8=fp8, policy__offload=offload)
-    phases = make_plan(config, 1).kinds["every rank"]
+    phases = estimate_memory(config, 1).kinds["every rank"]
     found = {
         (phase, moment.name): sum(
             part.num_bytes for part in moment.parts if part.name == "FP8 copies of weights"
@@ -172,10 +174,12 @@ def test_copies_in_fp8_are_there_until_something_leaves(
 def test_a_sync_takes_what_its_fullest_moment_takes(tmp_path: Path) -> None:
     """As it is measured: from both models' weights to the engine's cache."""
     keys = {"policy__tensor_parallel": 4, "engine__memory_fraction": 0.9}
-    found = make_plan(config_of(tmp_path, policy__offload=ALL_PARTS, **keys), 8)
+    found = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS, **keys), 8)
     assert found.fullest("sync")[1].name == "engine awake"
     assert found.num_bytes("sync") == found.num_bytes("generate")
-    small = make_plan(config_of(tmp_path, policy__offload=ALL_PARTS), 1, gpu_memory_gib=40.0)
+    small = estimate_memory(
+        config_of(tmp_path, policy__offload=ALL_PARTS), 1, NodeSpec(gpu_memory_gib=40.0)
+    )
     moments = {one.name: one.num_bytes for one in small.kinds["every rank"]["sync"]}
     assert small.num_bytes("sync") == max(moments.values()) == moments["weights move"]
     # Of few tokens.
@@ -183,7 +187,7 @@ def test_a_sync_takes_what_its_fullest_moment_takes(tmp_path: Path) -> None:
 
 
 def test_layer_and_head_are_not_there_at_once(tmp_path: Path) -> None:
-    found = make_plan(
+    found = estimate_memory(
         config_of(tmp_path, policy__pipeline_parallel=2, engine__tensor_parallel=1), 2
     )
     first, last = found.kinds.values()
@@ -197,7 +201,7 @@ def test_layer_and_head_are_not_there_at_once(tmp_path: Path) -> None:
 
 def test_cache_holds_what_the_weights_leave(tmp_path: Path) -> None:
     config = config_of(tmp_path, engine__tensor_parallel=2, engine__memory_fraction=0.5)
-    found = make_plan(config, 2, gpu_memory_gib=80.0)
+    found = estimate_memory(config, 2, NodeSpec(gpu_memory_gib=80.0))
     cache, *rest = (
         part(found, "generate", name).num_bytes
         for name in ("KV cache", "engine weights", "engine workspace")
@@ -208,13 +212,13 @@ def test_cache_holds_what_the_weights_leave(tmp_path: Path) -> None:
 
 def test_quantised_engine_is_half(tmp_path: Path) -> None:
     config = config_of(tmp_path, engine__quantization="fp8")
-    weights = part(make_plan(config, 1), "generate", "engine weights").num_bytes
+    weights = part(estimate_memory(config, 1), "generate", "engine weights").num_bytes
     rest = 2 * 151936 * 4096
     assert weights == pytest.approx(DENSE - rest + 2 * rest, rel=0.001)
 
 
 def test_offloaded_memory_is_on_the_host(tmp_path: Path) -> None:
-    found = make_plan(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
+    found = estimate_memory(config_of(tmp_path, policy__offload=ALL_PARTS), 8)
     sizes = {one.name: one.num_bytes for one in found.host}
     assert sizes["offloaded while generating"] == (8 * 2 + 12) * DENSE
     assert sizes["a checkpoint's copy"] == (8 * 2 + 12) * DENSE
@@ -222,7 +226,7 @@ def test_offloaded_memory_is_on_the_host(tmp_path: Path) -> None:
 
 def test_the_fullest_stage_is_named(tmp_path: Path) -> None:
     parts = {"policy__pipeline_parallel": 2, "engine__tensor_parallel": 1}
-    found = make_plan(config_of(tmp_path, **parts), 2)
+    found = estimate_memory(config_of(tmp_path, **parts), 2)
     # Both have 18 layers and 151936 rows; the first holds two micro-batches.
     assert found.fullest("update")[0] == "pipeline stage 1 of 2 (embedding)"
     assert found.fullest("logprobs")[0] == "pipeline stage 2 of 2 (output head)"
@@ -245,7 +249,7 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
 
 def test_recomputing_leaves_the_inputs(tmp_path: Path) -> None:
     config = config_of(tmp_path, policy__recompute="full")
-    kept = part(make_plan(config, 1), "update", "activations").num_bytes
+    kept = part(estimate_memory(config, 1), "update", "activations").num_bytes
     # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the last norm's, and
     # what is scored.
     assert kept == 32768 * (4096 * (36 * 2 + 2 + 2) + 4)
@@ -258,7 +262,7 @@ def test_more_tensor_parallel_never_takes_more(
     folder = tmp_path_factory.mktemp("model")
     keys = {"policy__recompute": recompute, "policy__sequence_parallel": size > 1}
     small, large = (
-        make_plan(config_of(folder, policy__tensor_parallel=n, **keys), 16)
+        estimate_memory(config_of(folder, policy__tensor_parallel=n, **keys), 16)
         for n in (size, 2 * size)
     )
     for phase in ("logprobs", "update"):
@@ -276,11 +280,11 @@ def test_tiles_are_those_of_the_policy(name: str) -> None:
 
 
 def test_what_does_not_fit_is_said_with_what_frees_it(tmp_path: Path) -> None:
-    found = make_plan(config_of(tmp_path), 8)
-    problems = "\n".join(found.problems())
-    assert "update: every rank takes" in problems and "more than there is" in problems
-    assert "policy.recompute=full" in problems and "policy.offload" in problems
-    fits = make_plan(
+    found = estimate_memory(config_of(tmp_path), 8)
+    text = "\n".join(problems(found))
+    assert "update: every rank takes" in text and "more than there is" in text
+    assert "policy.recompute=full" in text and "policy.offload" in text
+    fits = estimate_memory(
         config_of(
             tmp_path,
             policy__tensor_parallel=8,
@@ -290,87 +294,89 @@ def test_what_does_not_fit_is_said_with_what_frees_it(tmp_path: Path) -> None:
         ),
         16,
     )
-    assert not list(fits.problems()) and fits.fits()
+    assert not list(problems(fits)) and fits.fits()
 
 
 def test_a_host_too_small_is_said(tmp_path: Path) -> None:
     keys = {"policy__offload": ALL_PARTS, "policy__recompute": "full"}
     keys |= {"policy__tensor_parallel": 2}
     config = config_of(tmp_path, **keys)
-    found = make_plan(config, 8, host_memory_gib=1024.0)
+    found = estimate_memory(config, 8, NodeSpec(host_memory_gib=1024.0))
     taken = found.host_bytes / GIB
     assert found.fits() and not list(found.warnings())
-    [warning] = make_plan(config, 8, host_memory_gib=taken / 0.95).warnings()
+    [warning] = estimate_memory(config, 8, NodeSpec(host_memory_gib=taken / 0.95)).warnings()
     assert "the ranks of a node take" in warning
-    short = make_plan(config, 8, host_memory_gib=taken - 10.0)
+    short = estimate_memory(config, 8, NodeSpec(host_memory_gib=taken - 10.0))
     assert not short.fits() and not short.excesses()
-    [problem] = short.problems()
+    [problem] = problems(short)
     assert "10 more than the" in problem
-    freed = {knob.change: knob for knob in knobs(short, "host")}
+    freed = {item.change: item for item in suggest(short, "host")}
     assert freed["policy.offload=[weights,gradients]"].freed_gib > 80
-    assert not make_plan(config, 8, gpus_per_node=0, host_memory_gib=1.0).host_excess_gib
+    assert not estimate_memory(
+        config, 8, NodeSpec(gpus_per_node=0, host_memory_gib=1.0)
+    ).host_excess_gib
 
 
 @pytest.mark.parametrize(("left_gib", "warned"), [(3.9, True), (4.1, False)])
 def test_little_room_is_warned_of(tmp_path: Path, left_gib: float, warned: bool) -> None:
     """5% of 80 GiB; the cache does not matter, it is a share."""
     config = config_of(tmp_path, policy__offload=ALL_PARTS, policy__recompute="full")
-    roomy = make_plan(config, 8, gpu_memory_gib=80.0)
+    roomy = estimate_memory(config, 8, NodeSpec(gpu_memory_gib=80.0))
     update = roomy.num_bytes("update") / GIB
     room = update + left_gib * update / (80.0 - left_gib)
-    warnings = list(make_plan(config, 8, gpu_memory_gib=room).warnings())
+    warnings = list(estimate_memory(config, 8, NodeSpec(gpu_memory_gib=room)).warnings())
     assert any(text.startswith("update leaves") for text in warnings) == warned
 
 
-def test_knobs_free_what_they_say(tmp_path: Path) -> None:
+def test_suggestions_free_what_they_say(tmp_path: Path) -> None:
     """Each is an override: applied, the plan is smaller by just that."""
-    found = make_plan(config_of(tmp_path), 8)
+    found = estimate_memory(config_of(tmp_path), 8)
     for phase in ("generate", "update", "host"):
-        freed = knobs(found, phase)
-        assert freed == sorted(freed, key=lambda knob: (-knob.freed_gib, knob.change))
-        for knob in freed:
-            if knob.change.startswith("twice"):
+        freed = suggest(found, phase)
+        assert freed == sorted(freed, key=lambda item: (-item.freed_gib, item.change))
+        for item in freed:
+            if item.change.startswith("twice"):
                 continue
-            keys = dict(text.split("=") for text in knob.change.split(" "))
+            keys = dict(text.split("=") for text in item.change.split(" "))
             overrides = {key.replace(".", "__"): value for key, value in keys.items()}
-            other = make_plan(config_of(tmp_path, **overrides), 8)
+            other = estimate_memory(config_of(tmp_path, **overrides), 8)
             difference = (found.num_bytes(phase) - other.num_bytes(phase)) / GIB
-            assert knob.freed_gib == pytest.approx(difference)
-            assert knob.suffices == other.fits()
+            assert item.freed_gib == pytest.approx(difference)
+            assert item.suffices == other.fits()
     assert "policy.offload=[weights,gradients,optimizer]" in {
-        knob.change for knob in knobs(found, "generate")
+        item.change for item in suggest(found, "generate")
     }
 
 
 def test_a_cache_too_small_for_one_sequence(tmp_path: Path) -> None:
-    found = make_plan(config_of(tmp_path, engine__memory_fraction=0.24), 8)
+    found = estimate_memory(config_of(tmp_path, engine__memory_fraction=0.24), 8)
     assert found.sequences == 0
-    [problem] = [text for text in found.problems() if "cannot hold one sequence" in text]
+    [problem] = [text for text in problems(found) if "cannot hold one sequence" in text]
     assert "engine.memory_fraction=0.34" in problem
 
 
 def test_without_gpus_nothing_is_refused() -> None:
-    found = make_plan(tiny_config(), 2, gpus_per_node=0)
+    found = estimate_memory(tiny_config(), 2, NodeSpec(gpus_per_node=0))
     assert found.num_bytes("update") < 1.5 * GIB
-    assert not list(found.problems())
-    assert found.slack_gib("update") is None
+    assert not list(problems(found))
+    assert found.gpu_memory_bytes is None
 
 
-def printed(plan: Plan, speed: Speed | None = None) -> str:
+def printed(plan: MemoryEstimate, speed: Speed | None = None) -> str:
     console = Console(file=io.StringIO(), width=200)
     render(plan, console, speed)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_whose_head_is_counted_is_said(tmp_path: Path) -> None:
-    plans = [make_plan(config_of(tmp_path, policy__logprob_head=one), 1) for one in HEADS]
+    plans = [estimate_memory(config_of(tmp_path, policy__logprob_head=one), 1) for one in HEADS]
     assert ["counted as torch's" in printed(plan) for plan in plans] == [False, True]
 
 
 def test_a_table_for_each_kind_of_rank(tmp_path: Path) -> None:
     """Four stages: the two in the middle differ by nothing but their activations."""
     keys = {"policy__pipeline_parallel": 4, "policy__recompute": "full"}
-    text = printed(make_plan(config_of(tmp_path, engine__tensor_parallel=1, **keys), 8))
+    text = printed(estimate_memory(config_of(tmp_path, engine__tensor_parallel=1, **keys), 8))
     titles = [line.strip() for line in text.splitlines() if line.strip().startswith("memory of")]
     assert [title.removesuffix(": GiB of 80") for title in titles] == [
         "memory of pipeline stage 1 of 4 (embedding)",
@@ -389,11 +395,11 @@ def test_a_table_for_each_kind_of_rank(tmp_path: Path) -> None:
 
 
 def test_figures_for_people_and_programs(tmp_path: Path) -> None:
-    found = make_plan(config_of(tmp_path), 8)
+    found = estimate_memory(config_of(tmp_path), 8)
     speed = estimate_speed(found)
     text = printed(found, speed)
     assert all(word in text for word in (*PHASES, "KV cache", "host memory", "mfu", "free"))
-    told = json.loads(json.dumps(to_json(found, speed)))
+    told = json.loads(json.dumps(to_json(found, speed, list(problems(found)))))
     assert told["phases"]["update"]["bytes"] == found.num_bytes("update")
     assert told["seconds"]["step"] == pytest.approx(speed.step_seconds)
     assert told["phases"]["update"]["moment"] in told["kinds"]["every rank"]["update"]

@@ -14,10 +14,17 @@ import pytest
 from rich.console import Console
 
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.doctor import bandwidth, node, nodes, nodes_report
-from dapo_megatron.doctor.check import Check, Status, worst
-from dapo_megatron.doctor.node import Port, check_infiniband, look_at_node, odd_ones, within
-from dapo_megatron.doctor.nodes import NodeFile, check_nodes
+from dapo_megatron.doctor import bandwidth, node, nodes
+from dapo_megatron.doctor.bandwidth import Bandwidth, Pair
+from dapo_megatron.doctor.check_result import Check, Status, worst
+from dapo_megatron.doctor.node import (
+    Port,
+    check_infiniband,
+    check_node,
+    compare_facts,
+    within,
+)
+from dapo_megatron.doctor.nodes import Findings, NodeFile, check_nodes
 from tests.helpers.configs import tiny_config
 from tests.helpers.nvidia_smi import install
 from tests.helpers.ranks import RankFailed, run_ranks
@@ -146,17 +153,16 @@ def test_a_sound_check_leaves_nothing_behind(
 
 
 def test_a_table_names_the_bad(reports: tuple[Path, list[dict[str, bool]]]) -> None:
-    found = nodes_report.Findings(
+    found = Findings(
         {
             "n0": [Check("clock", Status.OK, "fine")],
             "n1": [Check("GPU 3", Status.FAIL, "hot", "x")],
         },
         [Check("all-reduce", Status.FAIL, "slow", "y")],
-        {"pairs": [{"nodes": ("n0", "n1"), "gbps": 12.5}], "all_reduce_gbps": 3.25}
-        | {"all_to_all_gbps": None},
+        Bandwidth(all_reduce_gbps=3.25, pairs=(Pair(("n0", "n1"), 12.5),)),
     )
     console = Console(file=io.StringIO(), width=120)
-    nodes_report.render(found, console)
+    found.render(console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "GPU 3: hot" in text and "12.50" in text and "3.25" in text and "bad: n1" in text
 
@@ -221,9 +227,9 @@ def test_a_look_that_hangs_or_fails_is_a_finding() -> None:
 
 def test_this_machine_is_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    look = look_at_node(tiny_config(run__directory=tmp_path / "runs"), 2, is_used=False)
-    assert worst(look.checks) is not Status.FAIL
-    assert {"GPUs", "run.directory", "/dev/shm", "host name"} <= {one.name for one in look.checks}
+    state = check_node(tiny_config(run__directory=tmp_path / "runs"), 2, is_used=False)
+    assert worst(state.checks) is not Status.FAIL
+    assert {"GPUs", "run.directory", "/dev/shm", "host name"} <= {one.name for one in state.checks}
 
 
 def test_a_node_that_cannot_write_is_not_shared() -> None:
@@ -258,7 +264,7 @@ def test_infiniband_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
 
 def test_a_missing_fact_is_odd_too() -> None:
     ports = {"InfiniBand": "8 x 400 Gb/sec (4X NDR)"}
-    found = odd_ones({"a": ports, "b": {}, "c": ports}, "nodes")
+    found = compare_facts({"a": ports, "b": {}, "c": ports})
     assert not found["a"] and not found["c"]
     [check] = found["b"]
     assert check.finding == "none here, 8 x 400 Gb/sec (4X NDR) on 2 of 3 nodes"

@@ -39,8 +39,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from dapo_megatron.doctor.facts import facts
 from dapo_megatron.policy.vocab_parallel import linear_logprobs
+from dapo_megatron.tracking.provenance import facts
 
 FUSED, PLAIN, NO_ENTROPY = "fused", "plain", "plain, no entropy"
 TRITON, TILES, MATMULS = "fused, triton", "its tiles' matmuls", "matmuls alone"

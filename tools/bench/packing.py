@@ -30,7 +30,7 @@ from dapo_megatron.data.packing import (
     plan_microbatches,
     work,
 )
-from dapo_megatron.doctor.facts import facts
+from dapo_megatron.tracking.provenance import facts
 
 MAX_PADDING = 0.01
 MAX_SLOWEST_RANK = 1.03

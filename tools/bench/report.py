@@ -26,7 +26,7 @@ from rich.table import Table
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))  # tests/ is not installed
 
-from dapo_megatron.doctor.facts import facts  # noqa: E402
+from dapo_megatron.tracking.provenance import facts  # noqa: E402
 from tests.browser.chromium import Watched, find_chromium, launch  # noqa: E402
 from tests.helpers.made_run import MadeRun  # noqa: E402
 

@@ -36,7 +36,6 @@ from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.data.stream import PromptStream
-from dapo_megatron.doctor.facts import facts
 from dapo_megatron.engine import engine as engine_module
 from dapo_megatron.engine.engine import VllmEngine
 from dapo_megatron.loop import train_step
@@ -49,6 +48,7 @@ from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.run import build
 from dapo_megatron.run.build import learning_rate, loss_function
 from dapo_megatron.tracking import SilentRecorder
+from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import Collected, Fate, Grade, Group, Prompt, SampleRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -36,9 +36,9 @@ from dapo_megatron.bridge.plan import make_plan
 from dapo_megatron.bridge.transfer import Transfer
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.doctor.facts import facts
 from dapo_megatron.model import Architecture, Place, architecture, engine_pieces, layout_of
 from dapo_megatron.policy.shards import shards_of
+from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import Piece, Region, Shard, whole
 
 DTYPE = torch.bfloat16

@@ -156,7 +156,7 @@ def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
 
 def plan(setting: Setting) -> Iterator[Figure]:
     """Peak memory of each phase of a 0.6B run against what `plan` says."""
-    from dapo_megatron.plan.estimate import make_plan
+    from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
     from dapo_megatron.run.build import build_models
 
     ranks = one_rank()
@@ -165,7 +165,7 @@ def plan(setting: Setting) -> Iterator[Figure]:
         setting, "0.6b", "policy.offload=[weights, gradients, optimizer]", row_tokens=tokens
     )
     total = memory_gib() if has_gpu() else 80.0
-    planned = make_plan(config, 1, gpu_memory_gib=total, gpus_per_node=1 if has_gpu() else 0)
+    planned = estimate_memory(config, 1, NodeSpec(int(has_gpu()), total))
     policy, engine, sync = build_models(config, ranks)
     vocab = policy.architecture.vocab  # type: ignore[attr-defined]
     meter = MemoryMeter(ranks)

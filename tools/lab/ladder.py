@@ -27,7 +27,7 @@ from ladder_plot import Panel, Point, svg
 
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
-from dapo_megatron.doctor.facts import facts
+from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.types import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -38,7 +38,7 @@ from rollout_policies import (
 from rollout_workload import LogNormal, Recorded, Workload, read_recorded
 from virtual_engines import EngineModel
 
-from dapo_megatron.doctor.facts import facts
+from dapo_megatron.tracking.provenance import facts
 
 MIN_BUSY = 0.97
 MAX_AGE_MEAN = 2.0

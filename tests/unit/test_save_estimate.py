@@ -1,4 +1,4 @@
-"""plan.json: the plan of a run's GPU memory, beside what is measured of the same phases."""
+"""plan.json: estimated GPU memory of the phases whose memory a run measures."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.plan import saved
-from dapo_megatron.plan.estimate import make_plan
+from dapo_megatron.plan import estimate
+from dapo_megatron.plan.estimate import NodeSpec, estimate_memory, save_estimate
 from dapo_megatron.plan.parts import GIB
-from dapo_megatron.plan.saved import keep_plan
 from tests.helpers.configs import tiny_config
 
 
 def test_the_plan_of_the_phases_that_are_measured(tmp_path: Path) -> None:
     config, notes = tiny_config(), list[str]()
-    keep_plan(config, tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
+    save_estimate(config, tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
     kept = json.loads((tmp_path / "plan.json").read_text())
     assert not notes
     assert kept["device"] == "gpu"
-    plan = make_plan(config, 2, gpu_memory_gib=79.25, gpus_per_node=2)
+    plan = estimate_memory(config, 2, NodeSpec(gpu_memory_gib=79.25, gpus_per_node=2))
     assert kept["phases"] == {
         phase: plan.num_bytes(phase) / GIB for phase in ("generate", "logprobs", "update", "sync")
     }
@@ -30,11 +29,13 @@ def test_a_plan_that_cannot_be_made_or_kept_is_told_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    keep_plan(tiny_config(), tmp_path / "missing" / "plan.json", notes.append, 2, int(79.25 * GIB))
+    save_estimate(
+        tiny_config(), tmp_path / "missing" / "plan.json", notes.append, 2, int(79.25 * GIB)
+    )
     assert "no plan.json" in notes.pop()
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     unknown = tiny_config(model__path=str(tmp_path))
-    keep_plan(unknown, tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
+    save_estimate(unknown, tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
     assert "unheard_of" in notes.pop()
     assert not (tmp_path / "plan.json").exists()
 
@@ -47,6 +48,6 @@ def test_an_odd_model_that_trains_all_the_same_is_only_told(
         raise error
 
     notes: list[str] = []
-    monkeypatch.setattr(saved, "make_plan", odd)
-    keep_plan(tiny_config(), tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
+    monkeypatch.setattr(estimate, "estimate_memory", odd)
+    save_estimate(tiny_config(), tmp_path / "plan.json", notes.append, 2, int(79.25 * GIB))
     assert notes == [f"  no plan.json: {type(error).__name__}: {error}"]
