@@ -9,7 +9,7 @@ Shape letters: T tokens (all sequences of a batch, end to end), S sequences.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -291,6 +291,9 @@ class Region:
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{part.start}:{part.stop}" for part in self.slices) + "]"
+
     @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index."""
@@ -336,6 +339,19 @@ def torch_dtype(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name that configs and checkpoints have for a dtype, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
+    """Return the indices of two regions that share an element, or None."""
+    order = sorted(range(len(regions)), key=lambda index: regions[index].start)
+    for place, index in enumerate(order):
+        region = regions[index]
+        for other in order[place + 1 :]:
+            if region.start and regions[other].start[0] >= region.start[0] + region.shape[0]:
+                break
+            if region.intersect(regions[other]) is not None:
+                return index, other
+    return None
 
 
 @dataclass(frozen=True, slots=True)

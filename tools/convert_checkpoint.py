@@ -37,9 +37,8 @@ from dapo_megatron.checkpoints.formats.compare import (
     compare_replicas,
     replica_bytes,
 )
-from dapo_megatron.checkpoints.formats.describe import describe, rows
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
-from dapo_megatron.checkpoints.formats.writer import StoreWriter, fill
+from dapo_megatron.checkpoints.formats.store import StoreWriter, describe, fill
 from dapo_megatron.cluster.processes import resident_bytes
 from dapo_megatron.config import PolicyConfig, refuse
 from dapo_megatron.model import Architecture
@@ -220,7 +219,7 @@ def convert(
             check_copies(store)
         writer = make_writer(folder, infos)
         with bar(
-            "writing", sum(store.extent_bytes(extent) for extent in writer.extents)
+            "writing", sum(store.slice_bytes(file_slice) for file_slice in writer.file_slices)
         ) as advance:
             writer.create()
             fill(writer, store, advance)
@@ -379,6 +378,19 @@ def bar(what: str, total: int) -> Iterator[Advance]:
     with bars.Progress(*columns, console=console, transient=True, disable=hidden) as shown:
         task = shown.add_task(what, total=total)
         yield lambda size: shown.advance(task, size)
+
+
+def rows(description: dict[str, Any]) -> list[tuple[str, int, str, str, int]]:
+    """Return one row for tensors that differ only in layer or expert: name, how many, shape, dtype,
+    bytes of all."""
+    kinds: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
+    for name, info in description["tensors"].items():
+        kind = re.sub(r"\.\d+\.", ".*.", name), str(info["shape"]), info["dtype"]
+        kinds.setdefault(kind, []).append((name, info["bytes"]))
+    return [
+        (pattern if same[1:] else same[0][0], len(same), shape, dtype, sum(n for _, n in same))
+        for (pattern, shape, dtype), same in kinds.items()
+    ]
 
 
 def listed(found: list[Difference]) -> str:

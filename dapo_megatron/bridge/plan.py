@@ -1,10 +1,10 @@
-"""Who sends which box of which tensor to whom, from what every rank holds and wants.
+"""The transfer plan: who sends which box of which tensor to whom.
 
-A plan is made once from the lists of all ranks (the same on every rank, so every rank makes the
-same plan) and used at every sync. Every wanted piece is tiled by boxes, each from one source: the
-rank itself where it holds it, so that nothing moves; else a rank that does, on the same node if
-there is one, of these the one with the least to send so far. Boxes travel in rounds of bounded
-bytes that every rank takes part in, so no rank can wait in a circle.
+A plan is made once from what all ranks hold and want, and used at every sync. These lists are the
+same on every rank, so every rank makes the same plan. Every wanted region is cut into boxes, each
+from one source. That is the rank itself where it holds the box. Otherwise it is a rank that does,
+preferably on the same node, and among these the one with the least to send so far. Boxes travel in
+rounds of bounded bytes that every rank takes part in, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -14,38 +14,23 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 
-from dapo_megatron.types import Piece, Region, SyncError
+from dapo_megatron.types import Piece, Region, SyncError, overlap
 
 BUCKET_BYTES = 256 * 2**20
 SENT_BUCKETS = 2
-"""A rank sends at most this many buckets in a round: replicas ask the same rank for more than each
-of them receives."""
-
-
-class Move(NamedTuple):
-    """A box of a wanted region on its way from `source` to `target`; it stays if they are equal."""
-
-    name: str
-    dtype: torch.dtype
-    region: Region
-    box: Region
-    source: int
-    target: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the box."""
-        return self.box.numel * self.dtype.itemsize
+"""Buckets that a rank sends in a round at most. Replicas ask the same rank for more than each of
+them receives."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """A part of a wanted region, and the ranks it may come from: the target alone if it holds it.
-    Tensors alike in shape, holders and wishes share their tiles."""
+class BoxTransfer:
+    """A box of a wanted region, and the ranks that may send it: only the target if it holds it.
+
+    Tensors with the same shape, holders and targets share their boxes.
+    """
 
     target: int
     region: Region
@@ -60,62 +45,54 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """How one tensor gets to those who want it, all of them or some: the source of each tile."""
+class TensorTransfer:
+    """The boxes of one tensor for all or some of the ranks that want it, each with its source."""
 
     name: str
-    dtype: torch.dtype
-    tiles: tuple[Tile, ...]
+    boxes: tuple[BoxTransfer, ...]
     sources: tuple[int, ...]
 
     def traffic(self) -> tuple[Counter[int], Counter[int]]:
-        """Bytes that each rank receives from others, and sends to others."""
+        """Return the bytes that each rank receives from others, and sends to others."""
         received: Counter[int] = Counter()
         sent: Counter[int] = Counter()
-        for tile, source in zip(self.tiles, self.sources):
-            if source != tile.target:
-                received[tile.target] += tile.nbytes
-                sent[source] += tile.nbytes
+        for box, source in self.with_sources():
+            if source != box.target:
+                received[box.target] += box.nbytes
+                sent[source] += box.nbytes
         return received, sent
 
-    def moves(self, rank: int | None = None) -> Iterator[Move]:
-        """Tiles and sources in the plan's order; with `rank`, only what it sends or receives."""
-        for tile, source in zip(self.tiles, self.sources):
-            if rank is None or rank in (source, tile.target):
-                yield Move(self.name, self.dtype, tile.region, tile.box, source, tile.target)
+    def with_sources(self, rank: int | None = None) -> Iterator[tuple[BoxTransfer, int]]:
+        """Yield boxes and sources in the plan's order, or only those that `rank` takes part in."""
+        for box, source in zip(self.boxes, self.sources):
+            if rank is None or rank in (source, box.target):
+                yield box, source
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Rounds of tensors, and what each rank receives, sends and cannot do without (bytes)."""
+class TransferPlan:
+    """The rounds of one sync."""
 
-    num_ranks: int
-    rounds: tuple[tuple[Route, ...], ...]
-    received: tuple[int, ...]
-    sent: tuple[int, ...]
+    rounds: tuple[tuple[TensorTransfer, ...], ...]
     missing: tuple[int, ...]
+    """Bytes that each rank wants and does not hold. No plan can send it fewer."""
+    sent: tuple[int, ...]
+    """Bytes that each rank sends."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that take part."""
+        return len(self.missing)
 
     @property
     def num_rounds(self) -> int:
-        """Exchanges of one sync, those without bytes included."""
+        """Exchanges of one sync, including those without bytes."""
         return len(self.rounds)
 
     @property
     def num_tensors(self) -> int:
         """Tensors that some rank wants."""
-        return len({route.name for one in self.rounds for route in one})
-
-    def bytes_received(self, rank: int) -> int:
-        """Bytes that `rank` gets from others in one sync."""
-        return self.received[rank]
-
-    def bytes_sent(self, rank: int) -> int:
-        """Bytes that `rank` sends to others in one sync."""
-        return self.sent[rank]
-
-    def lower_bound(self, rank: int) -> int:
-        """Bytes that `rank` wants and does not hold: no plan moves fewer to it."""
-        return self.missing[rank]
+        return len({tensor.name for tensors in self.rounds for tensor in tensors})
 
 
 def make_plan(
@@ -124,30 +101,30 @@ def make_plan(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     ranks_per_node: int = 8,
-) -> Plan:
-    """The plan that brings every rank what it wants; `held[rank]`, `wanted[rank]`.
+) -> TransferPlan:
+    """Return the plan that brings each rank the pieces in `wanted[rank]` from those in `held`.
 
-    In each round a rank receives at most `bucket_bytes` and sends at most SENT_BUCKETS times that,
-    or what one rank wants of one tensor if it is larger: that arrives in one round, and on all
-    ranks in the same one unless a rank would have to send too much. Each `ranks_per_node` ranks in
-    a row are a node. Tensors that nobody wants are left out.
+    In each round a rank receives at most `bucket_bytes` and sends at most SENT_BUCKETS times that.
+    What one rank wants of one tensor arrives in one round, even if it is larger. It arrives on all
+    ranks in the same round, unless a rank would have to send too much. Each `ranks_per_node`
+    consecutive ranks are a node. Tensors that no rank wants are left out.
 
-    Raises SyncError naming tensor and rank: an element that nobody holds, or that a rank wants
-    twice; ranks that disagree on shape or dtype.
+    Raises SyncError naming tensor and rank for an element that no rank holds or that a rank wants
+    twice, and for ranks that disagree on shape or dtype.
     """
     tensors = _index(held, wanted)
-    alike: dict[object, tuple[Tile, ...]] = {}
+    alike: dict[object, tuple[BoxTransfer, ...]] = {}
     for tensor in tensors:
         key = (tensor.shape, tensor.dtype, tuple(tensor.held), tuple(tensor.wanted))
         if key not in alike:
-            alike[key] = _tiles(tensor, ranks_per_node)
-        tensor.tiles = alike[key]
+            alike[key] = _boxes(tensor, ranks_per_node)
+        tensor.boxes = alike[key]
     return _fill(_in_order(tensors), len(held), bucket_bytes)
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor, its shape and dtype as `first` has them, and the boxes that ranks hold and want."""
+    """A tensor, its shape and dtype on rank `first`, and the regions that ranks hold and want."""
 
     name: str
     shape: tuple[int, ...]
@@ -155,16 +132,16 @@ class _Tensor:
     first: int
     held: list[tuple[int, Region]] = field(default_factory=list)
     wanted: list[tuple[int, Region]] = field(default_factory=list)
-    tiles: tuple[Tile, ...] = ()
+    boxes: tuple[BoxTransfer, ...] = ()
     stage: int = 0
 
     @property
     def moved(self) -> int:
-        return sum(tile.nbytes for tile in self.tiles if not tile.is_local)
+        return sum(box.nbytes for box in self.boxes if not box.is_local)
 
 
 def _index(held: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]]) -> list[_Tensor]:
-    """The wanted tensors, in the order in which ranks list what they hold."""
+    """Return the wanted tensors, in the order in which ranks list what they hold."""
     if len(held) != len(wanted):
         raise ValueError(f"{len(held)} ranks hold pieces, {len(wanted)} want some")
     tensors: dict[str, _Tensor] = {}
@@ -181,63 +158,63 @@ def _index(held: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]]) -
 
 
 def _entry(tensors: dict[str, _Tensor], piece: Piece, rank: int) -> _Tensor:
-    found = tensors.get(piece.name)
-    if found is None:
-        found = _Tensor(piece.name, piece.global_shape, piece.dtype, rank)
-        tensors[piece.name] = found
-    if piece.global_shape != found.shape or piece.dtype != found.dtype:
+    new = _Tensor(piece.name, piece.global_shape, piece.dtype, rank)
+    tensor = tensors.setdefault(piece.name, new)
+    if piece.global_shape != tensor.shape or piece.dtype != tensor.dtype:
         raise SyncError(
-            f"{piece.name} is {list(found.shape)} {found.dtype} on rank {found.first}, but "
+            f"{piece.name} is {list(tensor.shape)} {tensor.dtype} on rank {tensor.first}, but "
             f"{list(piece.global_shape)} {piece.dtype} on rank {rank}"
         )
-    return found
+    return tensor
 
 
-def _tiles(tensor: _Tensor, ranks_per_node: int) -> tuple[Tile, ...]:
-    """Every wanted region cut into boxes that one rank can send."""
+def _boxes(tensor: _Tensor, ranks_per_node: int) -> tuple[BoxTransfer, ...]:
+    """Cut every wanted region into boxes that one rank can send."""
     holders: dict[Region, list[int]] = {}
     for rank, region in tensor.held:
         holders.setdefault(region, []).append(rank)
     _check_once(tensor)
-    tiles = []
+    transfers = []
     for target, region in tensor.wanted:
         node = target // ranks_per_node
 
         def distance(source: int, target: int = target, node: int = node) -> int:
             return 0 if source == target else 1 if source // ranks_per_node == node else 2
 
-        nearest_first = sorted(holders, key=lambda one: min(map(distance, holders[one])))
+        nearest_first = sorted(holders, key=lambda held: min(map(distance, holders[held])))
         rest = [region]
         for source in nearest_first:
             boxes = [box for part in rest if (box := part.intersect(source))]
             rest = [left for part in rest for left in _without(part, source)]
             for box in boxes:
                 able = {
-                    rank for one in holders if one.intersect(box) == box for rank in holders[one]
+                    rank
+                    for held, ranks in holders.items()
+                    if held.intersect(box) == box
+                    for rank in ranks
                 }
                 near = min(map(distance, able))
                 chosen = tuple(sorted(rank for rank in able if distance(rank) == near))
                 nbytes = box.numel * tensor.dtype.itemsize
-                tiles.append(Tile(target, region, box, nbytes, chosen))
+                transfers.append(BoxTransfer(target, region, box, nbytes, chosen))
         if rest and region.numel:
-            raise SyncError(
-                f"rank {target} wants {_text(rest[0])} of {tensor.name}, which no rank holds"
-            )
-    return tuple(tiles)
+            raise SyncError(f"rank {target} wants {rest[0]} of {tensor.name}, which no rank holds")
+    return tuple(transfers)
 
 
 def _check_once(tensor: _Tensor) -> None:
-    """No rank may want an element twice: the second would be written over the first."""
-    regions: dict[int, list[Region]] = {}
+    """Refuse a rank that wants an element twice: the second would be written over the first."""
+    wanted: dict[int, list[Region]] = {}
     for rank, region in tensor.wanted:
-        for other in regions.setdefault(rank, []):
-            if both := region.intersect(other):
-                raise SyncError(f"rank {rank} wants {_text(both)} of {tensor.name} twice")
-        regions[rank].append(region)
+        wanted.setdefault(rank, []).append(region)
+    for rank, regions in wanted.items():
+        if pair := overlap(regions):
+            both = regions[pair[0]].intersect(regions[pair[1]])
+            raise SyncError(f"rank {rank} wants {both} of {tensor.name} twice")
 
 
 def _without(box: Region, hole: Region) -> list[Region]:
-    """Boxes that tile what is left of `box` without `hole`."""
+    """Return boxes that tile what is left of `box` without `hole`."""
     inside = box.intersect(hole)
     if inside is None:
         return [box]
@@ -257,16 +234,14 @@ def _without(box: Region, hole: Region) -> list[Region]:
     return left
 
 
-def _text(region: Region) -> str:
-    return str([f"{s.start}:{s.stop}" for s in region.slices]).replace("'", "")
-
-
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
 def _in_order(tensors: Sequence[_Tensor]) -> list[_Tensor]:
-    """Layer by layer within a pipeline stage (layers held by the same ranks), and the stages side
-    by side, so that all of them send at all times; within a layer the same for expert ranks."""
+    """Order tensors layer by layer within a pipeline stage (layers held by the same ranks).
+
+    Stages are interleaved, so that all of them send at all times. Within a layer the same holds for
+    expert ranks."""
     stages: dict[frozenset[int], list[_Tensor]] = {}
     for layer in _grouped(tensors, lambda tensor: _layer(tensor.name)):
         ranks = frozenset(rank for tensor in layer for rank, _ in tensor.held)
@@ -279,8 +254,8 @@ def _in_order(tensors: Sequence[_Tensor]) -> list[_Tensor]:
 
 
 def _layer(name: str) -> str:
-    found = _LAYER.match(name)
-    return found[0] if found else name
+    match = _LAYER.match(name)
+    return match[0] if match else name
 
 
 def _grouped(tensors: Iterable[_Tensor], key: Callable[[_Tensor], Hashable]) -> list[list[_Tensor]]:
@@ -291,34 +266,33 @@ def _grouped(tensors: Iterable[_Tensor], key: Callable[[_Tensor], Hashable]) -> 
 
 
 def _side_by_side(streams: Sequence[Sequence[_Tensor]]) -> list[_Tensor]:
-    """One order of all tensors, in which each stream is always as far through its bytes as the
-    others."""
+    """Interleave streams so that each is always as far through its bytes as the others."""
     progress = []
     for stream in streams:
         total, before = sum(tensor.moved for tensor in stream), 0
         for tensor in stream:
             progress.append((before / max(total, 1), tensor))
             before += tensor.moved
-    return [tensor for _, tensor in sorted(progress, key=lambda one: one[0])]
+    return [tensor for _, tensor in sorted(progress, key=lambda entry: entry[0])]
 
 
-def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> Plan:
-    """Choose sources and cut the order of tensors into rounds."""
-    rounds: list[list[tuple[int, Route]]] = [[]]
-    received, sent = [0] * num_ranks, [0] * num_ranks  # in all rounds
+def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> TransferPlan:
+    """Choose sources and cut the ordered tensors into rounds."""
+    rounds: list[list[tuple[int, TensorTransfer]]] = [[]]
+    missing, sent = [0] * num_ranks, [0] * num_ranks  # in all rounds
     arriving: Counter[int] = Counter()  # in this round
     leaving: Counter[int] = Counter()
     for tensor in tensors:
         sources = []
-        for tile in tensor.tiles:
-            source = min(tile.holders, key=sent.__getitem__)
+        for box in tensor.boxes:
+            source = min(box.holders, key=sent.__getitem__)
             sources.append(source)
-            if source != tile.target:
-                received[tile.target] += tile.nbytes
-                sent[source] += tile.nbytes
-        whole_route = Route(tensor.name, tensor.dtype, tensor.tiles, tuple(sources))
-        for route in _split(whole_route, SENT_BUCKETS * bucket_bytes):
-            more_in, more_out = route.traffic()
+            if source != box.target:
+                missing[box.target] += box.nbytes
+                sent[source] += box.nbytes
+        complete = TensorTransfer(tensor.name, tensor.boxes, tuple(sources))
+        for transfer in _split(complete, SENT_BUCKETS * bucket_bytes):
+            more_in, more_out = transfer.traffic()
             if _over(arriving, more_in, bucket_bytes) or _over(
                 leaving, more_out, SENT_BUCKETS * bucket_bytes
             ):
@@ -326,42 +300,36 @@ def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> Plan:
                 arriving, leaving = Counter(), Counter()
             arriving.update(more_in)
             leaving.update(more_out)
-            rounds[-1].append((tensor.stage, route))
-    missing = [0] * num_ranks
-    for tensor in tensors:
-        for rank, region in tensor.wanted:
-            missing[rank] += region.numel * tensor.dtype.itemsize
-        for tile in tensor.tiles:
-            missing[tile.target] -= tile.nbytes if tile.is_local else 0
-    return Plan(
-        num_ranks,
-        # A layer's tensors follow each other where the round lets them.
+            rounds[-1].append((tensor.stage, transfer))
+    return TransferPlan(
+        # A layer's tensors follow each other where the round allows it.
         tuple(
-            tuple(route for _, route in sorted(one, key=lambda r: r[0])) for one in rounds if one
+            tuple(transfer for _, transfer in sorted(entries, key=lambda entry: entry[0]))
+            for entries in rounds
+            if entries
         ),
-        tuple(received),
-        tuple(sent),
         tuple(missing),
+        tuple(sent),
     )
 
 
-def _split(route: Route, limit: int) -> list[Route]:
-    """The route cut between targets, so that no rank sends more than `limit` bytes in a part."""
-    if max(route.traffic()[1].values(), default=0) <= limit:
-        return [route]
-    parts: list[tuple[list[Tile], list[int]]] = []
+def _split(tensor: TensorTransfer, limit: int) -> list[TensorTransfer]:
+    """Cut the transfer between targets, so that no rank sends more than `limit` bytes in a part."""
+    if max(tensor.traffic()[1].values(), default=0) <= limit:
+        return [tensor]
+    parts: list[tuple[list[BoxTransfer], list[int]]] = []
     leaving: Counter[int] = Counter()
-    targets = groupby(zip(route.tiles, route.sources), key=lambda pair: pair[0].target)
+    targets = groupby(tensor.with_sources(), key=lambda pair: pair[0].target)
     for _, pairs in targets:
-        tiles, sources = map(list, zip(*pairs))
-        more = Route(route.name, route.dtype, tuple(tiles), tuple(sources)).traffic()[1]
+        boxes, sources = map(list, zip(*pairs))
+        more = TensorTransfer(tensor.name, tuple(boxes), tuple(sources)).traffic()[1]
         if not parts or _over(leaving, more, limit):
             parts.append(([], []))
             leaving = Counter()
-        parts[-1][0].extend(tiles)
+        parts[-1][0].extend(boxes)
         parts[-1][1].extend(sources)
         leaving.update(more)
-    return [Route(route.name, route.dtype, tuple(tiles), tuple(who)) for tiles, who in parts]
+    return [TensorTransfer(tensor.name, tuple(boxes), tuple(who)) for boxes, who in parts]
 
 
 def _over(totals: Counter[int], more: Counter[int], limit: int) -> bool:

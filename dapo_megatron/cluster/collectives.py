@@ -155,6 +155,14 @@ def broadcast(value: T, of: object, group: Any) -> T:
     return value if is_sender else decode(_view(message, int(size)), of, 0)
 
 
+def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
+    """Reduce `tensor` over `group`, in place. None or a group of one rank does nothing."""
+    import torch.distributed as dist
+
+    if group is not None and group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+
+
 @cache
 def _encoder() -> msgspec.msgpack.Encoder:
     return msgspec.msgpack.Encoder(enc_hook=_plain)

@@ -118,7 +118,7 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
         num_ranks=ranks.world_size,
         num_tensors=plan.num_tensors,
         num_bytes=weight_sync.num_bytes,
-        bound=max(map(plan.lower_bound, range(ranks.world_size))),
+        bound=max(plan.missing),
         num_rounds=plan.num_rounds,
         reports=reports,
     )

@@ -11,12 +11,14 @@ import secrets
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dapo_megatron.cluster.scratch import clear_abandoned, locked
 from dapo_megatron.types import ConfigError
@@ -268,16 +270,39 @@ def _adapt_cpu_platform() -> None:
     _add_fp8_kernel()
 
 
+@cache
 def _add_fp8_kernel() -> None:
-    """vLLM's FP8 kernels for CPU need AMX; where there is none, plain torch serves."""
+    """Add FP8 linear layers for a CPU without AMX, which vLLM's kernels need.
+
+    vLLM quantises weights and activations in blocks as on a GPU, and plain torch multiplies them
+    with float32 sums. This is slow, and lets all of a quantised rollout be tested without a GPU.
+
+    Shape letters: T tokens, I and O input and output features, G = ceil(I / 128),
+    H = ceil(O / 128).
+    """
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+        Fp8BlockScaledMMLinearKernel,
+    )
     from vllm.platforms.interface import PlatformEnum
 
-    from dapo_megatron.engine.fp8_cpu import PlainBlockKernel
+    def spread(scales: Tensor, times: int, dim: int, size: int) -> Tensor:
+        """Repeat each scale over the `times` elements that it belongs to, `size` in all."""
+        return torch.repeat_interleave(scales, times, dim).narrow(dim, 0, size)
 
-    kernels = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
-    if PlainBlockKernel not in kernels:
-        kernels.append(PlainBlockKernel)
+    class PlainBlockKernel(Fp8BlockScaledMMLinearKernel):
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+            """Return A_TI times B_OI transposed, with scales As_TG and Bs_HG."""
+            rows, columns = self.weight_group_shape.row, self.weight_group_shape.col
+            scales_OI = spread(spread(Bs, rows, 0, B.shape[0]), columns, 1, B.shape[1])
+            input_TI = A.float() * spread(As, columns, 1, A.shape[1])
+            return input_TI @ (B.float() * scales_OI).T
+
+    _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(PlainBlockKernel)
 
 
 def _mend_paired_rope() -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from dapo_megatron.config import Config
 from dapo_megatron.engine import device, memory
-from dapo_megatron.engine.partial import joined, prompt_of, sampled_so_far, tokens_left
 from dapo_megatron.model import read_architecture
 from dapo_megatron.types import (
     Completion,
@@ -26,6 +25,7 @@ from dapo_megatron.types import (
     DapoError,
     Finish,
     SampleRequest,
+    Segment,
     SyncError,
 )
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from dapo_megatron.engine.coverage import Offer
     from dapo_megatron.engine.receiver import WeightReceiver
+    from dapo_megatron.engine.slices import Offer
     from dapo_megatron.protocols import Arrival
     from dapo_megatron.types import Piece
 
@@ -322,3 +322,85 @@ def _stop_ids(llm: LLM) -> list[int]:
     for source in sources:
         ids |= {source} if isinstance(source, int) else set(source or ())
     return sorted(ids)
+
+
+# ------------------------------------------------------------------ interrupted requests
+
+
+def tokens_left(request: SampleRequest) -> int:
+    """Return how many tokens may still be sampled. Raises DapoError if none, because vLLM's own
+    error does not name the request."""
+    left = request.max_tokens - len(_tokens(request))
+    if left < 1:
+        raise DapoError(
+            f"ticket {request.ticket}, sample {request.sample}: asked to continue "
+            f"{len(_tokens(request))} tokens, but rollout.max_response_tokens is "
+            f"{request.max_tokens}; it was more when they were sampled"
+        )
+    return left
+
+
+def prompt_of(request: SampleRequest) -> list[int]:
+    """Return the tokens to continue from: the prompt and the response so far."""
+    return [*request.prompt.tokens, *_tokens(request)]
+
+
+def joined(
+    request: SampleRequest,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    version: int,
+    finish: Finish = Finish.UNFINISHED,
+) -> Completion:
+    """Append `tokens`, sampled by weights `version`, to the completion so far. Text is left empty.
+
+    Without new tokens this returns the completion so far itself. A request without one must have
+    a new token. Raises ValueError if tokens and log-probs differ in number.
+    """
+    if len(tokens) != len(logprobs):
+        raise ValueError(
+            f"ticket {request.ticket}, sample {request.sample}: {len(logprobs)} log-probs for "
+            f"{len(tokens)} new tokens"
+        )
+    so_far = request.so_far
+    if not tokens and so_far is not None:
+        return so_far
+    return Completion(
+        sample=request.sample,
+        tokens=(*_tokens(request), *tokens),
+        logprobs=(*(so_far.logprobs if so_far else ()), *logprobs),
+        text="",
+        finish=finish,
+        segments=_appended(so_far.segments if so_far else (), Segment(version, len(tokens))),
+    )
+
+
+def sampled_so_far(llm: LLM) -> dict[str, tuple[list[int], list[float]]]:
+    """Return (tokens, log-probs) that the engine has sampled so far, by the request's name.
+
+    Both are empty for a queued request. This reads internals of vLLM 0.32, which has no call for
+    it. Cumulative outputs would cost one object for each sequence and step. Final outputs are made
+    of what is read here, so tokens and log-probs match. With asynchronous scheduling (CUDA) the
+    engine core is one step ahead. The tokens of that step are lost, and vLLM skips them once their
+    requests are aborted.
+    """
+    states = llm.llm_engine.output_processor.request_states.values()
+    return {
+        state.external_req_id: (
+            state.detokenizer.output_token_ids,
+            state.logprobs_processor.logprobs.logprobs,
+        )
+        for state in states
+    }
+
+
+def _tokens(request: SampleRequest) -> tuple[int, ...]:
+    return request.so_far.tokens if request.so_far else ()
+
+
+def _appended(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
+    """Append `new`, merging it with the last segment if that has the same version."""
+    if segments and segments[-1].version == new.version:
+        last = Segment(new.version, segments[-1].num_tokens + new.num_tokens)
+        return (*segments[:-1], last)
+    return (*segments, new)

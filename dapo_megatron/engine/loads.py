@@ -1,7 +1,7 @@
-"""Which slice of which HF tensor a vLLM model loads into which part of which parameter.
+"""The slices of HF tensors that a vLLM model loads, and the parts of parameters they go into.
 
-Asked of the model itself: its `load_weights` runs over stand-ins of the offered tensors, on
-parameters as they were before vLLM packed them, and every copy it makes is noted. Nothing is
+The model itself shows them: its `load_weights` runs over proxies of the offered tensors, on
+parameters as they were before vLLM packed them, and every copy it makes is recorded. Nothing is
 loaded, and the running engine does not change.
 """
 
@@ -21,27 +21,26 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
-from dapo_megatron.engine.coverage import Offer, overlap
-from dapo_megatron.engine.slices import Shape, StandIn, View, locate
-from dapo_megatron.types import Piece, SyncError
+from dapo_megatron.engine.slices import BoxView, Offer, ProxyTensor, Shape, locate
+from dapo_megatron.types import Piece, SyncError, overlap
 
-# What vLLM's loaders raise, and assert, when they are given a wrong tensor.
+# Errors of vLLM's loaders when they are given a wrong tensor.
 _LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadedSlice:
     """One copy that loading makes."""
 
     piece: Piece
-    source: View
-    """The view of the HF tensor that is copied; its region is the piece's."""
+    source: BoxView
+    """The view of the HF tensor that is copied. Its region is the piece's."""
     module: str
     parameter: str
     """Name within the module."""
     parameter_shape: Shape
-    """As loaders see it; the running engine may have packed it."""
-    target: View
+    """Shape that loaders see. The running engine may have packed the parameter."""
+    target: BoxView
     """The part of the parameter that it is copied into."""
 
     @property
@@ -50,28 +49,30 @@ class Load:
         return f"{self.module}.{self.parameter}"
 
 
-def trace(model: nn.Module, offered: Offer) -> list[Load]:
-    """Every copy of a load of `offered` on this rank, in order; tensors of other ranks' experts
-    occur in none. Raises SyncError naming a tensor that does not fit, or a parameter that would
-    not be written exactly once."""
-    loads: list[Load] = []
+def trace(model: nn.Module, offered: Offer) -> list[LoadedSlice]:
+    """Return every copy of a load of `offered` on this rank, in order.
+
+    Tensors of other ranks' experts are in none. Raises SyncError naming a tensor that does not fit,
+    or a parameter that would not be written exactly once.
+    """
+    loads: list[LoadedSlice] = []
     now = ""
 
-    def stand_ins() -> Iterator[tuple[str, Tensor]]:
+    def proxies() -> Iterator[tuple[str, Tensor]]:
         nonlocal now
         for now, (shape, dtype) in offered.items():
-            yield now, StandIn.whole(now, shape, dtype, note)
+            yield now, ProxyTensor.whole(now, shape, dtype, record)
 
-    def note(target: Tensor, source: StandIn) -> None:
+    def record(target: Tensor, source: ProxyTensor) -> None:
         place = places.get(target.untyped_storage()._cdata)
         if place is None:
-            raise SyncError(f"{source.hf_name}: copied into something that is no parameter")
+            raise SyncError(f"{source.hf_name}: copied into something that is not a parameter")
         module, name, parameter = place
         view, part = source.locate(), locate(tuple(parameter.shape), target)
         if part is None:
             raise SyncError(f"{source.hf_name}: scattered over {module}.{name}")
         piece = Piece(source.hf_name, source.hf_shape, source.dtype, view.region)
-        loads.append(Load(piece, view, module, name, tuple(parameter.shape), part))
+        loads.append(LoadedSlice(piece, view, module, name, tuple(parameter.shape), part))
 
     with as_created(model):
         places = {
@@ -79,7 +80,7 @@ def trace(model: nn.Module, offered: Offer) -> list[Load]:
             for path, _, name, parameter in parameters_of(model)
         }
         try:
-            model.load_weights(stand_ins())  # type: ignore[operator]
+            model.load_weights(proxies())  # type: ignore[operator]
         except _LOADER_ERRORS as error:
             said = " ".join(str(error).split())[:200] or type(error).__name__
             raise SyncError(
@@ -92,11 +93,11 @@ def trace(model: nn.Module, offered: Offer) -> list[Load]:
 
 @contextmanager
 def as_created(model: nn.Module) -> Iterator[None]:
-    """Within, every parameter is a meta tensor, shaped as when the model was made, with its loader;
-    afterwards the model is as it was. Tied parameters stay tied."""
+    """Make every parameter a meta tensor, shaped as when the model was made and with its loader,
+    then restore the model. Tied parameters stay tied."""
     layers = list(model.modules())
-    kept = [(dict(one._parameters), dict(one._buffers)) for one in layers]
-    transient = [set(one._non_persistent_buffers_set) for one in layers]
+    kept = [(dict(layer._parameters), dict(layer._buffers)) for layer in layers]
+    transient = [set(layer._non_persistent_buffers_set) for layer in layers]
     created: dict[int, nn.Parameter | None] = {}
     try:
         for layer, (parameters, _) in zip(layers, kept, strict=True):
@@ -104,7 +105,7 @@ def as_created(model: nn.Module) -> Iterator[None]:
             for name, parameter in parameters.items():
                 if parameter is not None and name in layer._parameters:
                     made = created.setdefault(id(parameter), layer._parameters[name])
-                    # An earlier update left its own loader there, which now does nothing.
+                    # An earlier update left its own loader, which now does nothing.
                     made.weight_loader = _get_original_loader(made)
                     layer._parameters[name] = made
         yield
@@ -118,7 +119,8 @@ def as_created(model: nn.Module) -> Iterator[None]:
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(module's path, module, name, parameter); tied ones once, where they occur first."""
+    """Yield (module's path, module, name, parameter), tied parameters only where they occur
+    first."""
     seen = set()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -127,9 +129,9 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Pa
                 yield path, module, name, parameter
 
 
-def _check_written_once(model: nn.Module, loads: Sequence[Load]) -> None:
-    """Every element of every parameter, but for padding, is in exactly one load."""
-    written: dict[str, list[Load]] = {}
+def _check_written_once(model: nn.Module, loads: Sequence[LoadedSlice]) -> None:
+    """Check that every element of every parameter, except padding, is in exactly one slice."""
+    written: dict[str, list[LoadedSlice]] = {}
     for load in loads:
         written.setdefault(load.path, []).append(load)
     for path, module, name, parameter in parameters_of(model):
@@ -144,13 +146,13 @@ def _check_written_once(model: nn.Module, loads: Sequence[Load]) -> None:
 
 
 def _num_loaded(module: nn.Module, parameter: Tensor) -> int:
-    """Elements of a parameter that loading fills; the others are padding."""
+    """Return how many elements of a parameter loading fills. The others are padding."""
     if isinstance(module, VocabParallelEmbedding):
         return module.shard_indices.num_org_elements * prod(parameter.shape[1:])
     return getattr(parameter, "weight_loader_numel", parameter.numel())
 
 
-def _unwritten(path: str, module: nn.Module, parameter: Tensor, into: Sequence[Load]) -> str:
+def _unwritten(path: str, module: nn.Module, parameter: Tensor, into: Sequence[LoadedSlice]) -> str:
     left = torch.ones(parameter.shape, dtype=torch.bool)
     if isinstance(module, VocabParallelEmbedding):
         left[module.shard_indices.num_org_elements :] = False

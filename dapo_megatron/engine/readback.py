@@ -1,10 +1,10 @@
-"""The weights that an engine computes with, read back slice by slice, for the fingerprints.
+"""The weights that an engine computes with, read back slice by slice for the fingerprints.
 
-Where vLLM keeps a parameter as its loaders filled it, that is the parameter. On CPU it packs linear
-layers and empties the parameter: they are read by sending the rows of an identity matrix through
-them, which gives each weight as it is, but for the sign of a zero, in any dtype: all other terms
-of its sum are zeros. Experts on CPU are packed by moving elements about: packing numbers shows
-where each one went. Any other layout is not guessed at.
+Usually vLLM keeps a parameter as its loaders filled it. On CPU it packs linear layers and empties
+the parameter. They are read by sending the rows of an identity matrix through them. This returns
+each weight exactly in any dtype, except for the sign of a zero, because all other terms of its sum
+are zeros. Experts on CPU are packed by permuting elements, and packing numbers shows where each one
+goes. Parameters in any other layout are not read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from dapo_megatron.engine.loads import Load
+from dapo_megatron.engine.loads import LoadedSlice
 from dapo_megatron.engine.slices import Shape
 from dapo_megatron.types import Piece
 
@@ -39,12 +39,16 @@ _PLAIN_EXPERTS = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TR
 
 
 @torch.no_grad()
-def read_back(model: nn.Module, loads: Sequence[Load]) -> Iterator[tuple[Piece, Tensor | None]]:
-    """The value of each load's piece, shaped as its region, in the engine's dtype; None where the
-    layout of its parameter is not known here. One parameter at a time is unpacked. No collective.
+def read_back(
+    model: nn.Module, loads: Sequence[LoadedSlice]
+) -> Iterator[tuple[Piece, Tensor | None]]:
+    """Yield the value of each loaded piece, shaped as its region, in the engine's dtype.
+
+    The value is None where the layout of its parameter is not known. One parameter at a time is
+    unpacked. Not collective.
     """
     modules = dict(model.named_modules())
-    of_parameter: dict[tuple[str, str], list[Load]] = {}
+    of_parameter: dict[tuple[str, str], list[LoadedSlice]] = {}
     for load in loads:
         of_parameter.setdefault((load.module, load.parameter), []).append(load)
     for (path, name), group in of_parameter.items():
@@ -56,13 +60,13 @@ def read_back(model: nn.Module, loads: Sequence[Load]) -> Iterator[tuple[Piece, 
             yield load.piece, None if value is None else _slice(load, value)
 
 
-def _slice(load: Load, parameter: Tensor) -> Tensor:
+def _slice(load: LoadedSlice, parameter: Tensor) -> Tensor:
     box = parameter[load.target.region.slices].contiguous()
     return load.source.unread(load.target.read(box))
 
 
 def _as_loaded(module: nn.Module, name: str, shape: Shape) -> Tensor | None:
-    """A parameter of `module`, of `shape`, as the loaders filled it."""
+    """Return a parameter of `module`, of `shape`, as the loaders filled it."""
     parameter = getattr(module, name).detach()
     method = getattr(module, "quant_method", None)
     if isinstance(method, UnquantizedFusedMoEMethod):
@@ -79,7 +83,7 @@ def _as_loaded(module: nn.Module, name: str, shape: Shape) -> Tensor | None:
 
 
 def _through_kernel(module: Any, parameter: Tensor, shape: Shape) -> Tensor:
-    """The matrix that a linear layer multiplies by."""
+    """Return the matrix that a linear layer multiplies by."""
     num_columns = shape[1]
     transposed = parameter.new_empty(num_columns, shape[0])
     for first in range(0, num_columns, _ROWS):
@@ -91,7 +95,8 @@ def _through_kernel(module: Any, parameter: Tensor, shape: Shape) -> Tensor:
 
 
 def _or_tied_head(model: nn.Module, embedding: nn.Module, value: Tensor) -> Tensor:
-    """What a tied output head multiplies by, if that is not `value`, what is looked up."""
+    """Return the weights of a tied output head if they differ from `value`, those of the
+    embedding."""
     head = getattr(model, "lm_head", None)
     if head is embedding or not isinstance(head, ParallelLMHead):
         return value
@@ -112,8 +117,8 @@ def _experts_as_loaded(
 
 
 def _unpacked(packed: Tensor, shape: Shape, isa: str) -> Tensor | None:
-    """Experts [expert, row, column] of `shape` from what vLLM's CPU kernel takes: padded by zeros
-    in the intermediate size, and each expert's elements in another order."""
+    """Return experts [expert, row, column] of `shape` from the layout of vLLM's CPU kernel, which
+    pads the intermediate size with zeros and permutes each expert's elements."""
     num_experts, rows, columns = packed.shape
     order = _packing(rows, columns, packed.dtype, isa)
     if order is None:
@@ -128,7 +133,8 @@ def _unpacked(packed: Tensor, shape: Shape, isa: str) -> Tensor | None:
 
 @cache
 def _packing(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor | None:
-    """Where each element of a packed expert was before; None if packing does more than move."""
+    """Return where each element of a packed expert was before, or None if packing does more than
+    permute."""
     numbers = torch.arange(rows * columns)
     digits = numbers.view(dtype).view(rows * columns, -1).T.contiguous()  # their bits, as elements
     moved = [cpu_prepack_moe_weight(digit.view(1, rows, columns), isa).view(-1) for digit in digits]

@@ -1,8 +1,12 @@
 """New weights for a running engine, slice by slice, through vLLM's own weight-update phases.
 
 `StreamTransferEngine` is a back end of vLLM's weight transfer (`vllm.distributed.weight_transfer`)
-for a giver in the same process: what other back ends take from a wire, it takes from an iterator.
-vLLM packs and quantises as it does when it loads a checkpoint.
+that takes weights from an iterator in the same process instead of a network. vLLM packs and
+quantises as it does when it loads a checkpoint.
+
+A quantised layer cannot be compared bit by bit with what was sent, and a training step is smaller
+than the rounding, so an engine that kept its old weights would go unnoticed for long. Therefore
+every number of quantised layers is set to NaN before each update, and none may be left afterwards.
 """
 
 from __future__ import annotations
@@ -12,60 +16,72 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 
 from dapo_megatron.cluster import collectives
-from dapo_megatron.engine import device, quantised
-from dapo_megatron.engine.coverage import Offer, check_used
-from dapo_megatron.engine.loads import Load, trace
-from dapo_megatron.engine.slices import Sink, StandIn
+from dapo_megatron.engine import device
+from dapo_megatron.engine.loads import LoadedSlice, trace
+from dapo_megatron.engine.slices import Offer, ProxyTensor, Sink, check_used
 from dapo_megatron.protocols import Arrival
 from dapo_megatron.types import Piece, Region, SyncError
 
 if TYPE_CHECKING:
     from vllm import LLM
 
+_UNQUANTIZED = UnquantizedFusedMoEMethod | UnquantizedLinearMethod | UnquantizedEmbeddingMethod
+_FP8_NAN = 0xFF
+"""NaN in every FP8 format."""
+
 
 @dataclass
 class StreamInitInfo(WeightTransferInitInfo):
-    """Nothing has to be set up."""
+    """No settings."""
 
 
 @dataclass
 class StreamUpdateInfo(WeightTransferUpdateInfo):
-    """What `WeightTransferEngine.update_weights` is given."""
+    """Argument of `WeightTransferEngine.update_weights`."""
 
     weights: Iterable[tuple[str, Tensor]]
 
 
 class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
-    """Loads what an iterator yields into this rank's model; see vLLM's base class."""
+    """Loads what an iterator yields into this rank's model. See vLLM's base class."""
 
     init_info_cls = StreamInitInfo
     update_info_cls = StreamUpdateInfo
 
     def init_transfer_engine(self, init_info: StreamInitInfo) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Put the parameters into the shape that loaders expect."""
+        """Give the parameters the shape that loaders expect."""
         device.forget_expert_kernels(self.model)
-        quantised.spoil(self.model)
+        poison_with_nan(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StreamUpdateInfo) -> None:
-        """Load; a layer is packed as soon as it is complete. Raises what the iterator raises; the
-        weights are then a mixture, and vLLM ready for another update."""
+        """Load the weights. A layer is packed as soon as it is complete.
+
+        Raises what the iterator raises. The weights are then a mixture, and vLLM is ready for
+        another update.
+        """
         try:
             self.model.load_weights(update_info.weights)
         except SyncError:
@@ -73,20 +89,23 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
             raise
 
     def finish_weight_update(self) -> None:
-        """Pack what is left."""
+        """Pack the remaining layers."""
         finalize_layerwise_reload(self.model, self.model_config)
         device.pack_tied_head(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class WeightReceiver:
     """Replaces all weights of one rank of an engine."""
 
     def __init__(self, llm: LLM, offered: Offer) -> None:
-        """Ask the model what it takes of `offered`, the whole HF tensors. Collective over the ranks
-        of the engine. Raises SyncError, on all of them, naming a tensor or parameter."""
+        """Find the slices that the model takes of `offered`, the whole HF tensors.
+
+        Collective over the ranks of the engine. Raises SyncError, on all of them, naming a tensor
+        or parameter.
+        """
         self._llm = llm
         self.loads, error = _traced(llm, offered)
         self.pieces = list(dict.fromkeys(load.piece for load in self.loads))
@@ -101,19 +120,19 @@ class WeightReceiver:
     def receive(self, weights: Iterable[Arrival]) -> None:
         """Load `weights`, each wanted slice once, and drop the cached prefixes.
 
-        Raises SyncError as `stand_ins` does, and naming a layer that was not quantised anew; the
-        engine then holds a mixture of old and new weights and must not be used.
+        Raises SyncError as `proxies` does, and for a layer that was not quantised again. The engine
+        then holds a mixture of old and new weights and must not be used.
         """
-        update = {"weights": stand_ins(weights, self.pieces)}
+        update = {"weights": proxies(weights, self.pieces)}
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": update})
         self._llm.finish_weight_update()
-        self._llm.apply_model(quantised.check_none_left)
+        self._llm.apply_model(check_requantized)
         if not self._llm.reset_prefix_cache():
             raise SyncError("prefix cache: not dropped; requests with old weights are in flight")
 
 
-def _traced(llm: LLM, offered: Offer) -> tuple[list[Load], str]:
+def _traced(llm: LLM, offered: Offer) -> tuple[list[LoadedSlice], str]:
     try:
         (loads,) = llm.apply_model(lambda model: trace(model, offered))
     except SyncError as error:
@@ -121,12 +140,14 @@ def _traced(llm: LLM, offered: Offer) -> tuple[list[Load], str]:
     return loads, ""
 
 
-def stand_ins(weights: Iterable[Arrival], wanted: Iterable[Piece]) -> Iterator[tuple[str, StandIn]]:
-    """Whole tensors for vLLM's loaders, behind which are copies of the slices that arrive.
+def proxies(
+    weights: Iterable[Arrival], wanted: Iterable[Piece]
+) -> Iterator[tuple[str, ProxyTensor]]:
+    """Yield proxies for vLLM's loaders, backed by copies of the slices that arrive.
 
-    Copies, because vLLM keeps a tensor until its layer is complete, and the giver may reuse it at
-    once. Raises SyncError at the first tensor or slice that is extra, repeated or misshapen,
-    without passing it on, and at the end for missing ones.
+    They are copies because vLLM keeps a tensor until its layer is complete, and the sender may
+    reuse its memory at once. Raises SyncError at the first tensor or slice that is extra, repeated
+    or misshapen, without passing it on, and at the end for missing ones.
     """
     pieces: dict[str, dict[Region, Piece]] = {}
     for piece in wanted:
@@ -139,7 +160,8 @@ def stand_ins(weights: Iterable[Arrival], wanted: Iterable[Piece]) -> Iterator[t
             raise SyncError(f"{name}: given twice")
         slices = _checked(name, parts, pieces[name])
         any_piece = next(iter(pieces[name].values()))
-        yield name, StandIn.whole(name, any_piece.global_shape, any_piece.dtype, _server(slices))
+        shape, dtype = any_piece.global_shape, any_piece.dtype
+        yield name, ProxyTensor.whole(name, shape, dtype, _copier(slices))
     if missing:
         raise SyncError(f"{', '.join(missing)}: missing from the weights given to the engine")
 
@@ -147,12 +169,12 @@ def stand_ins(weights: Iterable[Arrival], wanted: Iterable[Piece]) -> Iterator[t
 def _checked(
     name: str, parts: Sequence[tuple[Region, Tensor]], pieces: Mapping[Region, Piece]
 ) -> dict[Region, Tensor]:
-    """Copies of the slices of one tensor, once they are known to be those of `pieces`."""
+    """Return copies of the slices of one tensor. Raises SyncError unless they are `pieces`."""
     slices: dict[Region, Tensor] = {}
     for region, part in parts:
         piece = pieces.get(region)
         if piece is None:
-            raise SyncError(f"{name}: {region} is no slice that this rank asked for")
+            raise SyncError(f"{name}: {region} is not a slice that this rank asked for")
         if region in slices:
             raise SyncError(f"{name}: {region} given twice")
         if tuple(part.shape) != region.shape or part.dtype != piece.dtype:
@@ -166,11 +188,43 @@ def _checked(
     return slices
 
 
-def _server(slices: Mapping[Region, Tensor]) -> Sink:
-    def serve(target: Tensor, source: StandIn) -> None:
+def _copier(slices: Mapping[Region, Tensor]) -> Sink:
+    def copy(target: Tensor, source: ProxyTensor) -> None:
         # vLLM first counts what a loader copies, on parameters that have no memory yet.
         if not target.is_meta:
             view = source.locate()
             target.copy_(view.read(slices[view.region]))
 
-    return serve
+    return copy
+
+
+@torch.no_grad()
+def poison_with_nan(model: nn.Module) -> None:
+    """Set every number of quantised layers to NaN."""
+    for _, value in _quantised_parameters(model):
+        if value.itemsize == 1:
+            value.view(torch.uint8).fill_(_FP8_NAN)
+        else:
+            value.fill_(torch.nan)
+
+
+@torch.no_grad()
+def check_requantized(model: nn.Module) -> None:
+    """Raise SyncError naming a parameter of which `poison_with_nan` left a number."""
+    for name, value in _quantised_parameters(model):
+        nan = value.view(torch.uint8) == _FP8_NAN if value.itemsize == 1 else value.isnan()
+        if bool(nan.any()):
+            raise SyncError(
+                f"{name}: not quantised anew from the weights given to the engine, or these are "
+                "not numbers"
+            )
+
+
+def _quantised_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of quantised layers by name."""
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not isinstance(method, _UNQUANTIZED):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_floating_point():
+                    yield f"{path}.{name}", parameter.data

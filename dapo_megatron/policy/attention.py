@@ -1,12 +1,20 @@
-"""Attention for the local layer spec: torch's scaled-dot-product attention over packed sequences.
+"""Attention for the local layer spec: torch's scaled-dot-product attention over packed sequences,
+and multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Megatron's own local module builds the whole score matrix and refuses packed rows and context
-parallelism, which Transformer Engine alone may do; this one runs wherever torch does.
+Megatron's own local core attention builds the whole score matrix and refuses packed rows and
+context parallelism, which only Transformer Engine supports. This one runs wherever torch does.
 
-Sequences lie end to end, each of a padded length. Each sees itself alone, causally (padding comes
-last, so no real token ever sees it). With context parallelism of C ranks a sequence is cut into
-2 C equal chunks, and rank r holds chunks r and 2 C - 1 - r, so that all have the same work; keys
-and values are gathered from all ranks.
+Sequences lie end to end, each of a padded length. Each attends only to itself, causally. Padding
+comes last, so no real token attends to it. With context parallelism of C ranks a sequence is cut
+into 2 C equal chunks, and rank r holds chunks r and 2 C - 1 - r, so that all ranks have the same
+work. Keys and values are gathered from all ranks.
+
+Latent attention is Megatron's, but with the down projections complete on every tensor-parallel
+rank. Megatron's own layers cut them by rows and gather their outputs. In the backward pass a gather
+gives each rank its rows of the gradient, and for the rotary part of the key each rank has only the
+gradient of its own heads. Nothing adds these up (megatron-core 0.16.1, multi_latent_attention.py,
+get_query_key_value_tensors), so on two ranks the gradient of that projection is off by 22 %.
+Transformer Engine's layers and vLLM also keep them complete.
 
 Shape letters: T query tokens and U key tokens of a micro-batch on this rank, N query heads and
 G key-value heads of this rank, D size of a head; S sequences of one block, padded to Q queries and
@@ -22,11 +30,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
+
+from dapo_megatron.cluster.collectives import all_reduce
 
 
 class CausalAttention(MegatronModule):
@@ -191,3 +204,67 @@ def _gathered_place(
     owner = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
     within = position_SK % chunk_size + torch.where(chunk >= cp_size, chunk_size, 0)
     return owner * (total // cp_size) + (starts // cp_size)[:, None] + within
+
+
+# ------------------------------------------------------------------ latent attention
+
+
+class DownProjection(MegatronModule):
+    """A linear layer, complete on every rank.
+
+    Every head reads the last `shared` columns of its output directly. The layers that read the
+    other columns add up their gradients over tensor-parallel ranks themselves.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, *, config: MLATransformerConfig, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.shared = 0
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        # Each rank then sees only some tokens, so their gradients must be added.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[length, rows, hidden] to ([length, rows, outputs], no bias)."""
+        out = torch.nn.functional.linear(hidden, self.weight)
+        # Under sequence parallelism, gathering the tokens adds up the gradients.
+        if self.shared and not self.config.sequence_parallel:
+            latent, shared = out.split([out.shape[-1] - self.shared, self.shared], dim=-1)
+            out = torch.cat([latent, _AddGradients.apply(shared)], dim=-1)  # type: ignore[no-untyped-call]
+        return out, None
+
+
+# Megatron accepts a layer of this name as a down projection, besides its own cut layers.
+multi_latent_attention.Linear = DownProjection
+if not isinstance(multi_latent_attention.TELinear, type):
+    # Without Transformer Engine the names of its layers are placeholders that `isinstance` refuses.
+    multi_latent_attention.HAVE_TE = False
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention with `DownProjection`."""
+
+    def __init__(
+        self, config: MLATransformerConfig, submodules: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        submodules.linear_q_down_proj = submodules.linear_kv_down_proj = DownProjection
+        super().__init__(config, submodules, *args, **kwargs)
+        self.linear_kv_down_proj.shared = config.qk_pos_emb_head_dim
+
+
+class _AddGradients(torch.autograd.Function):
+    """Identity that sums gradients over tensor-parallel ranks in the backward pass.
+
+    Megatron's function for this drops the sum of a gradient that is not contiguous, as that of a
+    range of columns."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, dist.ReduceOp.SUM, parallel_state.get_tensor_model_parallel_group())
+        return total

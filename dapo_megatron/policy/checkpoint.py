@@ -1,45 +1,67 @@
 """A rank's part of a checkpoint: weights, optimizer state and RNG state, in one safetensors file.
 
 Each rank writes what it holds under Megatron's parameter names, with the flat range of the
-parameter that its optimizer shard covers, so that a file says by itself what is in it; hence it can
-be read into any layout (reshard.py). (Why not Megatron's own distributed checkpoints:
-docs/decisions.md 6.)
+parameter that its optimizer shard covers. A file is therefore self-describing and can be read into
+another layout: other parallel sizes, other stages, another precision, other kernels. Weights and
+optimizer state are then found by HF name (checkpoints/formats/moments.py), and each rank reads the
+rows that its own ranges lie in. Nothing is rounded on the way, except for model weights next to
+main copies that keep the exact ones. RNG states belong to ranks and are not carried over: they
+start fresh from the run's seed. The policy draws nothing from them, because it has no dropout.
+
+docs/decisions.md 6 says why these are not Megatron's own distributed checkpoints.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.file import TensorFile
-from dapo_megatron.checkpoints.formats.moments import MAIN, MOMENTS, STEP
+from dapo_megatron.checkpoints.formats.file import (
+    TensorFile,
+    TensorFileWriter,
+    TensorInfo,
+    bytes_of,
+)
+from dapo_megatron.checkpoints.formats.megatron import WEIGHT, StateKey, parse_key, slots_of
+from dapo_megatron.checkpoints.formats.moments import (
+    MAIN,
+    MOMENTS,
+    STEP,
+    TrainingState,
+    open_state,
+    read_range,
+)
+from dapo_megatron.checkpoints.formats.store import Store
 from dapo_megatron.cluster.collectives import on_all_ranks
-from dapo_megatron.model import Architecture, Place
-from dapo_megatron.policy.reshard import reshard
-from dapo_megatron.policy.snapshot import RNG, Snapshot, rng_tensors, set_rng
+from dapo_megatron.model import Architecture, Place, Slot
+from dapo_megatron.policy.device import has_cuda
+from dapo_megatron.policy.optimizer import init_state, set_group_steps, state_tensors
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import CheckpointError
+from dapo_megatron.types import CheckpointError, dtype_name
 
 logger = logging.getLogger(__name__)
+
+RNG = "rng/"
+_TRACKED = f"{RNG}tracked/"
 
 
 def snapshot(
     exchange: Exchange, params: Mapping[str, Tensor], places: Sequence[Place], optimizer: Any
 ) -> Snapshot:
-    """Copy what goes into `rank_<N>.safetensors`; `places` are those of the rank's model chunks, by
-    which the bridge's stores find HF tensors in it."""
+    """Copy what goes into `rank_<N>.safetensors`. `places` are those of the rank's model chunks, by
+    which checkpoints/formats finds HF tensors in it."""
     tensors = {f"model/{name}": value for name, value in params.items()}
-    _init_optimizer_state(optimizer)  # before the first step there is none
-    tensors.update(_optimizer_tensors(optimizer, params))
+    init_state(optimizer)
+    tensors.update(state_tensors(optimizer, params))
     tensors.update(rng_tensors())
     metadata = {"layout": json.dumps(_layout()), "places": _places_text(places)}
     return Snapshot(_name(exchange.rank), tensors, metadata)
@@ -56,12 +78,12 @@ def load(
 ) -> None:
     """Read a checkpoint back. Collective. Raises CheckpointError naming file and key, on all ranks.
 
-    Where layout, precision and kernels are those that saved, each rank reads its own file, its RNG
-    state included, and goes on to the last bit; else as reshard.py says. `ignore`: see open_store.
+    If layout, precision and kernels are those that saved, each rank reads its own file, including
+    its RNG state, and continues bit by bit. Otherwise see `reshard`. `ignore`: see open_store.
     """
-    _init_optimizer_state(optimizer)
+    init_state(optimizer)
     targets = {f"model/{name}": value for name, value in params.items()}
-    targets.update(_optimizer_tensors(optimizer, params))
+    targets.update(state_tensors(optimizer, params))
     is_own = on_all_ranks(exchange, lambda: _is_own(folder, exchange, targets, places))
     if all(exchange.all_gather(is_own, bool)):
         on_all_ranks(exchange, lambda: _load_own(_path(folder, exchange), targets))
@@ -72,29 +94,20 @@ def load(
             "state are carried over, RNG states are not and start fresh from the seed",
             folder,
         )
-    _set_group_steps(optimizer, params, targets)
-
-
-@torch.no_grad()
-def copy_to_main(optimizer: Any, values: Callable[[Tensor], Tensor]) -> None:
-    """The optimizer's float32 copies, where it has any, from what `values` gives for a whole
-    parameter."""
-    for one in _owned(optimizer):
-        if one.copy is not None:
-            one.copy.copy_(values(one.param).reshape(-1)[one.start : one.stop])
+    set_group_steps(optimizer, params, targets)
 
 
 def _is_own(
     folder: Path, exchange: Exchange, targets: Mapping[str, Tensor], places: Sequence[Place]
 ) -> bool:
-    """Whether this rank's file is of a rank that held what this one holds."""
+    """Whether this rank's file was written by a rank that held what this rank holds."""
     first = TensorFile(folder / _name(0))
     if first.metadata.get("layout") != json.dumps(_layout()):
         return False
     file = TensorFile(_path(folder, exchange))
     if file.metadata.get("places") != _places_text(places):
         return False
-    # Keys that only the file has: of other kernels. Only we: the file is damaged.
+    # Keys that only the file has come from other kernels. Keys that it lacks: it is damaged.
     keys = {key for key in file.tensors if not key.startswith(RNG)}
     return keys <= targets.keys() and all(
         file.tensors[key].dtype == targets[key].dtype for key in keys
@@ -138,98 +151,147 @@ def _layout() -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Owned:
-    """The part of a parameter that this rank's optimizer updates."""
-
-    param: Tensor
-    start: int
-    stop: int
-    adam: torch.optim.Optimizer
-    group: dict[str, Any]
-    key: Tensor
-    """What `adam` has as its parameter and its state is kept under."""
-    copy: Tensor | None
-    """In float32, where the model's weight is not."""
-
-    @property
-    def counts_in_group(self) -> bool:
-        """Torch's AdamW counts updates with each parameter. Those of Transformer Engine and Apex
-        count in each group."""
-        return not isinstance(self.adam, torch.optim.AdamW)
+# ------------------------------------------------------------------ in memory
 
 
-def _owned(optimizer: Any) -> Iterator[_Owned]:
-    for one in optimizer.chained_optimizers:
-        adams, inner = [one.optimizer], {}
-        if isinstance(one.optimizer, HybridDeviceOptimizer):
-            adams, inner = one.optimizer.sub_optimizers, one.optimizer.param_to_inner_param
-        homes = {
-            id(key): (adam, group)
-            for adam in adams
-            for group in adam.param_groups
-            for key in group["params"]
+class Snapshot:
+    """Copies of tensors in host memory, to be written at any time, by any thread."""
+
+    def __init__(
+        self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    ) -> None:
+        # In the order of the file, wide elements first, to be hashed from memory.
+        order = sorted(tensors, key=lambda key: -tensors[key].element_size())
+        self._tensors = {key: _host_copy(tensors[key]) for key in order}
+        self._infos = {
+            key: TensorInfo(tuple(value.shape), value.dtype) for key, value in self._tensors.items()
         }
-        for param, (number, order) in one.model_param_group_index_map.items():
-            main = one.optimizer.param_groups[number]["params"][order]
-            if main.numel():
-                key = inner.get(main, main)
-                adam, group = homes[id(key)]
-                where = one._get_model_param_range_map(param)["param"]
-                copy = main if getattr(param, "main_param", None) is main else None
-                if key is not main:
-                    copy = key
-                copy = adam.state[key].get("master_param", copy)
-                yield _Owned(param, where.start, where.end, adam, group, key, copy)
+        self._name = name
+        self._metadata = metadata
+        self.num_bytes = self._writer(Path()).nbytes
+        """Bytes of the file."""
+        self.sums: dict[str, str] = {}
+        """SHA-256 by file name once it is written, of the tensors in memory and not of the file."""
+
+    def __call__(self, folder: Path) -> None:
+        """Write the file and sync it to disk. Other threads run meanwhile, because writing and
+        hashing release the GIL. Raises CheckpointError or OSError."""
+        writer = self._writer(folder)
+        writer.create()
+        for key, value in self._tensors.items():
+            writer.write(key, value)
+        writer.finish()
+        header_bytes = self.num_bytes - sum(info.nbytes for info in self._infos.values())
+        with writer.path.open("rb") as file:
+            digest = hashlib.sha256(file.read(header_bytes))
+        for value in self._tensors.values():
+            digest.update(bytes_of(value))
+        self.sums[self._name] = digest.hexdigest()
+
+    def _writer(self, folder: Path) -> TensorFileWriter:
+        return TensorFileWriter(folder / self._name, self._infos, self._metadata)
 
 
-def _optimizer_tensors(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State of each parameter slice this rank's optimizer owns: moments, step, float32 copy."""
-    found: dict[str, Tensor] = {}
-    names = {id(param): name for name, param in params.items()}
-    for one in _owned(optimizer):
-        key = _key(one, names)
-        state = one.adam.state[one.key]
-        if one.copy is not None:
-            found[f"{key}/{MAIN}"] = one.copy.data
-        found.update({f"{key}/{field}": state[field] for field in MOMENTS})
-        counted = torch.tensor(float(one.group.get("step", 0)))
-        found[f"{key}/{STEP}"] = counted if one.counts_in_group else state["step"]
-    return found
+def _host_copy(value: Tensor) -> Tensor:
+    """Return a contiguous copy in host memory, also of a tensor that is there already."""
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 
-def _init_optimizer_state(optimizer: Any) -> None:
-    """Give AdamW the state it would make in its first step, to be overwritten."""
-    for one in _owned(optimizer):
-        state = one.adam.state[one.key]
-        if any(field not in state for field in MOMENTS):
-            _init_state(one)
-    for one in optimizer.chained_optimizers:
-        if isinstance(one.optimizer, HybridDeviceOptimizer):
-            one.optimizer._sync_sub_optimizers_state_to_hdo()
+def rng_tensors() -> dict[str, Tensor]:
+    """Return the states of all generators that the policy may draw from: torch's, and on a GPU
+    those that Megatron keeps per kind of layer.
+
+    Prompts are shuffled and completions sampled from seeds of their own, and nothing draws from
+    Python's and numpy's global generators."""
+    tensors = {f"{RNG}cpu": torch.get_rng_state()}
+    if has_cuda():
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        tensors[f"{RNG}cuda"] = torch.cuda.get_rng_state()
+        for name, state in get_cuda_rng_tracker().get_states().items():
+            tensors[_TRACKED + name] = state
+    return tensors
 
 
-def _init_state(one: _Owned) -> None:
-    if hasattr(one.adam, "initialize_state"):  # Transformer Engine's: moments may be in bfloat16
-        one.adam.initialize_state(one.key, store_param_remainders=False)
-        return
-    for field in MOMENTS:
-        one.adam.state[one.key][field] = torch.zeros_like(one.key)
-    if not one.counts_in_group:
-        # The fused one wants its counter where the parameter is.
-        where = one.key.device if one.group.get("fused") else None
-        one.adam.state[one.key]["step"] = torch.tensor(0.0, device=where)
+def set_rng(tensors: Mapping[str, Tensor]) -> None:
+    """Restore the states that `rng_tensors` returned."""
+    torch.set_rng_state(tensors[f"{RNG}cpu"])
+    if has_cuda():
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        torch.cuda.set_rng_state(tensors[f"{RNG}cuda"])
+        tracked = {key: state for key, state in tensors.items() if key.startswith(_TRACKED)}
+        if tracked:  # older versions saved none
+            get_cuda_rng_tracker().set_states(
+                {key.removeprefix(_TRACKED): state for key, state in tracked.items()}
+            )
 
 
-def _set_group_steps(
-    optimizer: Any, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+# ------------------------------------------------------------------ another layout
+
+
+def reshard(
+    folder: Path,
+    targets: Mapping[str, Tensor],
+    places: Sequence[Place],
+    arch: Architecture,
+    ignore: Collection[str],
 ) -> None:
-    """The number of updates that was read, where it is counted in groups."""
-    names = {id(param): name for name, param in params.items()}
-    for one in _owned(optimizer):
-        if one.counts_in_group:
-            one.group["step"] = int(tensors[f"{_key(one, names)}/{STEP}"])
+    """Fill this rank's tensors, by their keys in its own checkpoint file, from any layout.
+
+    `places` are those of its model chunks. Everything is looked up before anything is read. Raises
+    CheckpointError naming file and key, or the tensor, or why the checkpoint does not fit.
+    """
+    state = open_state(folder, ignore)
+    _check_model(state.weights, arch)
+    slots = [slots_of(arch, place) for place in places]
+    reads = [_reader(state, key, target, slots) for key, target in targets.items()]
+    with torch.no_grad():
+        for target, read in zip(targets.values(), reads, strict=True):
+            target.copy_(read().view(target.shape))
 
 
-def _key(one: _Owned, names: Mapping[int, str]) -> str:
-    return f"optimizer/{names[id(one.param)]}[{one.start}:{one.stop}]"
+def _reader(
+    state: TrainingState, key: str, target: Tensor, slots: Sequence[Mapping[str, Slot]]
+) -> Callable[[], Tensor]:
+    """Return a function that reads one tensor. Raises CheckpointError if it is missing or would be
+    rounded."""
+    about = parse_key(key)
+    assert about is not None
+    if about.field == STEP:
+        return lambda: torch.tensor(state.step)
+    slot = slots[about.chunk][about.name]
+    for part in slot.parts:
+        source = _source(state, about, part.name, target.dtype)
+        if part.name not in source.tensors:
+            raise CheckpointError(
+                f"{source.folder}: no file has optimizer state ({about.field}) of {part.name}"
+            )
+        stored = source.tensors[part.name].dtype
+        is_rounded = about.field == WEIGHT and target.dtype.itemsize < 4
+        if not is_rounded and torch.promote_types(stored, target.dtype) != target.dtype:
+            key = "optimizer.moments" if about.field in MOMENTS else "policy.precision"
+            raise CheckpointError(
+                f"{source.folder}: {part.name} ({about.field}) was saved in {dtype_name(stored)}, "
+                f"and would be rounded to {dtype_name(target.dtype)}; resume with the {key} "
+                "that saved, or train its weights as model.path"
+            )
+    name = slot.parts[0].name if slot.parts else next(iter(state.weights.tensors))
+    source = _source(state, about, name, target.dtype)
+    return lambda: read_range(source, slot, about.start, about.stop)
+
+
+def _source(state: TrainingState, about: StateKey, name: str, dtype: torch.dtype) -> Store:
+    """Return the store to read the HF tensor `name` from, the same for all of a parameter."""
+    if about.field == WEIGHT and state.weights.tensors[name].dtype == dtype:
+        return state.weights
+    return state.exact(name) if about.field in (WEIGHT, MAIN) else state.fields[about.field]
+
+
+def _check_model(store: Store, arch: Architecture) -> None:
+    wanted, saved = asdict(arch), asdict(store.arch)
+    if other := [name for name in wanted if wanted[name] != saved[name]]:
+        raise CheckpointError(
+            f"{store.folder}: of another model than model.path: "
+            + ", ".join(f"{name} {saved[name]}, not {wanted[name]}" for name in other)
+        )

@@ -12,7 +12,7 @@ with each micro-batch that has gradients, stay in those that have none, and are 
 of them (Transformer Engine 2.20, FP8GlobalStateManager.autocast_exit). So the old log-probs and
 an update's first micro-batch see the same scales, its later ones do not; and the first pass of
 log-probs, after a resume too, is preceded by two that find scales (policy/step.py). In a run that
-is the one over the fixed sequences of the first sync: random tokens (bridge/canary.py).
+is the one over the fixed sequences of the first sync: random tokens (bridge/verify.py).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from typing import Any
 
@@ -17,11 +18,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.model import Architecture, Place
+from dapo_megatron.model import Architecture, Place, Rope
 from dapo_megatron.policy import fp8
 from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.kernels import kernels
-from dapo_megatron.policy.rope import rope_frequencies
 from dapo_megatron.policy.specs import block_spec
 from dapo_megatron.types import torch_dtype
 
@@ -252,7 +252,7 @@ def _settle(model: Decoder, arch: Architecture) -> None:
         if not any(map(fp8.is_quantized, module.parameters(recurse=False))):
             module._apply(moved, recurse=False)
         if isinstance(module, RotaryEmbedding):
-            module.inv_freq = rope_frequencies(arch).to(device())
+            module.inv_freq = _rope_frequencies(arch).to(device())
 
 
 def place(chunk: Decoder) -> Place:
@@ -266,4 +266,39 @@ def place(chunk: Decoder) -> Place:
         has_head=chunk.post_process,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def _rope_frequencies(arch: Architecture) -> Tensor:
+    """Return the frequencies of rotary position embedding (arXiv 2104.09864), as transformers
+    computes them: radians per position, [head_dim / 2], float32. High frequencies are kept, and low
+    ones are divided by the scaling factor."""
+    rope = arch.rope
+    steps = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+    plain = 1.0 / rope.theta**steps
+    kept = _kept_share(rope, plain)
+    return (1.0 - kept) * plain / rope.factor + kept * plain
+
+
+def _kept_share(rope: Rope, plain: Tensor) -> Tensor:
+    """Return the share of each frequency that is kept, from 0 to 1."""
+    if rope.kind == "llama3":
+        # In between, by the number of rotations within the original length.
+        turns = rope.original_max_positions * plain / (2 * math.pi)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    if rope.kind == "yarn":
+        # In between, by the index of the frequency.
+        first = max(math.floor(_index_of(rope, rope.fast_turns, len(plain))), 0)
+        last = min(math.ceil(_index_of(rope, rope.slow_turns, len(plain))), 2 * len(plain) - 1)
+        places = torch.arange(len(plain), dtype=torch.float32)
+        return 1.0 - ((places - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+    return torch.zeros_like(plain)
+
+
+def _index_of(rope: Rope, turns: float, count: int) -> float:
+    """Return the index, among `count` frequencies, that rotates `turns` times within the original
+    length."""
+    return (
+        count * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / math.log(rope.theta)
     )

@@ -21,8 +21,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dapo_megatron.cluster.collectives import all_reduce
 from dapo_megatron.model import Scoring
-from dapo_megatron.policy.collectives import all_reduce
 
 
 class Router(MegatronModule):

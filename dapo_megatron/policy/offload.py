@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, UntypedStorage
 
 from dapo_megatron.policy import fp8
 from dapo_megatron.policy.device import device, has_cuda
+from dapo_megatron.policy.optimizer import device_tensors
 
 CHUNK_BYTES = 2**28
 """Pinned memory comes in powers of two; in chunks of one, no more than one is wasted."""
@@ -74,7 +74,7 @@ class Offload:
         # Without copies of its own, the optimizer's parameters are parts of the model's.
         state = {
             where: storage
-            for where, storage in _distinct(_optimizer_tensors(self._optimizer)).items()
+            for where, storage in _distinct(device_tensors(self._optimizer)).items()
             if where not in known
         }
         kept = [*weights.values()] if "weights" in self._parts else []
@@ -156,17 +156,3 @@ def _gradients(chunks: Sequence[Any]) -> Iterator[Tensor]:
     for chunk in chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             yield buffer.grad_data
-
-
-def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Float32 copies of weights, moments, counters, of what is updated on the device."""
-    for one in optimizer.chained_optimizers:
-        inner = one.optimizer
-        if isinstance(inner, HybridDeviceOptimizer):
-            inner = inner.gpu_optimizer
-        if inner is None:
-            continue
-        for group in inner.param_groups:
-            yield from group["params"]
-        for state in inner.state.values():
-            yield from filter(torch.is_tensor, state.values())

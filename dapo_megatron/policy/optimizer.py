@@ -1,13 +1,15 @@
-"""The optimizer: whose AdamW it is, and Megatron's distributed optimizer around it.
+"""The optimizer: an AdamW chosen by `optimizer.kernels`, Megatron's distributed optimizer around
+it, and access to the state of both.
 
-Megatron-core 0.16.1 takes the first that is installed when it is imported: Transformer Engine's,
-Apex's, torch's. Here `optimizer.kernels` decides; Megatron is told while it makes the optimizer.
+On import Megatron-core 0.16.1 takes the first AdamW that is installed: Transformer Engine's, Apex's
+or torch's. Its choice is replaced while it makes the optimizer.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,11 +18,14 @@ import torch
 from megatron.core import optimizer as megatron
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dapo_megatron.checkpoints.formats.moments import MAIN, MOMENTS, STEP
 from dapo_megatron.config import Config, OptimizerConfig
 from dapo_megatron.policy import fp8
-from dapo_megatron.policy.device import device, has_cuda
+from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.types import ConfigError, torch_dtype
 
 FUSED = {
@@ -98,53 +103,6 @@ def adam(name: str) -> type[torch.optim.Optimizer]:
     return fused
 
 
-def compare(
-    numbers: OptimizerConfig,
-    name: str,
-    *,
-    num_elements: int = 2**20,
-    num_steps: int = 20,
-    seed: int = 0,
-) -> float:
-    """How far from torch's AdamW in float64 the AdamW `name` gets on the same random gradients,
-    weights in float32, on the policy's device: the largest difference of a weight, over the
-    largest distance that any weight moved. Of moments in `numbers.moments`. (Small learning rates
-    show what float32 weights cannot hold, of any AdamW.)"""
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.empty(num_elements).normal_(0.0, 0.02, generator=generator)
-    weights = [start.to(device(), copy=True), start.double()]
-    for weight in weights:
-        weight.requires_grad_()
-    optimizers = [
-        _alone(adam(name), numbers, weights[0]),
-        _alone(adam("torch"), numbers, weights[1]),
-    ]
-    for _ in range(num_steps):
-        gradient = torch.empty(num_elements).normal_(0.0, 1e-3, generator=generator)
-        for weight, optimizer in zip(weights, optimizers, strict=True):
-            weight.grad = gradient.to(weight)
-            optimizer.step()
-    seen, wanted = (weight.detach().double().cpu() for weight in weights)
-    return float((seen - wanted).abs().max() / (wanted - start).abs().max())
-
-
-def _alone(
-    optimizer: type[torch.optim.Optimizer], numbers: OptimizerConfig, weight: torch.Tensor
-) -> torch.optim.Optimizer:
-    """With the arguments that Megatron gives it."""
-    arguments: dict[str, Any] = {
-        "lr": numbers.lr,
-        "weight_decay": numbers.weight_decay,
-        "betas": (numbers.beta1, numbers.beta2),
-        "eps": numbers.eps,
-    }
-    if optimizer is not torch.optim.AdamW:
-        arguments["adam_w_mode"] = True
-        if numbers.moments == "bfloat16":
-            arguments |= dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16)
-    return optimizer([weight], **arguments)
-
-
 def _why_not(name: str) -> str | None:
     """Why a fused AdamW cannot be had here, or None."""
     if not has_cuda():
@@ -193,3 +151,126 @@ class _HostCopies(TorchFunctionMode):
         if func is torch.Tensor.cpu or (makes_copy and hasattr(args[0], "is_host_copy")):
             result.is_host_copy = True
         return result
+
+
+# ------------------------------------------------------------------ state
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """The part of a parameter that this rank's optimizer updates."""
+
+    param: Tensor
+    start: int
+    stop: int
+    adam: torch.optim.Optimizer
+    group: dict[str, Any]
+    key: Tensor
+    """The parameter of `adam`, under which it keeps its state."""
+    copy: Tensor | None
+    """Float32 copy of the weight, where the model's is not float32."""
+
+    @property
+    def counts_in_group(self) -> bool:
+        """Whether updates are counted per group (Transformer Engine, Apex) and not per parameter
+        (torch)."""
+        return not isinstance(self.adam, torch.optim.AdamW)
+
+
+def _owned(optimizer: Any) -> Iterator[_Owned]:
+    for one in optimizer.chained_optimizers:
+        adams, inner = [one.optimizer], {}
+        if isinstance(one.optimizer, HybridDeviceOptimizer):
+            adams, inner = one.optimizer.sub_optimizers, one.optimizer.param_to_inner_param
+        homes = {
+            id(key): (adam, group)
+            for adam in adams
+            for group in adam.param_groups
+            for key in group["params"]
+        }
+        for param, (number, order) in one.model_param_group_index_map.items():
+            main = one.optimizer.param_groups[number]["params"][order]
+            if main.numel():
+                key = inner.get(main, main)
+                adam, group = homes[id(key)]
+                where = one._get_model_param_range_map(param)["param"]
+                copy = main if getattr(param, "main_param", None) is main else None
+                if key is not main:
+                    copy = key
+                copy = adam.state[key].get("master_param", copy)
+                yield _Owned(param, where.start, where.end, adam, group, key, copy)
+
+
+def state_tensors(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return moments, step and float32 copy of each parameter slice that this rank's optimizer
+    owns, under the keys of a checkpoint file."""
+    tensors: dict[str, Tensor] = {}
+    names = {id(param): name for name, param in params.items()}
+    for owned in _owned(optimizer):
+        key = _key(owned, names)
+        state = owned.adam.state[owned.key]
+        if owned.copy is not None:
+            tensors[f"{key}/{MAIN}"] = owned.copy.data
+        tensors.update({f"{key}/{field}": state[field] for field in MOMENTS})
+        counted = torch.tensor(float(owned.group.get("step", 0)))
+        tensors[f"{key}/{STEP}"] = counted if owned.counts_in_group else state["step"]
+    return tensors
+
+
+def init_state(optimizer: Any) -> None:
+    """Give AdamW the state that it would make in its first step, unless it has one."""
+    for owned in _owned(optimizer):
+        state = owned.adam.state[owned.key]
+        if any(field not in state for field in MOMENTS):
+            _init_state_of(owned)
+    for one in optimizer.chained_optimizers:
+        if isinstance(one.optimizer, HybridDeviceOptimizer):
+            one.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def _init_state_of(owned: _Owned) -> None:
+    if hasattr(owned.adam, "initialize_state"):  # Transformer Engine's: moments may be in bfloat16
+        owned.adam.initialize_state(owned.key, store_param_remainders=False)
+        return
+    for field in MOMENTS:
+        owned.adam.state[owned.key][field] = torch.zeros_like(owned.key)
+    if not owned.counts_in_group:
+        # The fused AdamW wants its counter where the parameter is.
+        where = owned.key.device if owned.group.get("fused") else None
+        owned.adam.state[owned.key]["step"] = torch.tensor(0.0, device=where)
+
+
+def set_group_steps(
+    optimizer: Any, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """Set the number of updates from `state_tensors` that were read, where groups count it."""
+    names = {id(param): name for name, param in params.items()}
+    for owned in _owned(optimizer):
+        if owned.counts_in_group:
+            owned.group["step"] = int(tensors[f"{_key(owned, names)}/{STEP}"])
+
+
+def _key(owned: _Owned, names: Mapping[int, str]) -> str:
+    return f"optimizer/{names[id(owned.param)]}[{owned.start}:{owned.stop}]"
+
+
+@torch.no_grad()
+def copy_to_main(optimizer: Any, values: Callable[[Tensor], Tensor]) -> None:
+    """Set the optimizer's float32 copies, if it has any, from `values(parameter)`."""
+    for owned in _owned(optimizer):
+        if owned.copy is not None:
+            owned.copy.copy_(values(owned.param).reshape(-1)[owned.start : owned.stop])
+
+
+def device_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Yield float32 copies of weights, moments and counters of what is updated on the device."""
+    for one in optimizer.chained_optimizers:
+        inner = one.optimizer
+        if isinstance(inner, HybridDeviceOptimizer):
+            inner = inner.gpu_optimizer
+        if inner is None:
+            continue
+        for group in inner.param_groups:
+            yield from group["params"]
+        for state in inner.state.values():
+            yield from filter(torch.is_tensor, state.values())

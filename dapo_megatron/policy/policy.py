@@ -19,6 +19,7 @@ from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
 from dapo_megatron.policy import checkpoint, fp8
+from dapo_megatron.policy.checkpoint import Snapshot
 from dapo_megatron.policy.data_parallel import (
     distribute,
     finish_gathers,
@@ -29,11 +30,9 @@ from dapo_megatron.policy.device import device, megatron_device
 from dapo_megatron.policy.model import Decoder, build_model, initialize_parallel, place
 from dapo_megatron.policy.moe import set_balance_scale
 from dapo_megatron.policy.offload import Offload
-from dapo_megatron.policy.optimizer import build_optimizer
-from dapo_megatron.policy.rows import Rows, RowShape, make_rows
+from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
 from dapo_megatron.policy.shards import shards_of
-from dapo_megatron.policy.snapshot import Snapshot
-from dapo_megatron.policy.step import Runner
+from dapo_megatron.policy.step import Rows, RowShape, Runner, make_rows
 from dapo_megatron.protocols import Exchange, LossFn, Planner
 from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch, torch_dtype
 
@@ -120,7 +119,7 @@ class MegatronPolicy:
         with megatron_device():
             change(self._shards_of(self._models(), values))
             values.round()
-            checkpoint.copy_to_main(self._optimizer, values)
+            copy_to_main(self._optimizer, values)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight by HF name, whole, on every rank. For parity checks; collective."""

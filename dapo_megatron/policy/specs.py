@@ -1,9 +1,9 @@
-"""The modules each layer is built of: Transformer Engine's, or Megatron's own with our attention
-and norm; experts with our router in both.
+"""The modules of each layer: Transformer Engine's, or Megatron's own with the attention and norm
+defined here. Both have the router in moe.py.
 
 Transformer Engine fuses the norm before a linear layer into it, attends over packed sequences and
 context-parallel ranks itself, and computes a rank's experts in one grouped matrix product. Latent
-attention is built of Megatron's own layers alone (policy/latent.py).
+attention is built only of Megatron's own layers (policy/attention.py).
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import Architecture
-from dapo_megatron.policy.attention import CausalAttention
+from dapo_megatron.policy.attention import CausalAttention, LatentAttention
 from dapo_megatron.policy.kernels import kernels
-from dapo_megatron.policy.latent import LatentAttention
 from dapo_megatron.policy.moe import BiasedRouter, ExpertLayer, Router
-from dapo_megatron.policy.norm import RMSNorm
 
 
 def block_spec(
     arch: Architecture, config: PolicyConfig, layers: Iterable[int]
 ) -> TransformerBlockSubmodules:
-    """The given layers, by their numbers in the model, and the norm after the last layer of all."""
+    """Return the spec of layers, given by their numbers in the model, and of the final norm."""
     norm: Any = RMSNorm
     if kernels(config, arch) == "transformer_engine":
-        # Without the package its names are there, of stand-ins.
+        # Without the package this name is a placeholder.
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
@@ -43,7 +44,7 @@ def block_spec(
 
 
 def layer_spec(arch: Architecture, config: PolicyConfig, number: int) -> ModuleSpec:
-    """A layer, by its number in the model."""
+    """Return the spec of a layer, given by its number in the model."""
     num_experts = arch.num_experts if arch.has_experts(number) else None
     fused = kernels(config, arch) == "transformer_engine"
     spec = _fused(arch, num_experts) if fused else _local(arch, num_experts)
@@ -84,3 +85,22 @@ def _experts(theirs: Any, arch: Architecture) -> ModuleSpec:
             BiasedRouter, normalize_topk=arch.normalize_topk, scoring=arch.scoring
         )
     return ModuleSpec(module=ExpertLayer, submodules=parts)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension (arXiv 1910.07467).
+
+    Megatron's wrapper of torch's norms refuses sequence parallelism, because each rank then sees
+    only some tokens and nothing would add up the gradients of its weight. The mark on the weight
+    makes Megatron add them.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`."""
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)

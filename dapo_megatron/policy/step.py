@@ -1,27 +1,34 @@
-"""Micro-batches through Megatron's schedules: rows in, sums out, one division.
+"""Micro-batches: laid out as rows, run through Megatron's schedules, divided once.
 
-The one place where a rank, a micro-batch count or a data-parallel size could scale the loss.
-With N the loss tokens of the whole mini-batch (all ranks, all micro-batches), each micro-batch
-contributes  sum(loss) / N ; the schedule adds (calculate_per_token_loss), data- and
-context-parallel ranks add (gradient scaling factor 1), and nothing else divides. So the gradient
-is that of
+Every sequence gets a segment, its length rounded up. Packed, the segments lie end to end in one
+row. Padded, each is as long as the longest and is a row. With context parallelism of C ranks a
+segment is cut into 2 C equal chunks, of which rank r takes chunks r and 2 C - 1 - r, so that the
+work of a causal mask is equal.
+
+Only `Runner` may scale the loss: no rank, micro-batch count or data-parallel size does. With N the
+loss tokens of the whole mini-batch (all ranks, all micro-batches), each micro-batch contributes
+sum(loss) / N. The schedule adds (calculate_per_token_loss), data- and context-parallel ranks add
+(gradient scaling factor 1), and nothing else divides. So the gradient is that of
 
     1/N * sum over all loss tokens   (arXiv 2503.14476 eq. 8 with one global token mean)
 
 for any layout and any split.
 
-Shape letters: n tokens of a micro-batch that are scored, H hidden size.
+Shape letters: B rows, L tokens of a row on this rank, n scored tokens of a micro-batch, H hidden
+size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -29,11 +36,113 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from dapo_megatron.plan.layout import round_up
 from dapo_megatron.policy import fp8
-from dapo_megatron.policy.rows import Rows
 from dapo_megatron.policy.vocab_parallel import Head, linear_logprobs
 from dapo_megatron.protocols import LossFn
 from dapo_megatron.types import MicroTokens, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """Shape of rows. `dapo_megatron.plan.layout` explains the two multiples."""
+
+    packed: bool
+    sequence_multiple: int
+    row_multiple: int
+    cp_rank: int
+    cp_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One micro-batch on this rank; all [B, L].
+
+    tokens      int64  input tokens, 0 on padding
+    positions   int64  position in the sequence, from 0
+    targets     int64  the next token of the sequence
+    predicts    int64  index of that next token in the batch's flat [T] tensors, or -1 if there is
+                       none (last tokens and padding)
+    sequences   int64  number of the sequence in the micro-batch, -1 on padding
+    packed             cumulative lengths of the segments; None if padded
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    targets: Tensor
+    predicts: Tensor
+    sequences: Tensor
+    packed: PackedSeqParams | None
+
+
+def make_rows(
+    batch: TokenBatch, sequences: Sequence[int], shape: RowShape, device: torch.device
+) -> Rows:
+    """Lay out sequences. Without any, make a row of padding, so that this rank enters every
+    collective of the forward and backward pass. Otherwise the others would wait forever."""
+    lengths = batch.lengths[list(sequences)] if sequences else torch.tensor([0])
+    starts = (batch.lengths.cumsum(0) - batch.lengths)[list(sequences)] if sequences else lengths
+    segments = _segments(lengths, shape)
+    number = torch.arange(len(segments)).repeat_interleave(segments)
+    bounds = torch.nn.functional.pad(segments.cumsum(0), (1, 0))
+    position = torch.arange(int(bounds[-1])) - bounds[number]
+    mine = _on_this_rank(position, segments[number], shape)
+    number, position = number[mine], position[mine]
+    real = position < lengths[number]
+    last = position >= lengths[number] - 1
+    source = starts[number] + position
+    predicts = torch.where(real & ~last, source + 1, -1)
+    tokens = torch.where(real, batch.tokens[torch.where(real, source, 0)], 0)
+    targets = batch.tokens[predicts.clamp(min=0)]
+    rows = 1 if shape.packed else len(segments)
+
+    def as_rows(flat: Tensor) -> Tensor:
+        return flat.view(rows, -1).to(device)
+
+    return Rows(
+        tokens=as_rows(tokens),
+        positions=as_rows(position),
+        targets=as_rows(targets),
+        predicts=as_rows(predicts),
+        sequences=as_rows(torch.where(real, number, -1)),
+        packed=_packed(bounds, device) if shape.packed else None,
+    )
+
+
+def _segments(lengths: Tensor, shape: RowShape) -> Tensor:
+    """Return the tokens of each segment, including padding."""
+    if not shape.packed:
+        longest = round_up(max(int(lengths.max()), 1), shape.row_multiple)
+        return torch.full_like(lengths, longest)
+    segments = -(-lengths.clamp(min=1) // shape.sequence_multiple) * shape.sequence_multiple
+    total = int(segments.sum())
+    segments[-1] += round_up(total, shape.row_multiple) - total
+    return segments
+
+
+def _on_this_rank(position: Tensor, segment: Tensor, shape: RowShape) -> Tensor:
+    if shape.cp_size == 1:
+        return torch.ones_like(position, dtype=torch.bool)
+    chunk = position // (segment // (2 * shape.cp_size))
+    return (chunk == shape.cp_rank) | (chunk == 2 * shape.cp_size - 1 - shape.cp_rank)
+
+
+def _packed(bounds: Tensor, device: torch.device) -> PackedSeqParams:
+    longest = int(bounds.diff().max())
+    cumulative = bounds.to(torch.int32).to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        # Transformer Engine asks for these under context parallelism. Passing the same tensor
+        # tells it that there is no padding between segments. A segment's own padding comes last,
+        # where no real token attends to it.
+        cu_seqlens_q_padded=cumulative,
+        cu_seqlens_kv_padded=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
 
 Output = Callable[[Rows, Any, Tensor], tuple[Tensor, Any]]
 """(rows, model, hidden states) -> (loss, results)."""

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_megatron.policy.collectives import all_reduce
+from dapo_megatron.cluster.collectives import all_reduce
 
 Head = Literal["torch", "triton"]
 

@@ -23,7 +23,7 @@ from dapo_megatron.checkpoints.formats import (
     copy_companions,
     open_store,
 )
-from dapo_megatron.checkpoints.formats.writer import blocks
+from dapo_megatron.checkpoints.formats.store import blocks
 from dapo_megatron.cluster.instruments import Instruments
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks

@@ -34,14 +34,14 @@ NAMES = {
     RANDOM + "_set_cuda_rng_state": "policy/device.py",
     DISPATCH + "maybe_move_tensor_to_cpu": "policy/device.py",
     # Replaced for good.
-    LATENT + "Linear": "policy/latent.py",
-    LATENT + "HAVE_TE": "policy/latent.py",
-    LATENT + "TELinear": "policy/latent.py",
-    LATENT + "MLASelfAttention": "policy/latent.py",
+    LATENT + "Linear": "policy/attention.py",
+    LATENT + "HAVE_TE": "policy/attention.py",
+    LATENT + "TELinear": "policy/attention.py",
+    LATENT + "MLASelfAttention": "policy/attention.py",
     # Overridden, or called though nobody says it may be.
     GPT + "._postprocess": "policy/model.py (Decoder)",
     GPT + ".shared_embedding_or_output_weight": "policy/model.py (Decoder)",
-    SHARDED + "_get_model_param_range_map": "policy/checkpoint.py",
+    SHARDED + "_get_model_param_range_map": "policy/optimizer.py",
     CHAINED + "prepare_grads": "policy/policy.py",
     CHAINED + "get_grad_norm": "policy/policy.py",
     CHAINED + "step_with_ready_grads": "policy/policy.py",
@@ -49,7 +49,7 @@ NAMES = {
     SHARDED + "get_parameters": "policy/policy.py",
     DDP + ".zero_grad_buffer": "policy/policy.py",
     STATE + "destroy_model_parallel": "policy/policy.py",
-    f"{C}tensor_parallel:get_cuda_rng_tracker": "policy/snapshot.py",
+    f"{C}tensor_parallel:get_cuda_rng_tracker": "policy/checkpoint.py",
     f"{C}transformer.spec_utils:ModuleSpec": "policy/model.py",
 }
 
@@ -153,7 +153,7 @@ ARGUMENTS = {
     MAPPINGS + "gather_from_sequence_parallel_region": ("group", "policy/attention.py"),
     f"{C}packed_seq_params:PackedSeqParams": (
         "qkv_format cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv",
-        "policy/rows.py",
+        "policy/step.py",
     ),
     DISPATCH + "maybe_move_tensor_to_cpu": ("tensor as_numpy record_stream", "policy/device.py"),
 }
@@ -245,7 +245,7 @@ def test_learning_rate_is_read_from_the_groups_at_each_step(dense: Ranks) -> Non
 
 
 def test_range_maps_cut_each_parameter_over_the_ranks(dense: Ranks) -> None:
-    """policy/checkpoint.py: chained_optimizers, model_param_group_index_map, and "param" ranges."""
+    """policy/optimizer.py: chained_optimizers, model_param_group_index_map, and "param" ranges."""
     owned: dict[str, list[tuple[int, int]]] = {}
     for rank in dense:
         for name, where in rank["ranges"].items():
@@ -304,7 +304,7 @@ def test_experts_without_allreduce_have_buffers_of_their_own(experts: Ranks) -> 
 
 
 def test_latent_attention_takes_our_down_projections(latent: Ranks) -> None:
-    """policy/latent.py: what is called `Linear` there is built with (inputs, outputs, config=)."""
+    """policy/attention.py: `Linear` of that module is built with (inputs, outputs, config=)."""
     assert latent[0]["down_projections"] == ["DownProjection", "DownProjection"]
 
 

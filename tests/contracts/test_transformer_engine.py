@@ -97,5 +97,5 @@ def test_fused_adam_takes_what_megatron_and_we_give() -> None:
 
 
 def test_fused_adam_counts_steps_in_its_groups() -> None:
-    """policy/checkpoint.py keeps them so."""
+    """policy/optimizer.py keeps them so."""
     assert 'group["step"]' in inspect.getsource(find(ADAM).step)

@@ -170,12 +170,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_running_requests_are_known_by_the_name_we_gave(seen: dict[str, Any]) -> None:
-    """engine/partial.py: output_processor.request_states, external_req_id."""
+    """engine/engine.py: output_processor.request_states, external_req_id."""
     assert seen["names"] == {"7/0", "7/1"}
 
 
 def test_sampled_so_far_has_flat_log_probs(seen: dict[str, Any]) -> None:
-    """engine/partial.py: detokenizer.output_token_ids, logprobs_processor.logprobs.logprobs."""
+    """engine/engine.py: detokenizer.output_token_ids, logprobs_processor.logprobs.logprobs."""
     for tokens, logprobs in seen["so_far"].values():
         assert len(tokens) == len(logprobs) == seen["steps"]
         assert all(isinstance(token, int) for token in tokens)

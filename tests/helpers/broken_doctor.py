@@ -53,7 +53,7 @@ def balance_by_tokens() -> None:
 
 def norms_not_added() -> None:
     """Sequence parallelism without adding up the norms' gradients over its ranks."""
-    from dapo_megatron.policy.norm import RMSNorm
+    from dapo_megatron.policy.specs import RMSNorm
 
     whole = RMSNorm.__init__
 

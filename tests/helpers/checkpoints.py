@@ -28,7 +28,7 @@ from dapo_megatron.checkpoints.formats import (
 )
 from dapo_megatron.checkpoints.formats.compare import compare
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
-from dapo_megatron.checkpoints.formats.writer import StoreWriter, blocks, fill
+from dapo_megatron.checkpoints.formats.store import StoreWriter, blocks, fill
 from dapo_megatron.model import Place, architecture, hf_tensors, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import whole

@@ -11,7 +11,7 @@ import torch
 
 from dapo_megatron.checkpoints import Checkpoints
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.policy.snapshot import Snapshot
+from dapo_megatron.policy.checkpoint import Snapshot
 from dapo_megatron.run.folder import RunFolder
 from tests.helpers.configs import tiny_config
 

@@ -188,7 +188,7 @@ def _unfit(engine: Any, whole: dict[str, Tensor]) -> dict[str, str]:
 
 def _refused(engine: Any, folder: Path) -> Seen:
     """What is said of each kind of wrong arrival, and how many tensors had gone through."""
-    from dapo_megatron.engine.receiver import stand_ins
+    from dapo_megatron.engine.receiver import proxies
 
     whole = weights(hf_model(folder))
     pieces = engine.wanted(offer(whole))
@@ -209,7 +209,7 @@ def _refused(engine: Any, folder: Path) -> Seen:
     seen: Seen = {"name": name, "num": len(good)}
     for kind, given in bad.items():
         passed: list[Any] = []
-        seen[kind] = (_said(lambda: passed.extend(stand_ins(given, pieces))), len(passed))  # noqa: B023
+        seen[kind] = (_said(lambda: passed.extend(proxies(given, pieces))), len(passed))  # noqa: B023
     engine.submit(requests([0]))
     seen["in flight"] = _said(lambda: engine.receive(good, 9))
     seen["score in flight"] = _said(lambda: engine.score([[4, 5]]))
@@ -330,8 +330,8 @@ def test_wrong_arrivals_are_refused_by_name_before_they_are_loaded(alone: Seen) 
     assert said["missing"] == (f"{name}: {missing}", num - 1)
     assert said["extra"][0].startswith("model.extra.weight: ")
     assert said["repeated"] == (f"{name}: given twice", 4)
-    assert said["no slice"][0].startswith(f"{name}: Region(") and missing in said["no slice"][0]
-    assert "is no slice that this rank asked for" in said["other slice"][0]
+    assert said["no slice"][0].startswith(f"{name}: [") and missing in said["no slice"][0]
+    assert "is not a slice that this rank asked for" in said["other slice"][0]
     assert said["slice repeated"][0].endswith(" given twice")
     assert said["misshapen"][0].startswith(f"{name}: shape (")
     assert "torch.float64" in said["other dtype"][0]

@@ -284,11 +284,3 @@ def test_megatron_is_told_for_as_long_as_it_asks() -> None:
         told = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
         assert told == (fused_adam.FusedAdam, False, fused_adam.FusedAdam)
     assert before == (megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam)
-
-
-def test_comparing_optimizers() -> None:
-    from dapo_megatron.policy import optimizer
-
-    numbers = tiny_config().optimizer
-    distance = optimizer.compare(numbers, "torch", num_elements=1000)
-    assert 0 < distance < 1e-4

@@ -89,10 +89,10 @@ def build(exchange: Ranks, model: Path, layout: str, precision: str) -> Any:
 
 def gathered(policy: Any, exchange: Ranks) -> dict[str, dict[str, Tensor]]:
     """Weights and the optimizer's fields by HF name, whole: from memory, by Megatron's groups."""
-    from dapo_megatron.policy import checkpoint
+    from dapo_megatron.policy.optimizer import state_tensors
 
     params = policy._named_parameters()
-    state = checkpoint._optimizer_tensors(policy._optimizer, params)
+    state = state_tensors(policy._optimizer, params)
     found = {"weights": kept(policy.weights())}
     steps = {float(value) for key, value in state.items() if key.endswith("/step")}
     found["step"] = {"step": torch.tensor(sorted(steps))}
@@ -134,10 +134,10 @@ def padding(policy: Any) -> float:
     a number that would be seen, if it were looked at."""
     from megatron.core import parallel_state
 
-    from dapo_megatron.policy import checkpoint
+    from dapo_megatron.policy.optimizer import state_tensors
 
     largest, params = 0.0, policy._named_parameters()
-    state = checkpoint._optimizer_tensors(policy._optimizer, params)
+    state = state_tensors(policy._optimizer, params)
     for name, param in params.items():
         if name.endswith(("word_embeddings.weight", "output_layer.weight")):
             first = parallel_state.get_tensor_model_parallel_rank() * param.shape[0]

@@ -107,8 +107,8 @@ def rank_main(rank: int, folder: Path, engine: dict[str, Any], model: str) -> di
     """Each policy layout's gaps: HF to engine and HF to policy at the start, policy to engine after
     each of two updates; bytes received and the lower bound; and whether our table of what an engine
     rank holds (for forecasts) is what vLLM's loaders take."""
-    from dapo_megatron.bridge.canary import as_batch, sequences
     from dapo_megatron.bridge.sync import WeightSync
+    from dapo_megatron.bridge.verify import canary_batch, canary_sequences
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.model import engine_pieces
@@ -129,9 +129,9 @@ def rank_main(rank: int, folder: Path, engine: dict[str, Any], model: str) -> di
             policy, running, exchange, config.sync, vocab=vocab, max_tokens=32, ranks_per_node=4
         )
         reports = [sync(0)]
-        fixed = sequences(vocab, 32)
+        fixed = canary_sequences(vocab, 32)
         hf = logprobs_of_hf(folder, fixed)
-        ours = policy.logprobs(as_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
+        ours = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
         seen[name] = {
             "hf_policy": float((ours[:, 1:] - hf).abs().max()),
             "hf_engine": float((torch.tensor(running.score(fixed)) - hf).abs().max()),
@@ -139,14 +139,14 @@ def rank_main(rank: int, folder: Path, engine: dict[str, Any], model: str) -> di
         for version in (1, 2):
             policy.update(random_batch((30, 7, 18, 9), vocab=vocab), loss(), 1e-3)
             reports.append(sync(version))
-        after = policy.logprobs(as_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
+        after = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
         seen[name] |= {
             "gap": max(report.canary_gap for report in reports),
             "fingerprinted": all(report.fingerprinted for report in reports),
             "unread": max(report.unread_tensors for report in reports),
             "moved": float((after - ours).abs().max()),
             "bytes": sync.bytes_received,
-            "bound": [sync.plan.lower_bound(r) for r in range(NUM_RANKS)],
+            "bound": sync.plan.missing,
         }
         table = engine_pieces(
             policy.architecture,

@@ -114,9 +114,11 @@ def carry(rank: int) -> dict[str, object]:
     return {
         "wrong": wrong,
         "nbytes": transfer.nbytes_received,
-        "planned": plan.bytes_received(rank),
+        "planned": plan.missing[rank],
         "rounds": plan.num_rounds,
-        "moves": sum(1 for one in plan.rounds for route in one for _ in route.moves(rank)),
+        "moves": sum(
+            1 for tensors in plan.rounds for tensor in tensors for _ in tensor.with_sources(rank)
+        ),
     }
 
 

@@ -64,7 +64,7 @@ def test_a_checkpoint_appears_whole_when_it_is_written(tmp_path: Path) -> None:
 def test_the_copy_is_of_the_moment_and_the_file_is_what_was_copied(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from dapo_megatron.policy.snapshot import Snapshot
+    from dapo_megatron.policy.checkpoint import Snapshot
 
     tensors = {
         "a": torch.rand(3, 5),

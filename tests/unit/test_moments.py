@@ -22,7 +22,7 @@ from torch import Tensor
 from dapo_megatron.checkpoints.formats import Store, copy_companions, open_store, read_into
 from dapo_megatron.checkpoints.formats.moments import open_state, read_range
 from dapo_megatron.model import Place, layout_of
-from dapo_megatron.policy.reshard import reshard
+from dapo_megatron.policy.checkpoint import reshard
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import CheckpointError
 from tests.helpers.checkpoints import config_of, differences, write_random

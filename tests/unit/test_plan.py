@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy
@@ -12,7 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.bridge.plan import SENT_BUCKETS, Plan, make_plan
+from dapo_megatron.bridge.plan import (
+    SENT_BUCKETS,
+    BoxTransfer,
+    TensorTransfer,
+    TransferPlan,
+    make_plan,
+)
 from dapo_megatron.types import Piece, Region, SyncError, whole
 
 Pieces = list[list[Piece]]
@@ -63,6 +69,12 @@ def situations(draw: st.DrawFn) -> tuple[Pieces, Pieces]:
     return held, wanted
 
 
+def boxes_of(tensors: Sequence[TensorTransfer]) -> Iterator[tuple[BoxTransfer, int]]:
+    """All boxes of a round, with their sources."""
+    for tensor in tensors:
+        yield from tensor.with_sources()
+
+
 def mask(shape: Sequence[int], found: Sequence[Region]) -> numpy.ndarray:
     """How many of the boxes each element lies in."""
     count = numpy.zeros(shape, dtype=int)
@@ -76,12 +88,12 @@ def test_every_wanted_element_arrives_once_from_a_holder(situation: tuple[Pieces
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
     arriving: dict[tuple[int, str, Region], list[Region]] = defaultdict(list)
-    for route in (route for one in plan.rounds for route in one):
-        for move in route.moves():
-            arriving[move.target, move.name, move.region].append(move.box)
+    for tensor in (tensor for tensors in plan.rounds for tensor in tensors):
+        for move, source in tensor.with_sources():
+            arriving[move.target, tensor.name, move.region].append(move.box)
             assert any(
-                piece.name == move.name and piece.region.intersect(move.box) == move.box
-                for piece in held[move.source]
+                piece.name == tensor.name and piece.region.intersect(move.box) == move.box
+                for piece in held[source]
             )
     for rank, pieces in enumerate(wanted):
         for piece in pieces:
@@ -97,11 +109,11 @@ def test_only_what_is_missing_moves(situation: tuple[Pieces, Pieces]) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
     received, sent = Counter[int](), Counter[int]()
-    for route in (route for one in plan.rounds for route in one):
-        for move in route.moves():
-            if move.source != move.target:
+    for tensors in plan.rounds:
+        for move, source in boxes_of(tensors):
+            if source != move.target:
                 received[move.target] += move.nbytes
-                sent[move.source] += move.nbytes
+                sent[source] += move.nbytes
     for rank, pieces in enumerate(wanted):
         missing = 0
         for piece in pieces:
@@ -110,8 +122,8 @@ def test_only_what_is_missing_moves(situation: tuple[Pieces, Pieces]) -> None:
             missing += int((wants & (mask(piece.global_shape, own) == 0)).sum()) * (
                 piece.dtype.itemsize
             )
-        assert plan.lower_bound(rank) == plan.bytes_received(rank) == received[rank] == missing
-        assert plan.bytes_sent(rank) == sent[rank]
+        assert plan.missing[rank] == received[rank] == missing
+        assert plan.sent[rank] == sent[rank]
 
 
 @given(situations(), st.integers(1, 200))
@@ -119,15 +131,17 @@ def test_rounds_are_bounded(situation: tuple[Pieces, Pieces], bucket_bytes: int)
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=bucket_bytes)
     for one in plan.rounds:
-        moves = [m for route in one for m in route.moves() if m.source != m.target]
-        for end, limit in (("target", bucket_bytes), ("source", SENT_BUCKETS * bucket_bytes)):
+        for by_source, limit in ((False, bucket_bytes), (True, SENT_BUCKETS * bucket_bytes)):
             nbytes: dict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
-            for move in moves:
-                nbytes[getattr(move, end)][move.name, move.target] += move.nbytes
+            for tensor in one:
+                for move, source in tensor.with_sources():
+                    if source != move.target:
+                        rank = source if by_source else move.target
+                        nbytes[rank][tensor.name, move.target] += move.nbytes
             for wishes in nbytes.values():
                 assert wishes.total() <= limit or len(wishes) == 1
     found = [
-        {(route.name, move.target) for route in one for move in route.moves()}
+        {(tensor.name, move.target) for tensor in one for move, _ in tensor.with_sources()}
         for one in plan.rounds
     ]
     assert sum(map(len, found)) == len(set().union(*found))  # what one rank wants is in one round
@@ -137,7 +151,7 @@ def test_rounds_are_bounded(situation: tuple[Pieces, Pieces], bucket_bytes: int)
 
 def test_one_tensor_for_many_is_sent_bucket_by_bucket() -> None:
     plan = make_plan([[piece("t")], *[[]] * 9], [[piece("t")]] * 10, bucket_bytes=128)
-    sent = [Counter(m.source for r in one for m in r.moves() if m.target) for one in plan.rounds]
+    sent = [Counter(source for move, source in boxes_of(one) if move.target) for one in plan.rounds]
     assert sent == [{0: 2}, {0: 2}, {0: 2}, {0: 2}, {0: 1}]
     assert plan.num_tensors == 1
 
@@ -155,9 +169,9 @@ def piece(name: str, first: int = 0, num: int = 8, **other: object) -> Piece:
     return Piece(name, region=Region((first, 0), (num, 4)), **values)
 
 
-def sources(plan: Plan) -> list[list[int]]:
-    """Of each tensor in order, the sources of its moves."""
-    return [[m.source for m in route.moves()] for one in plan.rounds for route in one]
+def sources(plan: TransferPlan) -> list[list[int]]:
+    """The sources of each tensor's boxes, in the order of the plan."""
+    return [list(tensor.sources) for one in plan.rounds for tensor in one]
 
 
 def test_sources_are_near_and_take_turns() -> None:
@@ -169,13 +183,16 @@ def test_sources_are_near_and_take_turns() -> None:
     assert sources(plan) == [[0], [1], [3], [0]]
     plan = make_plan([every, every, []], [every, [], []], ranks_per_node=1)
     assert sources(plan) == [[0]] * 4
-    assert plan.bytes_sent(0) == plan.bytes_received(0) == 0
+    assert plan.sent[0] == plan.missing[0] == 0
 
 
 def test_what_the_rank_has_of_a_piece_stays() -> None:
     plan = make_plan([[piece("t", 0, 5)], [piece("t", 2, 6)]], [[], [piece("t")]])
-    moves = [move for one in plan.rounds for route in one for move in route.moves()]
-    assert {(m.source, m.box.start[0], m.box.shape[0]) for m in moves} == {(1, 2, 6), (0, 0, 2)}
+    moves = [pair for one in plan.rounds for pair in boxes_of(one)]
+    assert {(source, m.box.start[0], m.box.shape[0]) for m, source in moves} == {
+        (1, 2, 6),
+        (0, 0, 2),
+    }
 
 
 def stage(layers: range, experts: int = 0) -> list[Piece]:
@@ -191,7 +208,7 @@ def test_stages_send_side_by_side_and_layers_stay_together() -> None:
     every = [*first, *second]
     plan = make_plan(held, [every, every], bucket_bytes=4 * 128)
     for one in plan.rounds:
-        senders = Counter(m.source for r in one for m in r.moves() if m.source != m.target)
+        senders = Counter(source for move, source in boxes_of(one) if source != move.target)
         assert senders == {0: 4, 1: 4} or one is plan.rounds[-1]
         layers = [route.name.split(".")[2] for route in one if "layers" in route.name]
         runs = [layers[0], *(b for a, b in pairwise(layers) if a != b)]
@@ -205,13 +222,13 @@ def test_expert_ranks_send_side_by_side() -> None:
     experts = stage(range(1), experts=8)[2:]
     plan = make_plan([experts[:4], experts[4:], []], [[], [], experts], bucket_bytes=4 * 128)
     for one in plan.rounds:
-        assert Counter(move.source for route in one for move in route.moves()) == {0: 2, 1: 2}
+        assert Counter(source for _, source in boxes_of(one)) == {0: 2, 1: 2}
 
 
-def test_tensors_alike_share_their_tiles() -> None:
+def test_tensors_alike_share_their_boxes() -> None:
     every = stage(range(50))
     plan = make_plan([every, []], [[], every])
-    assert len({id(route.tiles) for one in plan.rounds for route in one}) == 1
+    assert len({id(route.boxes) for one in plan.rounds for route in one}) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Stand-ins for whole tensors, and whether slices make up a tensor."""
+"""Proxies for whole tensors, and whether slices make up a tensor."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo_megatron.engine.coverage import check_used, overlap
-from dapo_megatron.engine.slices import StandIn, View, locate
-from dapo_megatron.types import Piece, Region, SyncError, whole
+from dapo_megatron.engine.slices import BoxView, ProxyTensor, check_used, locate
+from dapo_megatron.types import Piece, Region, SyncError, overlap, whole
 
 Cut = Callable[[Tensor], Tensor]
 
@@ -38,7 +37,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
                 lambda tensor, dim=dim: tensor.chunk(2, dim)[0],
                 lambda tensor: tensor[..., :1],
             ]
-            # A copy that `contiguous` made has other strides; the stand-in has none, and would say
+            # A copy that `contiguous` made has other strides; the proxy has none, and would say
             # so. On a whole, or a run of rows, it makes no copy.
             if shadow.is_contiguous():
                 kinds.append(lambda tensor: tensor.reshape(-1))
@@ -51,21 +50,21 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
 
 
 @given(cuts())
-def test_a_stand_in_shows_what_the_same_cuts_of_the_tensor_show(
+def test_a_proxy_shows_what_the_same_cuts_of_the_tensor_show(
     case: tuple[tuple[int, ...], list[Cut]],
 ) -> None:
     shape, steps = case
     full = torch.arange(prod(shape), dtype=torch.float32).view(shape)
-    got: list[View] = []
+    got: list[BoxView] = []
     real: Tensor = full
-    stand_in: Tensor = StandIn.whole(
+    proxy: Tensor = ProxyTensor.whole(
         "w", shape, full.dtype, lambda _, one: got.append(one.locate())
     )
     for step in steps:
-        real, stand_in = step(real), step(stand_in)
-    assert stand_in.shape == real.shape
+        real, proxy = step(real), step(proxy)
+    assert proxy.shape == real.shape
     try:
-        torch.empty(real.shape).copy_(stand_in)
+        torch.empty(real.shape).copy_(proxy)
     except SyncError:
         # Only of elements that are not one box: part of a row and part of the next.
         places = torch.stack(torch.unravel_index(real.flatten().long(), shape), 1)
@@ -95,15 +94,15 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_a_slice_cannot_stand_for_is_refused_by_name(kind: str) -> None:
-    stand_in = StandIn.whole("the.weight", (12, 8), torch.float32, lambda _, one: one.locate())
+    proxy = ProxyTensor.whole("the.weight", (12, 8), torch.float32, lambda _, one: one.locate())
     with pytest.raises(SyncError, match=r"^the\.weight: "):
-        REFUSED[kind](stand_in)
+        REFUSED[kind](proxy)
 
 
 def test_a_view_of_two_boxes_is_not_located() -> None:
     tensor = torch.empty(4, 6)
     assert locate((4, 6), tensor.view(-1)[3:9]) is None
-    assert locate((4, 6), tensor.view(-1)[6:18]) == View(Region((1, 0), (2, 6)), (12,), (1,))
+    assert locate((4, 6), tensor.view(-1)[6:18]) == BoxView(Region((1, 0), (2, 6)), (12,), (1,))
 
 
 boxes = st.builds(

@@ -20,7 +20,7 @@ from dapo_megatron.checkpoints.formats import HfWriter, TensorInfo, open_store, 
 from dapo_megatron.checkpoints.formats.compare import compare, compare_replicas
 from dapo_megatron.checkpoints.formats.file import TensorFile, TensorFileWriter
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
-from dapo_megatron.checkpoints.formats.writer import blocks
+from dapo_megatron.checkpoints.formats.store import blocks
 from dapo_megatron.model import Place, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import CheckpointError, Region, whole

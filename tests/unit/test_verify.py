@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo_megatron.bridge.fingerprint import add, fingerprint
-from dapo_megatron.bridge.verify import disagreements
+from dapo_megatron.bridge.verify import add, disagreements, fingerprint
 from dapo_megatron.types import Piece, Region, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -92,7 +91,7 @@ def test_signs_of_all_elements_show() -> None:
 def test_big_tensors_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = drawn((100, 7), torch.float32)
     right = fingerprint(tensor, whole((100, 7)))
-    monkeypatch.setattr("dapo_megatron.bridge.fingerprint._CHUNK", 50)
+    monkeypatch.setattr("dapo_megatron.bridge.verify._CHUNK", 50)
     assert fingerprint(tensor, whole((100, 7))) == right
 
 

@@ -33,7 +33,7 @@ from dapo_megatron.checkpoints import Checkpoints, fault_of
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config.file import load_config
-from dapo_megatron.policy.snapshot import Snapshot
+from dapo_megatron.policy.checkpoint import Snapshot
 from dapo_megatron.tracking.provenance import facts
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.store import Extent, Store
-from dapo_megatron.checkpoints.formats.writer import blocks
+from dapo_megatron.checkpoints.formats.store import FileSlice, Store, blocks
 from dapo_megatron.types import Region, dtype_name, whole
 
 Progress = Callable[[int], object]
@@ -69,7 +68,7 @@ def compare_replicas(store: Store, progress: Progress) -> Iterator[Difference]:
     for first, second in store.replicas:
         boxes = _told(first.region, store.tensors[first.name].dtype, progress)
         pairs = (
-            (box, store.read_extent(first, box), store.read_extent(second, box)) for box in boxes
+            (box, store.read_slice(first, box), store.read_slice(second, box)) for box in boxes
         )
         if text := _value_difference(pairs):
             where = f"{_where(store, first)} and {_where(store, second)}"
@@ -78,7 +77,7 @@ def compare_replicas(store: Store, progress: Progress) -> Iterator[Difference]:
 
 def replica_bytes(store: Store) -> int:
     """What `compare_replicas` goes through."""
-    return sum(store.extent_bytes(first) for first, _ in store.replicas)
+    return sum(store.slice_bytes(first) for first, _ in store.replicas)
 
 
 def _config_differences(left: Any, right: Any, ignored: tuple[str, ...]) -> Iterator[Difference]:
@@ -117,5 +116,5 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
-def _where(store: Store, extent: Extent) -> str:
-    return f"{extent.file}:{extent.key}"
+def _where(store: Store, file_slice: FileSlice) -> str:
+    return f"{file_slice.file}:{file_slice.key}"

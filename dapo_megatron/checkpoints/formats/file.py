@@ -96,7 +96,7 @@ class TensorFile:
         info = self.tensors[key]
         box = whole(info.shape) if box is None else box
         tensor = torch.empty(box.shape, dtype=info.dtype)
-        target = _bytes_of(tensor)
+        target = bytes_of(tensor)
         size, done = info.dtype.itemsize, 0
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -166,7 +166,7 @@ class TensorFileWriter:
         box = whole(info.shape) if box is None else box
         if value.dtype != info.dtype or tuple(value.shape) != box.shape:
             raise ValueError(f"{key}: {value.dtype} {tuple(value.shape)} is not {info} {box}")
-        source = _bytes_of(value.detach().to("cpu").contiguous())
+        source = bytes_of(value.detach().to("cpu").contiguous())
         size, done = info.dtype.itemsize, 0
         try:
             with self.path.open("r+b", buffering=0) as file:
@@ -273,7 +273,7 @@ def _runs(shape: tuple[int, ...], box: Region) -> Iterator[tuple[int, int]]:
         yield first + sum(i * stride for i, stride in zip(index, strides)), count
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     return memoryview(cast(bytearray, tensor.reshape(-1).view(torch.uint8).numpy()))
 

@@ -11,8 +11,14 @@ import torch
 
 from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo
 from dapo_megatron.checkpoints.formats.folder import HF_INDEX, check_file_name
-from dapo_megatron.checkpoints.formats.store import Extent, Store, checked_tensors
-from dapo_megatron.checkpoints.formats.writer import FilePlan, StoreWriter, blocks
+from dapo_megatron.checkpoints.formats.store import (
+    FilePlan,
+    FileSlice,
+    Store,
+    StoreWriter,
+    blocks,
+    checked_tensors,
+)
 from dapo_megatron.files import read_json
 from dapo_megatron.model import architecture
 from dapo_megatron.types import CheckpointError, whole
@@ -46,7 +52,7 @@ def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
         config=config,
         arch=arch,
         tensors=infos,
-        extents={name: [_extent(name, info, places[name])] for name, info in infos.items()},
+        file_slices={name: [_file_slice(name, info, places[name])] for name, info in infos.items()},
         files=files,
     )
 
@@ -94,12 +100,14 @@ def _plan_files(tensors: Mapping[str, TensorInfo], max_file_bytes: int) -> list[
         if len(plans) == 1:
             plan.name = SINGLE
         plan.metadata = {"format": "pt"}
-        plan.extents = [_extent(name, info, plan.name) for name, info in plan.tensors.items()]
+        plan.file_slices = [
+            _file_slice(name, info, plan.name) for name, info in plan.tensors.items()
+        ]
     return plans
 
 
-def _extent(name: str, info: TensorInfo, file: str) -> Extent:
-    return Extent(name, whole(info.shape), file, name, (0,) * len(info.shape))
+def _file_slice(name: str, info: TensorInfo, file: str) -> FileSlice:
+    return FileSlice(name, whole(info.shape), file, name, (0,) * len(info.shape))
 
 
 def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:

@@ -21,20 +21,24 @@ import torch
 from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo
 from dapo_megatron.checkpoints.formats.folder import MEGATRON_JSON, check_file_name
 from dapo_megatron.checkpoints.formats.store import (
-    Extent,
+    FilePlan,
+    FileSlice,
     Store,
+    StoreWriter,
     TensorSource,
     checked_tensors,
     disjoint,
 )
-from dapo_megatron.checkpoints.formats.writer import FilePlan, StoreWriter
 from dapo_megatron.files import parse_json, read_json
 from dapo_megatron.model import Architecture, Part, Place, Slot, architecture, layout_of
 from dapo_megatron.types import CheckpointError, ConfigError, dtype_name
 
 VERSION = 1
 _PREFIX = "model/"
-_KEY = re.compile(r"^model/(?:chunk_(\d+)\.)?(.+)$")
+_WEIGHT = re.compile(r"^model/((?:chunk_(\d+)\.)?(.+))$")
+_RANGE = re.compile(r"^optimizer/((?:chunk_(\d+)\.)?(.+))\[(\d+):(\d+)\]/(\w+)$")
+WEIGHT = "model"
+"""The field of a weight."""
 EXPERTS = ".mlp.experts."
 """In the names of parameters that are dealt out by expert parallelism alone."""
 
@@ -109,7 +113,7 @@ def _open(
     arch = architecture(config, ignore)
     files = {name: TensorFile(folder / name) for name in names}
     tensors: dict[str, TensorInfo] = {}
-    extents: list[Extent] = []
+    file_slices: list[FileSlice] = []
     for file in files.values():
         for key, part in _parts(file, arch):
             info = TensorInfo(part.global_shape, file.tensors[key].dtype)
@@ -118,9 +122,9 @@ def _open(
                     f"{file.path}: {key}: {part.name} is {info.dtype} here and "
                     f"{tensors[part.name].dtype} in another file"
                 )
-            extents.append(extent_of(part, file.path.name, key))
+            file_slices.append(file_slice_of(part, file.path.name, key))
     tensors = checked_tensors(folder, tensors, arch)
-    by_name, replicas = disjoint(folder, extents, tensors)
+    by_name, replicas = disjoint(folder, file_slices, tensors)
     return Store(folder, format, layout, config, arch, tensors, by_name, files, replicas)
 
 
@@ -128,18 +132,44 @@ def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
     """(key, what it holds) for all parameters of a file."""
     slots = [slots_of(arch, place) for place in places_of(file, arch)]
     for key, info in file.tensors.items():
-        match = _KEY.match(key)
-        if not match:
+        about = parse_key(key)
+        if about is None or about.field != WEIGHT:
             continue  # optimizer and RNG states
-        chunk, name = int(match[1] or 0), match[2]
-        if chunk >= len(slots) or name not in slots[chunk]:
+        if about.chunk >= len(slots) or about.name not in slots[about.chunk]:
             raise CheckpointError(f"{file.path}: {key} is no parameter of {arch.family}")
-        slot = slots[chunk][name]
+        slot = slots[about.chunk][about.name]
         if info.shape != slot.shape:
             raise CheckpointError(
                 f"{file.path}: {key} has shape {info.shape}, {arch.family} has {slot.shape} there"
             )
         yield from ((key, part) for part in slot.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """A parsed key of a file: `field` of the elements [start, stop) of a parameter, row by row.
+
+    A weight is complete, and its `stop` is None. `full_name` is the name with the prefix of its
+    chunk.
+    """
+
+    full_name: str
+    chunk: int
+    name: str
+    field: str
+    start: int = 0
+    stop: int | None = None
+
+
+def parse_key(key: str) -> StateKey | None:
+    """Parse a key. None if it is neither of a weight nor of optimizer state."""
+    if match := _WEIGHT.match(key):
+        return StateKey(match[1], int(match[2] or 0), match[3], WEIGHT)
+    if match := _RANGE.match(key):
+        return StateKey(
+            match[1], int(match[2] or 0), match[3], match[6], int(match[4]), int(match[5])
+        )
+    return None
 
 
 def slots_of(arch: Architecture, place: Place) -> dict[str, Slot]:
@@ -176,10 +206,10 @@ def _check_place(place: Place, arch: Architecture) -> None:
         raise ValueError(f"the model has {arch.num_layers} layers")
 
 
-def extent_of(part: Part, file: str, key: str) -> Extent:
+def file_slice_of(part: Part, file: str, key: str) -> FileSlice:
     """Where a part of the parameter `key` lies."""
     start = (part.first_row, *(0 for _ in part.region.shape[1:]))
-    return Extent(part.name, part.region, file, key, start)
+    return FileSlice(part.name, part.region, file, key, start)
 
 
 # ------------------------------------------------------------------------------- writing
@@ -230,7 +260,7 @@ def _plan_files(
                 continue
             key = _PREFIX + name
             plan.tensors[key] = TensorInfo(slot.shape, _dtype(key, slot.parts, tensors))
-            plan.extents += [extent_of(part, file, key) for part in slot.parts]
+            plan.file_slices += [file_slice_of(part, file, key) for part in slot.parts]
         yield plan
 
 

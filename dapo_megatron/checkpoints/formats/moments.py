@@ -9,7 +9,6 @@ which boxes of HF tensors lie in it, as it does for weights.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,12 +20,13 @@ from torch import Tensor
 from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo
 from dapo_megatron.checkpoints.formats.megatron import (
     EXPERTS,
-    extent_of,
+    file_slice_of,
     open_training,
+    parse_key,
     places_of,
     slots_of,
 )
-from dapo_megatron.checkpoints.formats.store import Extent, Store, TensorSource, disjoint
+from dapo_megatron.checkpoints.formats.store import FileSlice, Store, TensorSource, disjoint
 from dapo_megatron.files import parse_json
 from dapo_megatron.model import Place, Slot
 from dapo_megatron.types import CheckpointError, Region, whole
@@ -37,36 +37,7 @@ MAIN = "param"
 """The field of the optimizer's own copies of weights, for models in less precision."""
 STEP = "step"
 """The field that counts updates: one number, of any one parameter."""
-WEIGHT = "model"
-"""What stands for a field in the key of a weight."""
-_WEIGHT = re.compile(r"^model/((?:chunk_(\d+)\.)?(.+))$")
-_RANGE = re.compile(r"^optimizer/((?:chunk_(\d+)\.)?(.+))\[(\d+):(\d+)\]/(\w+)$")
 _RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel")
-
-
-@dataclass(frozen=True, slots=True)
-class StateKey:
-    """A key in a rank's file, in words: `field` of the elements [start, stop) of a parameter, laid
-    out row by row; a weight is there whole, and `stop` None. `name` lacks the prefix of its chunk,
-    `full_name` has it."""
-
-    full_name: str
-    chunk: int
-    name: str
-    field: str
-    start: int = 0
-    stop: int | None = None
-
-
-def parse_key(key: str) -> StateKey | None:
-    """None for a key that is neither of a weight nor of optimizer state."""
-    if match := _WEIGHT.match(key):
-        return StateKey(match[1], int(match[2] or 0), match[3], WEIGHT)
-    if match := _RANGE.match(key):
-        return StateKey(
-            match[1], int(match[2] or 0), match[3], match[6], int(match[4]), int(match[5])
-        )
-    return None
 
 
 @dataclass(frozen=True)
@@ -238,7 +209,7 @@ def _home(place: Place, name: str) -> Place:
 def _field_store(weights: Store, field: str, parameters: Sequence[_Parameter]) -> Store:
     files: dict[str, _Joined] = {}
     tensors: dict[str, TensorInfo] = {}
-    extents: list[Extent] = []
+    file_slices: list[FileSlice] = []
     for parameter in parameters:
         if field not in parameter.ranges:
             continue
@@ -250,11 +221,11 @@ def _field_store(weights: Store, field: str, parameters: Sequence[_Parameter]) -
             info = TensorInfo(part.global_shape, file.tensors[key].dtype)
             if tensors.setdefault(part.name, info) != info:
                 raise CheckpointError(f"{path}: {key} has another dtype than in other files")
-            extents.append(extent_of(part, path.name, key))
-    by_name, replicas = disjoint(weights.folder, extents, tensors)
+            file_slices.append(file_slice_of(part, path.name, key))
+    by_name, replicas = disjoint(weights.folder, file_slices, tensors)
     ordered = {name: tensors[name] for name in weights.tensors if name in tensors}
     return replace(
-        weights, tensors=ordered, extents=by_name, files=files, replicas=replicas, format=field
+        weights, tensors=ordered, file_slices=by_name, files=files, replicas=replicas, format=field
     )
 
 

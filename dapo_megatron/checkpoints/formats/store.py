@@ -1,40 +1,47 @@
-"""A store: weights on disk under their HF names, whatever their format.
+"""A store: weights on disk under their HF names, in any format, read and written box by box.
 
-A format is a table: which box of which HF tensor lies where in which file (`Extent`). Reading,
+A format is a table of which box of which HF tensor lies where in which file (`FileSlice`). Reading,
 writing, converting, resharding and comparing all follow from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.file import TensorInfo
+from dapo_megatron.checkpoints.formats.file import (
+    TensorFileWriter,
+    TensorInfo,
+    check_room,
+)
+from dapo_megatron.checkpoints.formats.folder import copy_companions
 from dapo_megatron.model import Architecture, hf_tensors
-from dapo_megatron.types import CheckpointError, Region, Shard, dtype_name, whole
+from dapo_megatron.types import CheckpointError, Region, Shard, dtype_name, overlap, whole
+
+BLOCK_BYTES = 64 * 2**20
+"""Bytes of a store that are in memory at once. A single row may be longer."""
 
 
 class TensorSource(Protocol):
-    """What a store reads from: a TensorFile, or what passes for one."""
+    """A TensorFile, or tensors that are read like one."""
 
     path: Path
     metadata: dict[str, str]
     tensors: dict[str, TensorInfo]
 
     def read(self, key: str, box: Region | None = None) -> Tensor:
-        """The tensor, or a box of it."""
+        """Return the tensor, or a box of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """The box `region` of the HF tensor `name` lies in the tensor `key` of the file `file`, from
-    the index `start` on, in the same shape."""
+class FileSlice:
+    """The box `region` of the HF tensor `name`, which lies in the tensor `key` of the file `file`
+    from index `start` on, in the same shape."""
 
     name: str
     region: Region
@@ -43,7 +50,7 @@ class Extent:
     start: tuple[int, ...]
 
     def stored(self, box: Region) -> Region:
-        """`box` of the HF tensor, which is inside `region`, as a box of the stored tensor."""
+        """Return `box` of the HF tensor, inside `region`, as a box of the stored tensor."""
         inside = box.within(self.region)
         start = tuple(a + b for a, b in zip(self.start, inside.start, strict=True))
         return Region(start, box.shape)
@@ -51,10 +58,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class Store:
-    """Weights on disk. Nothing stays open, and a read takes memory for what it returns alone.
+    """Weights on disk. Nothing stays open, and a read takes memory only for its result.
 
-    `folder` also has config.json, tokenizer and whatever else goes with the weights; `format` (hf,
-    megatron, training) and `layout` say how the files are cut.
+    `folder` also has config.json, tokenizer and the other files that go with the weights. `format`
+    (hf, megatron, training) and `layout` say how the weights are cut into files.
     """
 
     folder: Path
@@ -63,43 +70,47 @@ class Store:
     config: Mapping[str, Any]
     arch: Architecture
     tensors: Mapping[str, TensorInfo]
-    """By HF name, the whole model."""
-    extents: Mapping[str, Sequence[Extent]]
-    """By HF name, disjoint and complete."""
+    """All tensors of the model, by HF name."""
+    file_slices: Mapping[str, Sequence[FileSlice]]
+    """Slices by HF name, disjoint and complete."""
     files: Mapping[str, TensorSource]
-    replicas: Sequence[tuple[Extent, Extent]] = field(default=(), repr=False)
-    """Boxes that lie in a second place too: (the one in `extents`, the other)."""
+    replicas: Sequence[tuple[FileSlice, FileSlice]] = field(default=(), repr=False)
+    """Boxes that are stored twice: (the one in `file_slices`, the other)."""
 
     def read(self, name: str, box: Region | None = None) -> Tensor:
-        """A tensor by its HF name, or a box of it. Raises CheckpointError naming file or tensor."""
+        """Return a tensor by its HF name, or a box of it. Raises CheckpointError naming file or
+        tensor."""
         info = self.info(name)
         box = whole(info.shape) if box is None else box
-        overlaps = [(one, one.region.intersect(box)) for one in self.extents[name]]
-        found = [(one, overlap) for one, overlap in overlaps if overlap]
-        if len(found) == 1:
-            return self.read_extent(found[0][0], box)
+        parts = [
+            (file_slice, part)
+            for file_slice in self.file_slices[name]
+            if (part := file_slice.region.intersect(box))
+        ]
+        if len(parts) == 1:
+            return self.read_slice(parts[0][0], box)
         tensor = torch.empty(box.shape, dtype=info.dtype)
-        for extent, overlap in found:
-            tensor[overlap.within(box).slices] = self.read_extent(extent, overlap)
+        for file_slice, part in parts:
+            tensor[part.within(box).slices] = self.read_slice(file_slice, part)
         return tensor
 
-    def read_extent(self, extent: Extent, box: Region) -> Tensor:
-        """`box` of an HF tensor from the one place that holds it."""
-        return self.files[extent.file].read(extent.key, extent.stored(box))
+    def read_slice(self, file_slice: FileSlice, box: Region) -> Tensor:
+        """Return `box` of an HF tensor from one slice that holds it."""
+        return self.files[file_slice.file].read(file_slice.key, file_slice.stored(box))
 
-    def extent_bytes(self, extent: Extent) -> int:
-        """What reading an extent of some other store takes from this one."""
-        return extent.region.numel * self.info(extent.name).dtype.itemsize
+    def slice_bytes(self, file_slice: FileSlice) -> int:
+        """Return the bytes of this store that fill a slice of another one."""
+        return file_slice.region.numel * self.info(file_slice.name).dtype.itemsize
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and dtype of a tensor. Raises CheckpointError if there is none of this name."""
+        """Return shape and dtype of a tensor. Raises CheckpointError if it is missing."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: the tensor {name} is missing")
         return self.tensors[name]
 
 
 def read_into(store: Store, shards: Sequence[Shard]) -> None:
-    """Fill the shards, whatever their dtype, one slice at a time.
+    """Fill the shards, of any dtype, one slice at a time.
 
     Raises CheckpointError naming a tensor that is missing or misshapen.
     """
@@ -117,8 +128,8 @@ def read_into(store: Store, shards: Sequence[Shard]) -> None:
 def checked_tensors(
     folder: Path, found: Mapping[str, TensorInfo], arch: Architecture
 ) -> dict[str, TensorInfo]:
-    """The tensors in the model's order. Raises CheckpointError unless they are exactly those of
-    the model in config.json."""
+    """Return the tensors in the model's order. Raises CheckpointError unless they are exactly those
+    of the model in config.json."""
     wanted = hf_tensors(arch)
     for name, shape in wanted.items():
         if name not in found:
@@ -145,23 +156,25 @@ def checked_tensors(
 
 
 def disjoint(
-    folder: Path, extents: Iterable[Extent], tensors: Mapping[str, TensorInfo]
-) -> tuple[dict[str, list[Extent]], list[tuple[Extent, Extent]]]:
-    """Extents by tensor, and those that repeat one. Raises CheckpointError naming a tensor of which
-    an element is in no file, or boxes that overlap without being the same."""
-    by_name: dict[str, dict[Region, Extent]] = {}
+    folder: Path, file_slices: Iterable[FileSlice], tensors: Mapping[str, TensorInfo]
+) -> tuple[dict[str, list[FileSlice]], list[tuple[FileSlice, FileSlice]]]:
+    """Return slices by tensor, and pairs of equal ones.
+
+    Raises CheckpointError naming a tensor of which an element is in no file, or of which slices
+    overlap without being equal.
+    """
+    by_name: dict[str, dict[Region, FileSlice]] = {}
     replicas = []
-    for extent in extents:
-        first = by_name.setdefault(extent.name, {}).setdefault(extent.region, extent)
-        if first is not extent:
-            replicas.append((first, extent))
+    for file_slice in file_slices:
+        first = by_name.setdefault(file_slice.name, {}).setdefault(file_slice.region, file_slice)
+        if first is not file_slice:
+            replicas.append((first, file_slice))
     for name, boxes in by_name.items():
-        for one, other in combinations(boxes.values(), 2):
-            if one.region.intersect(other.region):
-                raise CheckpointError(
-                    f"{folder}: {one.file} and {other.file} hold overlapping parts of {name}; "
-                    "they are not of one layout"
-                )
+        if pair := overlap(list(boxes)):
+            files = " and ".join(list(boxes.values())[index].file for index in sorted(pair))
+            raise CheckpointError(
+                f"{folder}: {files} hold overlapping parts of {name}; they are not of one layout"
+            )
         held, size = sum(region.numel for region in boxes), tensors[name].numel
         if held != size:
             raise CheckpointError(
@@ -169,3 +182,114 @@ def disjoint(
                 "a file of another rank is missing"
             )
     return {name: list(boxes.values()) for name, boxes in by_name.items()}, replicas
+
+
+def describe(store: Store) -> dict[str, Any]:
+    """Return format, family, layout, and each tensor's shape, dtype and files, as JSON values."""
+    return {
+        "folder": str(store.folder),
+        "format": store.format,
+        "family": store.arch.family,
+        "layout": dict(store.layout),
+        "files": len(store.files),
+        "parameters": sum(info.numel for info in store.tensors.values()),
+        "bytes": sum(info.nbytes for info in store.tensors.values()),
+        "tensors": {
+            name: {
+                "shape": list(info.shape),
+                "dtype": dtype_name(info.dtype),
+                "bytes": info.nbytes,
+                "files": sorted({file_slice.file for file_slice in store.file_slices[name]}),
+            }
+            for name, info in store.tensors.items()
+        },
+    }
+
+
+# ------------------------------------------------------------------ writing
+
+
+@dataclass
+class FilePlan:
+    """A file to write: its tensors as stored, the slices that fill them, its metadata."""
+
+    name: str
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    file_slices: list[FileSlice] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+class StoreWriter:
+    """Writes the planned files into a folder.
+
+    One process calls `create`, then any process writes what it has. When all have, one calls
+    `finish`. Only then can the files be read.
+    """
+
+    def __init__(self, folder: Path, plans: Sequence[FilePlan]) -> None:
+        self.folder = folder
+        self.file_slices = [file_slice for plan in plans for file_slice in plan.file_slices]
+        self._files = {
+            plan.name: TensorFileWriter(folder / plan.name, plan.tensors, plan.metadata)
+            for plan in plans
+        }
+        self._by_name: dict[str, list[FileSlice]] = {}
+        for file_slice in self.file_slices:
+            self._by_name.setdefault(file_slice.name, []).append(file_slice)
+        self.nbytes = sum(file.nbytes for file in self._files.values())
+        """Bytes of all files."""
+
+    def create(self) -> None:
+        """Create the files in their final size. Raises CheckpointError if the disk has no room."""
+        check_room(self.folder, self.nbytes)
+        for file in self._files.values():
+            file.create()
+
+    def write(self, name: str, value: Tensor, box: Region | None = None) -> None:
+        """Write an HF tensor, or a box of it, into each file that has a part of it.
+
+        Raises CheckpointError on a full disk. The caller removes the folder, as `publish` does.
+        """
+        box = whole(value.shape) if box is None else box
+        for file_slice in self._by_name[name]:
+            if part := file_slice.region.intersect(box):
+                self.write_slice(file_slice, part, value[part.within(box).slices])
+
+    def write_slice(self, file_slice: FileSlice, box: Region, value: Tensor) -> None:
+        """Write `box` of an HF tensor into one of its slices, in the dtype of the file."""
+        file = self._files[file_slice.file]
+        dtype = file.tensors[file_slice.key].dtype
+        file.write(file_slice.key, value.detach().to(dtype), file_slice.stored(box))
+
+    def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
+        """Make the files valid, and copy the other files of `source`: config.json (with its dtype
+        set to `dtype`, if given), tokenizer, chat template, generation config."""
+        for file in self._files.values():
+            file.finish()
+        copy_companions(source, self.folder, dtype)
+
+
+def fill(target: StoreWriter, source: Store, progress: Callable[[int], object]) -> None:
+    """Write all of `source`, block by block. `progress` gets the bytes that were read of each."""
+    # In the order of the source, so that a tensor of several ranks is read while it is cached.
+    order = {name: number for number, name in enumerate(source.tensors)}
+    for file_slice in sorted(
+        target.file_slices, key=lambda part: (order[part.name], part.region.start)
+    ):
+        info = source.info(file_slice.name)
+        for box in blocks(file_slice.region, info.dtype.itemsize):
+            value = source.read(file_slice.name, box)
+            target.write_slice(file_slice, box, value)
+            progress(value.nbytes)
+
+
+def blocks(region: Region, itemsize: int, max_bytes: int = BLOCK_BYTES) -> Iterator[Region]:
+    """Cut a box along its first dimension into boxes of at most `max_bytes`, or of one row."""
+    if not region.shape:
+        yield region
+        return
+    row_bytes = region.numel // region.shape[0] * itemsize
+    step = max(1, max_bytes // max(row_bytes, 1))
+    for first in range(0, region.shape[0], step):
+        rows = min(step, region.shape[0] - first)
+        yield Region((region.start[0] + first, *region.start[1:]), (rows, *region.shape[1:]))
