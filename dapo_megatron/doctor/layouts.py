@@ -163,8 +163,8 @@ class LayoutProof:
         experts = f", {arch.num_experts} experts" if arch.num_experts else ""
         self.table.note(
             f"{self.config.model.path} shrunk: {arch.family}, {arch.num_layers} layers of "
-            f"{arch.hidden}, {arch.num_heads} heads on {arch.num_groups}, vocabulary "
-            f"{arch.vocab}{experts}"
+            f"{arch.hidden_size}, {arch.num_heads} heads on {arch.num_kv_heads}, vocabulary "
+            f"{arch.vocab_size}{experts}"
         )
         self.table.note(
             f"{self.precision} against one process in {self.exact}; allowed: gradient and loss "
@@ -206,7 +206,7 @@ class LayoutProof:
 
     def _share_minibatch(self, folder: Path) -> TokenBatch:
         """Return the mini-batch, its old log-probs near those of the reference, on every rank."""
-        mini = random_minibatch(self.arch.vocab, self.config.loss.aggregation)
+        mini = random_minibatch(self.arch.vocab_size, self.config.loss.aggregation)
         logprobs = self._run_case(
             self._reference(self.cases[0]), folder, lambda policy: policy.logprobs(mini).logprobs
         )

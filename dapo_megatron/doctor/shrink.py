@@ -29,19 +29,19 @@ def shrink(arch: Architecture, policy: PolicyConfig) -> Architecture:
     """
     tensor = lcm(policy.tensor_parallel, 2)
     # As many as tensor-parallel ranks, or fewer where the policy has more ranks than the model has.
-    is_shared = arch.num_groups < max(policy.tensor_parallel, 2)
-    groups = arch.num_groups if is_shared else tensor
-    heads = groups * (arch.num_heads // arch.num_groups)
-    is_apart = arch.latent is None and arch.query_rows != arch.hidden
+    is_shared = arch.num_kv_heads < max(policy.tensor_parallel, 2)
+    groups = arch.num_kv_heads if is_shared else tensor
+    heads = groups * (arch.num_heads // arch.num_kv_heads)
+    is_apart = arch.latent is None and arch.query_rows != arch.hidden_size
     small = replace(
         arch,
         num_layers=_num_layers(policy, arch.num_layers),
-        hidden=heads * HEAD_DIM // (2 if is_apart else 1),
+        hidden_size=heads * HEAD_DIM // (2 if is_apart else 1),
         num_heads=heads,
-        num_groups=groups,
+        num_kv_heads=groups,
         head_dim=HEAD_DIM,
-        ffn=FFN * tensor,
-        vocab=50 * tensor + 1,
+        intermediate_size=FFN * tensor,
+        vocab_size=50 * tensor + 1,
         max_positions=max(arch.max_positions, MIN_POSITIONS),
     )
     return _shrink_latent(_shrink_experts(small, policy))
@@ -60,18 +60,18 @@ def _num_layers(policy: PolicyConfig, most: int) -> int:
 def _shrink_experts(arch: Architecture, policy: PolicyConfig) -> Architecture:
     if not arch.num_experts:
         return arch
-    scoring = arch.scoring
-    if scoring:
-        groups, per_token = min(scoring.groups, 4), min(scoring.groups_per_token, 2)
-        scoring = replace(scoring, groups=groups, groups_per_token=per_token)
+    grouped_routing = arch.grouped_routing
+    if grouped_routing:
+        groups, per_token = min(grouped_routing.n_group, 4), min(grouped_routing.topk_group, 2)
+        grouped_routing = replace(grouped_routing, n_group=groups, topk_group=per_token)
     return replace(
         arch,
         num_experts=round_up(min(arch.num_experts, MIN_EXPERTS), lcm(policy.expert_parallel, 2)),
         experts_per_token=min(arch.experts_per_token, 2),
-        expert_ffn=FFN,
-        shared_ffn=arch.shared_ffn // arch.expert_ffn * FFN,
+        moe_intermediate_size=FFN,
+        shared_intermediate_size=arch.shared_intermediate_size // arch.moe_intermediate_size * FFN,
         num_dense_layers=min(arch.num_dense_layers, 1),
-        scoring=scoring,
+        grouped_routing=grouped_routing,
     )
 
 
@@ -79,13 +79,13 @@ def _shrink_latent(arch: Architecture) -> Architecture:
     if arch.latent is None:
         return arch
     latent = Latent(
-        query_rank=40 if arch.latent.query_rank else 0,
-        rank=32,
-        plain_dim=HEAD_DIM,
-        rope_dim=HEAD_DIM // 2,
-        value_dim=HEAD_DIM,
+        q_lora_rank=40 if arch.latent.q_lora_rank else 0,
+        kv_lora_rank=32,
+        qk_nope_head_dim=HEAD_DIM,
+        qk_rope_head_dim=HEAD_DIM // 2,
+        v_head_dim=HEAD_DIM,
     )
-    return replace(arch, latent=latent, head_dim=latent.rope_dim)
+    return replace(arch, latent=latent, head_dim=latent.qk_rope_head_dim)
 
 
 def write_random_model(arch: Architecture, folder: Path, seed: int = 0) -> None:

@@ -118,10 +118,10 @@ def _check_fp8(config: Config, arch: Architecture) -> None:
     ranks = config.engine_tensor_parallel
     over_experts = 1 if config.engine.expert_parallel else ranks
     inputs = (  # inputs of linear layers: name, length, ranks that share it
-        ("hidden_size", arch.hidden, 1),
+        ("hidden_size", arch.hidden_size, 1),
         ("attention heads x head size", arch.value_columns, ranks),
-        ("intermediate_size", arch.ffn, ranks),
-        ("moe_intermediate_size", arch.expert_ffn, over_experts),
+        ("intermediate_size", arch.intermediate_size, ranks),
+        ("moe_intermediate_size", arch.moe_intermediate_size, over_experts),
     )
     for what, size, over in inputs:
         if size % (FP8_BLOCK * over):
@@ -133,7 +133,7 @@ def _check_fp8(config: Config, arch: Architecture) -> None:
 
 
 def _check_model(arch: Architecture) -> None:
-    if arch.latent and arch.tied:
+    if arch.latent and arch.tie_word_embeddings:
         raise ConfigError("model.path: tie_word_embeddings; vLLM does not tie a DeepSeek-V3 head")
     if has_cuda():
         return

@@ -5,7 +5,7 @@ parameters and its own fields; a new family is a new file and a line in `familie
 `sharding.py` has the ways to split a parameter, `tensors.py` lists what each rank holds.
 """
 
-from dapo_megatron.model.architecture import Architecture, Latent, Place, Rope, Scoring
+from dapo_megatron.model.architecture import Architecture, GroupedRouting, Latent, Place, Rope
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.hf_config import architecture, read_architecture, to_hf_config
 from dapo_megatron.model.sharding import Part, Slot
@@ -14,11 +14,11 @@ from dapo_megatron.model.tensors import engine_pieces, hf_tensors, layout_of
 __all__ = [
     "FAMILIES",
     "Architecture",
+    "GroupedRouting",
     "Latent",
     "Part",
     "Place",
     "Rope",
-    "Scoring",
     "Slot",
     "architecture",
     "engine_pieces",

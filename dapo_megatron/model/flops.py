@@ -67,30 +67,32 @@ def token_flops(arch: Architecture) -> int:
 
 def pair_flops(arch: Architecture) -> int:
     """Forward, of a query and a key it sees, in all layers: their product, and the value's."""
-    query = arch.latent.query_dim if arch.latent else arch.head_dim
+    query = arch.latent.qk_head_dim if arch.latent else arch.head_dim
     return 2 * arch.num_layers * (arch.num_heads * query + arch.value_columns)
 
 
 def head_flops(arch: Architecture) -> int:
     """Forward, of a token in the output head."""
-    return 2 * arch.hidden * arch.vocab
+    return 2 * arch.hidden_size * arch.vocab_size
 
 
 def _attention_weights(arch: Architecture) -> int:
     """Of the projections around attention."""
-    output = arch.value_columns * arch.hidden
+    output = arch.value_columns * arch.hidden_size
     if arch.latent is None:
-        return arch.hidden * (arch.query_rows + 2 * arch.group_rows) + output
-    latent, queries = arch.latent, arch.num_heads * arch.latent.query_dim
-    rank = latent.query_rank
-    query = rank * (arch.hidden + queries) if rank else arch.hidden * queries
-    key_value = arch.hidden * latent.down_rows + latent.rank * arch.num_heads * latent.up_dim
+        return arch.hidden_size * (arch.query_rows + 2 * arch.group_rows) + output
+    latent, queries = arch.latent, arch.num_heads * arch.latent.qk_head_dim
+    rank = latent.q_lora_rank
+    query = rank * (arch.hidden_size + queries) if rank else arch.hidden_size * queries
+    key_value = (
+        arch.hidden_size * latent.down_rows + latent.kv_lora_rank * arch.num_heads * latent.up_dim
+    )
     return query + key_value + output
 
 
 def _mlp_weights(arch: Architecture, layer: int) -> int:
     """That one token goes through."""
     if not arch.has_experts(layer):
-        return 3 * arch.hidden * arch.ffn
-    columns = arch.experts_per_token * arch.expert_ffn + arch.shared_ffn
-    return arch.hidden * (arch.num_experts + 3 * columns)
+        return 3 * arch.hidden_size * arch.intermediate_size
+    columns = arch.experts_per_token * arch.moe_intermediate_size + arch.shared_intermediate_size
+    return arch.hidden_size * (arch.num_experts + 3 * columns)

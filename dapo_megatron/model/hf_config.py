@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_megatron.config import Config
 from dapo_megatron.files import read_json
-from dapo_megatron.model.architecture import Architecture, Latent, Rope, Scoring
+from dapo_megatron.model.architecture import Architecture, GroupedRouting, Latent, Rope
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.families.family import Family
 from dapo_megatron.model.hf_fields import POSITIONS, check_fields, says_none
@@ -54,13 +54,13 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
     return Architecture(
         family=family.model_type,
         num_layers=_size(hf, "num_hidden_layers"),
-        hidden=_size(hf, "hidden_size"),
+        hidden_size=_size(hf, "hidden_size"),
         num_heads=heads,
-        num_groups=groups,
-        head_dim=latent.rope_dim if latent else _head_dim(hf),
-        ffn=_size(hf, "intermediate_size"),
-        vocab=_size(hf, "vocab_size"),
-        tied=_flag(hf, "tie_word_embeddings"),
+        num_kv_heads=groups,
+        head_dim=latent.qk_rope_head_dim if latent else _head_dim(hf),
+        intermediate_size=_size(hf, "intermediate_size"),
+        vocab_size=_size(hf, "vocab_size"),
+        tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
         qkv_bias=family.has("self_attention.linear_qkv.bias"),
         qk_norm=family.has("self_attention.k_layernorm.weight"),
         norm_eps=_number(hf, "rms_norm_eps"),
@@ -68,7 +68,7 @@ def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Archite
         max_positions=min(_size(hf, key) for key in POSITIONS if _is_limit(hf, key)),
         latent=latent,
         **(_experts(hf) if family.expert else {}),
-        **(_scoring(hf) if family.has_scoring else {}),
+        **(_scoring(hf) if family.has_grouped_routing else {}),
     )
 
 
@@ -77,13 +77,13 @@ def to_hf_config(arch: Architecture) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model_type": arch.family,
         "num_hidden_layers": arch.num_layers,
-        "hidden_size": arch.hidden,
+        "hidden_size": arch.hidden_size,
         "num_attention_heads": arch.num_heads,
-        "num_key_value_heads": arch.num_groups,
+        "num_key_value_heads": arch.num_kv_heads,
         "head_dim": arch.head_dim,
-        "intermediate_size": arch.ffn,
-        "vocab_size": arch.vocab,
-        "tie_word_embeddings": arch.tied,
+        "intermediate_size": arch.intermediate_size,
+        "vocab_size": arch.vocab_size,
+        "tie_word_embeddings": arch.tie_word_embeddings,
         "rms_norm_eps": arch.norm_eps,
         "rope_parameters": _rope_fields(arch),
         "max_position_embeddings": arch.max_positions,
@@ -92,27 +92,27 @@ def to_hf_config(arch: Architecture) -> dict[str, Any]:
         fields["sliding_window"] = None
     if arch.num_experts:
         fields |= {
-            "n_routed_experts" if arch.scoring else "num_experts": arch.num_experts,
+            "n_routed_experts" if arch.grouped_routing else "num_experts": arch.num_experts,
             "num_experts_per_tok": arch.experts_per_token,
-            "moe_intermediate_size": arch.expert_ffn,
+            "moe_intermediate_size": arch.moe_intermediate_size,
             "norm_topk_prob": arch.normalize_topk,
         }
     if arch.latent:
         fields |= {
-            "q_lora_rank": arch.latent.query_rank or None,
-            "kv_lora_rank": arch.latent.rank,
-            "qk_nope_head_dim": arch.latent.plain_dim,
-            "qk_rope_head_dim": arch.latent.rope_dim,
-            "v_head_dim": arch.latent.value_dim,
+            "q_lora_rank": arch.latent.q_lora_rank or None,
+            "kv_lora_rank": arch.latent.kv_lora_rank,
+            "qk_nope_head_dim": arch.latent.qk_nope_head_dim,
+            "qk_rope_head_dim": arch.latent.qk_rope_head_dim,
+            "v_head_dim": arch.latent.v_head_dim,
         }
-    if arch.scoring:
+    if arch.grouped_routing:
         fields |= {
             **_ROUTER,
             "first_k_dense_replace": arch.num_dense_layers,
-            "n_shared_experts": arch.shared_ffn // arch.expert_ffn,
-            "n_group": arch.scoring.groups,
-            "topk_group": arch.scoring.groups_per_token,
-            "routed_scaling_factor": arch.scoring.scale,
+            "n_shared_experts": arch.shared_intermediate_size // arch.moe_intermediate_size,
+            "n_group": arch.grouped_routing.n_group,
+            "topk_group": arch.grouped_routing.topk_group,
+            "routed_scaling_factor": arch.grouped_routing.scale,
         }
     return fields
 
@@ -234,9 +234,9 @@ _LATENT_ROPE_KINDS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "yarn": {
         "factor": "factor",
-        "beta_fast": "fast_turns",
-        "beta_slow": "slow_turns",
-        "mscale_all_dim": "sharpening",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "mscale_all_dim": "mscale_all_dim",
         "original_max_position_embeddings": "original_max_positions",
     },
 }
@@ -248,7 +248,7 @@ def _rope_fields(arch: Architecture) -> dict[str, Any]:
     names = (_LATENT_ROPE_KINDS if arch.latent else _ROPE_KINDS)[rope.kind]
     fields = {name: getattr(rope, ours) for name, ours in names.items()}
     if rope.kind == "yarn":
-        fields["mscale"] = rope.sharpening
+        fields["mscale"] = rope.mscale_all_dim
     return {"rope_type": rope.kind, "rope_theta": rope.theta, **fields}
 
 
@@ -271,14 +271,14 @@ def _rope_settings(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _latent(hf: Mapping[str, Any]) -> Latent:
     latent = Latent(
-        query_rank=_size(hf, "q_lora_rank") if _given(hf, "q_lora_rank") else 0,
-        rank=_size(hf, "kv_lora_rank"),
-        plain_dim=_size(hf, "qk_nope_head_dim"),
-        rope_dim=_size(hf, "qk_rope_head_dim"),
-        value_dim=_size(hf, "v_head_dim"),
+        q_lora_rank=_size(hf, "q_lora_rank") if _given(hf, "q_lora_rank") else 0,
+        kv_lora_rank=_size(hf, "kv_lora_rank"),
+        qk_nope_head_dim=_size(hf, "qk_nope_head_dim"),
+        qk_rope_head_dim=_size(hf, "qk_rope_head_dim"),
+        v_head_dim=_size(hf, "v_head_dim"),
     )
     # transformers saves what follows from the others, too.
-    for key, value in (("head_dim", latent.rope_dim), ("qk_head_dim", latent.query_dim)):
+    for key, value in (("head_dim", latent.qk_rope_head_dim), ("qk_head_dim", latent.qk_head_dim)):
         if hf.get(key) not in (None, value):
             raise ConfigError(
                 f"model.path: {key} = {hf[key]!r}; by the other fields it is {value}: remove it"
@@ -310,8 +310,9 @@ def _scoring(hf: Mapping[str, Any]) -> dict[str, Any]:
         )
     return {
         "num_dense_layers": _size(hf, "first_k_dense_replace", least=0),
-        "shared_ffn": _size(hf, "n_shared_experts") * _size(hf, "moe_intermediate_size"),
-        "scoring": Scoring(groups, chosen, _number(hf, "routed_scaling_factor")),
+        "shared_intermediate_size": _size(hf, "n_shared_experts")
+        * _size(hf, "moe_intermediate_size"),
+        "grouped_routing": GroupedRouting(groups, chosen, _number(hf, "routed_scaling_factor")),
     }
 
 
@@ -332,7 +333,7 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_experts": total,
         "experts_per_token": per_token,
-        "expert_ffn": _size(hf, "moe_intermediate_size"),
+        "moe_intermediate_size": _size(hf, "moe_intermediate_size"),
         "normalize_topk": _flag(hf, "norm_topk_prob"),
     }
 

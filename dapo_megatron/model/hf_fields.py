@@ -155,7 +155,7 @@ def _meaningful(family: Family) -> frozenset[str]:
     fields |= READ_OF_EXPERTS if family.expert else frozenset()
     fields |= {"sliding_window"} if family.has_window else frozenset()
     fields |= READ_OF_LATENT if family.has_latent else frozenset()
-    fields |= READ_OF_SCORING if family.has_scoring else frozenset()
+    fields |= READ_OF_SCORING if family.has_grouped_routing else frozenset()
     return fields
 
 

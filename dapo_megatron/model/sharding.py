@@ -47,7 +47,7 @@ class Slot:
     parts: tuple[Part, ...]
 
 
-class Cut(Protocol):
+class ShardSpec(Protocol):
     """One way of cutting."""
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
@@ -61,7 +61,7 @@ class Cut(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Replicated:
     """The same on every rank: norms, routers. `sizes` names fields of the architecture, or of its
     parts with a dot."""
 
@@ -80,14 +80,14 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class RowParallel:
     """[hidden, `inputs`]: equal columns to each rank."""
 
     name: str
     inputs: str
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        return {self.name: (arch.hidden, getattr(arch, self.inputs))}
+        return {self.name: (arch.hidden_size, getattr(arch, self.inputs))}
 
     def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
         [(name, shape)] = self.tensors(arch).items()
@@ -101,7 +101,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class GateUp:
+class MergedColumnParallel:
     """Gate and up projection, [`rows`, hidden] each: equal rows of both to each rank, which stacks
     its gate rows over its up rows."""
 
@@ -110,7 +110,7 @@ class GateUp:
     rows: str
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        shape = (getattr(arch, self.rows), arch.hidden)
+        shape = (getattr(arch, self.rows), arch.hidden_size)
         return {self.gate: shape, self.up: shape}
 
     def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
@@ -133,7 +133,7 @@ class GateUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class ColumnParallel:
     """[heads x `head_rows`, `inputs`]: equally many whole heads to each rank."""
 
     name: str
@@ -157,7 +157,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadGroups:
+class QKVParallel:
     """Query, key and value projection, their weights [rows, hidden] or biases [rows].
 
     Megatron's fused parameter is, per key-value head: its query heads, then its key, then its
@@ -172,7 +172,7 @@ class HeadGroups:
     is_bias: bool = False
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        width = () if self.is_bias else (arch.hidden,)
+        width = () if self.is_bias else (arch.hidden_size,)
         return {
             self.query: (arch.query_rows, *width),
             self.key: (arch.group_rows, *width),
@@ -194,8 +194,8 @@ class HeadGroups:
 
     def _segments(self, arch: Architecture) -> Iterator[tuple[str, int, int]]:
         """The fused rows in order: HF name, first row there, number of rows."""
-        head, queries = arch.head_dim, arch.query_rows // arch.num_groups
-        for group in range(arch.num_groups):
+        head, queries = arch.head_dim, arch.query_rows // arch.num_kv_heads
+        for group in range(arch.num_kv_heads):
             yield self.query, group * queries, queries
             yield self.key, group * head, head
             yield self.value, group * head, head
@@ -203,11 +203,11 @@ class HeadGroups:
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
         shapes = self.tensors(arch)
         queries = _share(arch.num_heads, tp_size, "attention heads") * arch.head_dim
-        if tp_size > arch.num_groups:
-            copies = _share(tp_size, arch.num_groups, "key-value heads on engine ranks")
+        if tp_size > arch.num_kv_heads:
+            copies = _share(tp_size, arch.num_kv_heads, "key-value heads on engine ranks")
             first, groups = tp_rank // copies, 1
         else:
-            groups = _share(arch.num_groups, tp_size, "key-value heads")
+            groups = _share(arch.num_kv_heads, tp_size, "key-value heads")
             first = tp_rank * groups
         regions = {self.query: _rows(shapes[self.query], tp_rank * queries, queries)}
         for name in (self.key, self.value):
@@ -216,24 +216,24 @@ class HeadGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class VocabParallel:
     """[vocabulary, hidden]: equal rows to each rank, once the vocabulary is padded."""
 
     name: str
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        return {self.name: (arch.vocab, arch.hidden)}
+        return {self.name: (arch.vocab_size, arch.hidden_size)}
 
     def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
         [(name, shape)] = self.tensors(arch).items()
-        rows = -(-arch.vocab // tp_size)
+        rows = -(-arch.vocab_size // tp_size)
         region = _filled(shape, tp_rank * rows, rows)
         parts = (Part(name, shape, region),) if region else ()
-        return Slot((rows, arch.hidden), parts)
+        return Slot((rows, arch.hidden_size), parts)
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
         [(name, shape)] = self.tensors(arch).items()
-        padded = -(-arch.vocab // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+        padded = -(-arch.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
         rows = _share(padded, tp_size, "the padded vocabulary")
         region = _filled(shape, tp_rank * rows, rows)
         return {name: region} if region else {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dapo_megatron.model.architecture import Architecture, Place
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.families.family import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Parameter
-from dapo_megatron.model.sharding import Cut, Shape, Slot
+from dapo_megatron.model.sharding import Shape, ShardSpec, Slot
 from dapo_megatron.types import ConfigError, Piece
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def layout_of(arch: Architecture, place: Place, *, fused: bool = False) -> dict[
                 slots[name] = _named(parameter.cut.slot(arch, 0, 1), theirs, expert)
     if place.has_head:
         slots[FINAL_NORM.name] = FINAL_NORM.cut.slot(arch, *tp)
-        if not arch.tied:
+        if not arch.tie_word_embeddings:
             slots[HEAD.name] = HEAD.cut.slot(arch, *tp)
         elif not place.has_embedding:
             slots[TIED_HEAD.name] = TIED_HEAD.cut.slot(arch, *tp)
@@ -84,7 +84,7 @@ def engine_pieces(
     return pieces
 
 
-def _cuts(arch: Architecture) -> Iterator[tuple[str, int | None, Cut]]:
+def _cuts(arch: Architecture) -> Iterator[tuple[str, int | None, ShardSpec]]:
     """Prefix of the HF names, number of the expert, and cut, for all parameters of the model."""
     yield "", None, EMBEDDING.cut
     for layer in range(arch.num_layers):
@@ -96,7 +96,7 @@ def _cuts(arch: Architecture) -> Iterator[tuple[str, int | None, Cut]]:
             for parameter in of_experts:
                 yield prefix, expert, parameter.cut
     yield "", None, FINAL_NORM.cut
-    if not arch.tied:
+    if not arch.tie_word_embeddings:
         yield "", None, HEAD.cut
 
 

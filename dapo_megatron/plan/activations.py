@@ -84,14 +84,14 @@ def kept_by_layer(micro: Micro, layer: int) -> float:
 def kept_by_end(micro: Micro) -> float:
     """Return the bytes per token after the last layer: the last norm, and the hidden states that
     are scored, which sequence parallelism has gathered before."""
-    hidden = micro.arch.hidden
+    hidden = micro.arch.hidden_size
     copies = 2 if micro.by_tokens > 1 else 1
     return _norm(micro, hidden / micro.by_tokens) + copies * micro.width * hidden
 
 
 def layer_input(micro: Micro) -> float:
     """Return the bytes per token that a layer keeps when all of it is recomputed."""
-    return micro.width * micro.arch.hidden / micro.by_tokens
+    return micro.width * micro.arch.hidden_size / micro.by_tokens
 
 
 def _norm(micro: Micro, columns: float, heads: float = 1) -> float:
@@ -107,7 +107,7 @@ def _norm(micro: Micro, columns: float, heads: float = 1) -> float:
 
 def _norms(micro: Micro, layer: int) -> float:
     """Bytes per token of the two norms of a layer, and their outputs."""
-    hidden = micro.arch.hidden / micro.by_tokens
+    hidden = micro.arch.hidden_size / micro.by_tokens
     before_mlp = micro.input_width
     if micro.arch.has_experts(layer):
         before_mlp = micro.exact_width  # what the router reads
@@ -120,7 +120,7 @@ def _attention(micro: Micro) -> float:
     if arch.latent:
         return _latent_attention(micro, arch.latent)
     query, group = arch.query_rows / cut, arch.group_rows / cut
-    heads, groups = arch.num_heads / cut, max(arch.num_groups / cut, 1)
+    heads, groups = arch.num_heads / cut, max(arch.num_kv_heads / cut, 1)
     projected = width * (query + 2 * group)
     kept = 4.0 * arch.head_dim * width  # cosines and sines, for queries and for keys
     has_projected = arch.qk_norm and (
@@ -150,15 +150,15 @@ def _latent_attention(micro: Micro, latent: Latent) -> float:
     arch, width, cut = micro.arch, micro.width, micro.by_heads
     heads = arch.num_heads / cut
     down = 0.0
-    if latent.query_rank:
-        down += _norm(micro, latent.query_rank) + width * latent.query_rank
+    if latent.q_lora_rank:
+        down += _norm(micro, latent.q_lora_rank) + width * latent.q_lora_rank
     narrow = micro.exact_width > width
-    down += (0 if narrow else width * latent.rope_dim) + width * latent.rank
-    down += _norm(micro, latent.rank)
-    kept = down / micro.by_tokens + 4.0 * latent.rope_dim * width
-    inside = micro.width * (2 * latent.query_dim + latent.value_dim) + scores(micro)
+    down += (0 if narrow else width * latent.qk_rope_head_dim) + width * latent.kv_lora_rank
+    down += _norm(micro, latent.kv_lora_rank)
+    kept = down / micro.by_tokens + 4.0 * latent.qk_rope_head_dim * width
+    inside = micro.width * (2 * latent.qk_head_dim + latent.v_head_dim) + scores(micro)
     if micro.policy.recompute == "selective":
-        inside = micro.width * (2 * latent.query_dim + latent.value_dim)
+        inside = micro.width * (2 * latent.qk_head_dim + latent.v_head_dim)
     return kept + heads * inside + width * arch.value_columns / cut
 
 
@@ -172,10 +172,12 @@ def _mlp(micro: Micro, layer: int) -> float:
     offset of 0); their product. For experts also the product times the expert's weight."""
     arch, width = micro.arch, micro.width
     if not arch.has_experts(layer):
-        return (4 * width + micro.input_width) * arch.ffn / micro.by_heads
-    expert = (5 * width + micro.input_width) * arch.expert_ffn + micro.input_width * arch.hidden
+        return (4 * width + micro.input_width) * arch.intermediate_size / micro.by_heads
+    expert = (
+        5 * width + micro.input_width
+    ) * arch.moe_intermediate_size + micro.input_width * arch.hidden_size
     routed = arch.experts_per_token * (expert + 24) + (2 * FLOAT32 + 1) * arch.num_experts
-    shared = (4 * width + micro.input_width) * arch.shared_ffn / micro.by_heads
+    shared = (4 * width + micro.input_width) * arch.shared_intermediate_size / micro.by_heads
     return routed / micro.by_tokens + shared
 
 
@@ -199,22 +201,30 @@ def _sizes(micro: Micro, layer: int) -> tuple[float, float, float]:
     """Return numbers per token and rank: hidden states, columns outside of experts, tokens as sent
     to experts and back."""
     arch = micro.arch
-    hidden = arch.hidden / micro.by_tokens
+    hidden = arch.hidden_size / micro.by_tokens
     if arch.has_experts(layer):
-        return hidden, arch.shared_ffn / micro.by_heads, 2 * arch.experts_per_token * hidden
-    return hidden, arch.ffn / micro.by_heads, 0.0
+        return (
+            hidden,
+            arch.shared_intermediate_size / micro.by_heads,
+            2 * arch.experts_per_token * hidden,
+        )
+    return hidden, arch.intermediate_size / micro.by_heads, 0.0
 
 
 def largest_gradient(micro: Micro, layer: int) -> float:
     """Return the bytes of the gradient of a layer's largest weight, before it joins the buffer."""
     arch = micro.arch
-    columns = arch.expert_ffn if arch.has_experts(layer) else arch.ffn / micro.by_heads
-    return micro.width * 2 * columns * arch.hidden
+    columns = (
+        arch.moe_intermediate_size
+        if arch.has_experts(layer)
+        else arch.intermediate_size / micro.by_heads
+    )
+    return micro.width * 2 * columns * arch.hidden_size
 
 
 def head_rows(micro: Micro) -> int:
     """Return the number of vocabulary entries of a rank."""
-    return -(-micro.arch.vocab // micro.policy.tensor_parallel)
+    return -(-micro.arch.vocab_size // micro.policy.tensor_parallel)
 
 
 def _tile_entries(micro: Micro) -> int:
@@ -237,7 +247,7 @@ def hidden_states_of_head(micro: Micro) -> float:
     """Return the bytes of hidden states while the head goes forward and nothing is kept: the last,
     those of the tokens that are scored, those that sequence parallelism has gathered, and those
     that a pipeline stage received for each of its chunks."""
-    policy, num_bytes = micro.policy, micro.num_tokens * micro.width * micro.arch.hidden
+    policy, num_bytes = micro.policy, micro.num_tokens * micro.width * micro.arch.hidden_size
     sent = (policy.virtual_pipeline_parallel or 1) if policy.pipeline_parallel > 1 else 0
     gathered = 1 if micro.by_tokens > 1 else 0
     return num_bytes * (1 + gathered + (1 + sent) / micro.by_tokens)
@@ -258,5 +268,7 @@ def backward_of_head(micro: Micro) -> float:
     narrow = micro.width < FLOAT32
     tile = micro.num_tokens * _tile_entries(micro) * micro.width
     tile += _tile_numbers(micro) * micro.exact_width * narrow
-    hidden = micro.num_tokens * micro.arch.hidden * (micro.width * (1 + narrow) + micro.exact_width)
-    return tile + hidden + head_rows(micro) * micro.arch.hidden * micro.width
+    hidden = (
+        micro.num_tokens * micro.arch.hidden_size * (micro.width * (1 + narrow) + micro.exact_width)
+    )
+    return tile + hidden + head_rows(micro) * micro.arch.hidden_size * micro.width

@@ -83,9 +83,11 @@ def _workspace(config: Config, arch: Architecture) -> int:
     of a step, columns of one layer, and float32 logits, their probabilities and a copy."""
     size, engine = config.engine_tensor_parallel, config.engine
     tokens = engine.max_batched_tokens or max(BATCHED_TOKENS, engine.max_sequences)
-    columns = 3 * max(arch.ffn // size, arch.experts_per_token * arch.expert_ffn)
-    states = tokens * (6 * arch.hidden + columns) * 2
-    logits = 3 * engine.max_sequences * arch.vocab * 4
+    columns = 3 * max(
+        arch.intermediate_size // size, arch.experts_per_token * arch.moe_intermediate_size
+    )
+    states = tokens * (6 * arch.hidden_size + columns) * 2
+    logits = 3 * engine.max_sequences * arch.vocab_size * 4
     graphs = 0 if engine.enforce_eager else int(GRAPHS_GIB * GIB)
     return states + logits + graphs
 
@@ -96,5 +98,5 @@ def cache_numbers(arch: Architecture, tensor_parallel: int) -> int:
     vector, the same on every rank (arXiv 2405.04434, section 2.1.4)."""
     if arch.latent:
         return arch.num_layers * arch.latent.down_rows
-    heads = max(arch.num_groups // tensor_parallel, 1)
+    heads = max(arch.num_kv_heads // tensor_parallel, 1)
     return arch.num_layers * 2 * heads * arch.head_dim

@@ -144,7 +144,7 @@ def policy_problems(policy: PolicyConfig, world: int, arch: Architecture) -> Ite
 
 def _tensor_problems(policy: PolicyConfig, arch: Architecture) -> Iterator[str]:
     size = policy.tensor_parallel
-    heads, groups = arch.num_heads, arch.num_groups
+    heads, groups = arch.num_heads, arch.num_kv_heads
     if heads % size:
         yield (
             f"policy.tensor_parallel: {size} does not divide the model's {heads} attention heads"
@@ -301,7 +301,7 @@ def _engine_misfits(
 ) -> Iterator[str]:
     if world % size:
         yield f"does not divide the {world} processes"
-    heads, groups = arch.num_heads, arch.num_groups
+    heads, groups = arch.num_heads, arch.num_kv_heads
     # The engine can copy a key-value head to several ranks.
     if heads % size or (groups % size and size % groups):
         yield (

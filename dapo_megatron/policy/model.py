@@ -51,11 +51,11 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
     make = MLATransformerConfig if arch.latent else TransformerConfig
     return make(
         num_layers=arch.num_layers,
-        hidden_size=arch.hidden,
+        hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_groups,
+        num_query_groups=arch.num_kv_heads,
         kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn,
+        ffn_hidden_size=arch.intermediate_size,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
@@ -125,7 +125,7 @@ def _experts(arch: Architecture, config: PolicyConfig, fused: bool) -> dict[str,
     return dispatch | {
         "num_moe_experts": arch.num_experts,
         "moe_router_topk": arch.experts_per_token,
-        "moe_ffn_hidden_size": arch.expert_ffn,
+        "moe_ffn_hidden_size": arch.moe_intermediate_size,
         "moe_grouped_gemm": fused,
         "expert_model_parallel_size": config.expert_parallel,
         "expert_tensor_parallel_size": 1,
@@ -133,7 +133,7 @@ def _experts(arch: Architecture, config: PolicyConfig, fused: bool) -> dict[str,
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,
         "moe_layer_freq": [int(arch.has_experts(layer)) for layer in range(arch.num_layers)],
-        "moe_shared_expert_intermediate_size": arch.shared_ffn or None,
+        "moe_shared_expert_intermediate_size": arch.shared_intermediate_size or None,
     }
 
 
@@ -141,15 +141,15 @@ def _latent(arch: Architecture) -> dict[str, Any]:
     if arch.latent is None:
         return {}
     return {
-        "q_lora_rank": arch.latent.query_rank or None,
-        "kv_lora_rank": arch.latent.rank,
-        "qk_head_dim": arch.latent.plain_dim,
-        "qk_pos_emb_head_dim": arch.latent.rope_dim,
-        "v_head_dim": arch.latent.value_dim,
+        "q_lora_rank": arch.latent.q_lora_rank or None,
+        "kv_lora_rank": arch.latent.kv_lora_rank,
+        "qk_head_dim": arch.latent.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": arch.latent.qk_rope_head_dim,
+        "v_head_dim": arch.latent.v_head_dim,
         # The frequencies are then set to ours; the other two go into the scale of the softmax.
         "rope_type": "rope",
         "rotary_scaling_factor": arch.rope.factor,
-        "mscale_all_dim": arch.rope.sharpening,
+        "mscale_all_dim": arch.rope.mscale_all_dim,
     }
 
 
@@ -210,12 +210,12 @@ def _build_chunk(
     model = Decoder(
         config=megatron,
         transformer_layer_spec=block_spec(arch, config, layers),
-        vocab_size=-(-arch.vocab // config.tensor_parallel) * config.tensor_parallel,
+        vocab_size=-(-arch.vocab_size // config.tensor_parallel) * config.tensor_parallel,
         max_sequence_length=arch.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         parallel_output=True,
-        share_embeddings_and_output_weights=arch.tied,
+        share_embeddings_and_output_weights=arch.tie_word_embeddings,
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
@@ -289,8 +289,8 @@ def _kept_share(rope: Rope, plain: Tensor) -> Tensor:
         return ((turns - low) / (high - low)).clamp(0.0, 1.0)
     if rope.kind == "yarn":
         # In between, by the index of the frequency.
-        first = max(math.floor(_index_of(rope, rope.fast_turns, len(plain))), 0)
-        last = min(math.ceil(_index_of(rope, rope.slow_turns, len(plain))), 2 * len(plain) - 1)
+        first = max(math.floor(_index_of(rope, rope.beta_fast, len(plain))), 0)
+        last = min(math.ceil(_index_of(rope, rope.beta_slow, len(plain))), 2 * len(plain) - 1)
         places = torch.arange(len(plain), dtype=torch.float32)
         return 1.0 - ((places - first) / (last - first or 0.001)).clamp(0.0, 1.0)
     return torch.zeros_like(plain)

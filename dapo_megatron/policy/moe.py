@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dapo_megatron.cluster.collectives import all_reduce
-from dapo_megatron.model import Scoring
+from dapo_megatron.model import GroupedRouting
 
 
 class Router(MegatronModule):
@@ -95,7 +95,7 @@ class Router(MegatronModule):
 
 
 class BiasedRouter(Router):
-    """Sigmoid of each expert, ranked with a bias and within the best groups (`Scoring`).
+    """Sigmoid of each expert, ranked with a bias and within the best groups (`GroupedRouting`).
 
     No gradient reaches the bias: it is as the checkpoint has it, in float32 at least. A group is as
     good as its two best experts together.
@@ -107,7 +107,7 @@ class BiasedRouter(Router):
         pg_collection: Any,
         *,
         normalize_topk: bool,
-        scoring: Scoring,
+        scoring: GroupedRouting,
         **_: Any,
     ) -> None:
         super().__init__(config, pg_collection, normalize_topk=normalize_topk)
@@ -129,9 +129,9 @@ class BiasedRouter(Router):
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         ranks_TE = scores_TE + self.expert_bias
-        groups = ranks_TE.unflatten(-1, (self.scoring.groups, -1))
+        groups = ranks_TE.unflatten(-1, (self.scoring.n_group, -1))
         best = groups.topk(2, dim=-1).values.sum(-1)
-        chosen = best.topk(self.scoring.groups_per_token, dim=-1).indices
+        chosen = best.topk(self.scoring.topk_group, dim=-1).indices
         is_left_out = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
         ranks_TE = groups.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)
         return super()._choose(ranks_TE)

@@ -61,7 +61,7 @@ class MegatronPolicy:
         self._runner = Runner(
             self._chunks,
             temperature=config.rollout.temperature,
-            vocab=self.architecture.vocab,
+            vocab=self.architecture.vocab_size,
             head=config.policy.logprob_head,
         )
         self._rows = RowShape(

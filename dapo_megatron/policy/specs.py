@@ -80,9 +80,9 @@ def _experts(theirs: Any, arch: Architecture) -> ModuleSpec:
     # Megatron-core 0.16 has its layer in a spec, 0.19 in a partial.
     parts = theirs.keywords["submodules"] if isinstance(theirs, partial) else theirs.submodules
     parts.router = partial(Router, normalize_topk=arch.normalize_topk)
-    if arch.scoring:
+    if arch.grouped_routing:
         parts.router = partial(
-            BiasedRouter, normalize_topk=arch.normalize_topk, scoring=arch.scoring
+            BiasedRouter, normalize_topk=arch.normalize_topk, scoring=arch.grouped_routing
         )
     return ModuleSpec(module=ExpertLayer, submodules=parts)
 

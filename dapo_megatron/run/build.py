@@ -202,7 +202,7 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
         engine,
         ranks,
         config.sync,
-        vocab=policy.architecture.vocab,
+        vocab=policy.architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
     )

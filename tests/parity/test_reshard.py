@@ -141,7 +141,7 @@ def padding(policy: Any) -> float:
     for name, param in params.items():
         if name.endswith(("word_embeddings.weight", "output_layer.weight")):
             first = parallel_state.get_tensor_model_parallel_rank() * param.shape[0]
-            real = max(0, policy.architecture.vocab - first) * param.shape[1]
+            real = max(0, policy.architecture.vocab_size - first) * param.shape[1]
             param.data.view(-1)[real:] = 7.0
             for key, value in state.items():
                 if key.startswith(f"optimizer/{name}[") and value.dim():

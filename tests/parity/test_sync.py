@@ -124,7 +124,7 @@ def rank_main(rank: int, folder: Path, engine: dict[str, Any], model: str) -> di
         keys = {f"policy__{key}": value for key, value in {"tensor_parallel": 1, **layout}.items()}
         config = tiny_config(model__path=folder, **cut, **keys)
         policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
-        vocab = policy.architecture.vocab
+        vocab = policy.architecture.vocab_size
         sync = WeightSync(
             policy, running, exchange, config.sync, vocab=vocab, max_tokens=32, ranks_per_node=4
         )

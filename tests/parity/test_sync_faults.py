@@ -41,7 +41,7 @@ def rank_main(rank: int, folder: Path) -> dict[str, str]:
     )  # two policies and two engines: copies of everything
     engine = Saboteur(VllmEngine(config, rank=rank, world_size=2, local_rank=rank))
     policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
-    vocab = policy.architecture.vocab
+    vocab = policy.architecture.vocab_size
     sync = WeightSync(
         policy, engine, exchange, config.sync, vocab=vocab, max_tokens=32, ranks_per_node=2
     )

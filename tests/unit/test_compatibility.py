@@ -70,7 +70,7 @@ def by_name(name: str) -> Rule:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_fires_on_its_example(rule: Rule) -> None:
     config = config_of(*rule.example)
-    model = replace(model_of(rule), **rule.example_sizes)
+    model = model_of(rule)
     run = Run(config, model, rule.example_machine)
     assert rule.name in names(run)
     (text,) = [str(found) for found in find(run) if found.rule is rule]

@@ -68,7 +68,7 @@ def test_features_are_kept_and_sizes_are_small() -> None:
     large, shrunk = architecture(QWEN3_8B | EXPERTS), small(QWEN3_8B | EXPERTS)
     for kept in (
         "family",
-        "tied",
+        "tie_word_embeddings",
         "qkv_bias",
         "qk_norm",
         "norm_eps",
@@ -76,11 +76,11 @@ def test_features_are_kept_and_sizes_are_small() -> None:
         "normalize_topk",
     ):
         assert getattr(shrunk, kept) == getattr(large, kept)
-    assert shrunk.num_heads // shrunk.num_groups == large.num_heads // large.num_groups
-    assert shrunk.head_dim * shrunk.num_heads != shrunk.hidden  # as in the large one
+    assert shrunk.num_heads // shrunk.num_kv_heads == large.num_heads // large.num_kv_heads
+    assert shrunk.head_dim * shrunk.num_heads != shrunk.hidden_size  # as in the large one
     assert (shrunk.num_layers, shrunk.num_experts, shrunk.experts_per_token) == (4, 8, 2)
-    assert shrunk.vocab % 2 == 1
-    assert shrunk.hidden <= 128
+    assert shrunk.vocab_size % 2 == 1
+    assert shrunk.hidden_size <= 128
 
 
 def policy(**changes: Any) -> PolicyConfig:

@@ -26,10 +26,10 @@ from dapo_megatron.engine.device import check_config, has_cuda
 from dapo_megatron.files import read_json
 from dapo_megatron.model import (
     Architecture,
+    GroupedRouting,
     Latent,
     Place,
     Rope,
-    Scoring,
     architecture,
     engine_pieces,
     hf_tensors,
@@ -192,7 +192,7 @@ def expected_copies(name: str, arch: Architecture, layout: Layout) -> int:
         return ranks // layout.ep
     if is_whole(name):
         return ranks
-    has_second = name == VOCABULARIES[0] and arch.tied and layout.first_layers
+    has_second = name == VOCABULARIES[0] and arch.tie_word_embeddings and layout.first_layers
     return layout.dp * (2 if has_second else 1)
 
 
@@ -206,7 +206,7 @@ def test_rows_lie_as_megatron_wants_them(tp: int, data: st.DataObject) -> None:
 
     def heads(part: str, kind: str) -> Tensor:
         rows = checkpoint[f"{prefix}self_attn.{part}_proj.{kind}"]
-        return rows.view(arch.num_groups, -1, arch.head_dim, *rows.shape[1:])
+        return rows.view(arch.num_kv_heads, -1, arch.head_dim, *rows.shape[1:])
 
     fused = {
         kind: torch.cat([heads(part, kind) for part in "qkv"], dim=1).flatten(0, 2).chunk(tp)
@@ -372,7 +372,7 @@ def test_the_ranks_of_an_engine_hold_every_element(
         if is_whole(name):
             expected = tp
         elif ".k_proj." in name or ".v_proj." in name:
-            expected = max(tp // arch.num_groups, 1)
+            expected = max(tp // arch.num_kv_heads, 1)
         else:
             expected = 1
         assert count.unique().tolist() == [expected], name
@@ -486,7 +486,7 @@ def test_what_transformers_writes_is_understood(family: str) -> None:
 
 def test_experts_are_read_from_both_spellings() -> None:
     arch = architecture(config())
-    assert (arch.num_experts, arch.experts_per_token, arch.expert_ffn) == (8, 2, 4)
+    assert (arch.num_experts, arch.experts_per_token, arch.moe_intermediate_size) == (8, 2, 4)
     assert arch.normalize_topk
     assert arch.qk_norm
     renamed = config(num_local_experts=8)
@@ -725,10 +725,10 @@ def test_a_strange_value_of_any_field_is_read_or_refused_by_name(family: str) ->
 def test_latent_attention_is_read() -> None:
     arch = architecture(config("deepseek_v3"))
     assert arch.latent == Latent(5, 7, 3, 2, 5)
-    assert (arch.head_dim, arch.num_dense_layers, arch.shared_ffn) == (2, 1, 8)
-    assert arch.scoring == Scoring(4, 2, 2.5)
+    assert (arch.head_dim, arch.num_dense_layers, arch.shared_intermediate_size) == (2, 1, 8)
+    assert arch.grouped_routing == GroupedRouting(4, 2, 2.5)
     assert arch.rope == Rope(
-        1e4, "yarn", 40, original_max_positions=4096, fast_turns=32, slow_turns=1, sharpening=1.0
+        1e4, "yarn", 40, original_max_positions=4096, beta_fast=32, beta_slow=1, mscale_all_dim=1.0
     )
     [names] = [hf_tensors(architecture(config("deepseek_v3", q_lora_rank=None)))]
     assert names["model.layers.0.self_attn.q_proj.weight"] == (20, 6)

@@ -47,7 +47,7 @@ def test_six_per_parameter() -> None:
     """The rule of thumb (arXiv 2001.08361, section 2.1), for a model whose embedding is apart."""
     count, hf = PUBLISHED["Qwen2.5-32B"]
     arch = architecture(hf)
-    embedding = arch.vocab * arch.hidden
+    embedding = arch.vocab_size * arch.hidden_size
     short = model_flops(arch, [1] * 1000, backward=True)
     assert short == pytest.approx(6 * 1000 * (count - embedding), rel=0.001)
 
@@ -70,7 +70,7 @@ def test_only_scored_tokens_meet_the_head() -> None:
 def test_active_experts_alone_count() -> None:
     """Published as 30B-A3B: about 3.3e9 parameters act on a token (model card)."""
     arch = architecture(PUBLISHED["Qwen3-30B-A3B"][1])
-    active = (token_flops(arch) + head_flops(arch)) / 2 + arch.vocab * arch.hidden
+    active = (token_flops(arch) + head_flops(arch)) / 2 + arch.vocab_size * arch.hidden_size
     assert active == pytest.approx(3.3e9, rel=0.03)
 
 

@@ -78,7 +78,7 @@ def test_a_quantised_parameter_gives_what_is_computed_with() -> None:
     plain = {shard.piece: shard for shard in shards_of(params, arch, PLACE)}
     mixed = shards_of(params | {name: quantised}, arch, PLACE)
     rounded = [shard for shard in mixed if shard.view is quantised]
-    assert len(rounded) == 3 * arch.num_groups // PLACE.tp_size
+    assert len(rounded) == 3 * arch.num_kv_heads // PLACE.tp_size
 
     def worst() -> float:
         # Read anew each time: the parameter moves on.

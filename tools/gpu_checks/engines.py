@@ -103,7 +103,7 @@ def _sync_of(config: Config, ranks: Ranks, policy: Any, engine: Any) -> Any:
         engine,
         ranks,
         config.sync,
-        vocab=policy.architecture.vocab,
+        vocab=policy.architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
         ranks_per_node=1,
     )
@@ -111,7 +111,7 @@ def _sync_of(config: Config, ranks: Ranks, policy: Any, engine: Any) -> Any:
 
 def _gap(setting: Setting, policy: Any, engine: Any, *, is_exact: bool) -> Iterator[Figure]:
     """Of what the engine samples."""
-    vocab = policy.architecture.vocab
+    vocab = policy.architecture.vocab_size
     count, length = setting.pick((64, 256), (4, 16))
     _, sampled = generate(engine, count, length, vocab)
     engine.sleep()
@@ -141,7 +141,7 @@ def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
     config = make_config(setting, model, f"engine.max_sequences={count}", *overrides)
     policy, engine, sync = build_models(config, one_rank())
     report = sync(0)
-    vocab = sync._policy.architecture.vocab
+    vocab = sync._policy.architecture.vocab_size
     generate(engine, count, min(length, 32), vocab)
     seconds, sampled = generate(engine, count, length, vocab)
     tokens = sum(len(one.tokens) for _, one in sampled)
@@ -169,7 +169,7 @@ def plan(setting: Setting) -> Iterator[Figure]:
     total = memory_gib() if has_gpu() else 80.0
     planned = estimate_memory(config, 1, NodeSpec(int(has_gpu()), total))
     policy, engine, sync = build_models(config, ranks)
-    vocab = policy.architecture.vocab  # type: ignore[attr-defined]
+    vocab = policy.architecture.vocab_size  # type: ignore[attr-defined]
     meter = MemoryMeter(ranks)
     length = setting.pick(2048, 64)
     batch = random_batch([length] * (setting.pick(tokens, 256) // length), vocab)

@@ -95,7 +95,7 @@ def _updates(
     for num_tokens in rows:
         length = setting.pick(LENGTH, 64)
         lengths = [length] * (setting.pick(num_tokens, 256) // length)
-        batch = random_batch(lengths, policy.architecture.vocab)
+        batch = random_batch(lengths, policy.architecture.vocab_size)
         what = f"{name} {num_tokens:,} tokens".strip()
         if has_gpu():
             torch.cuda.reset_peak_memory_stats()

@@ -107,7 +107,7 @@ def _round_trip(setting: Setting, ranks: Ranks, what: str, *overrides: str) -> I
     sums, nexts = [], []
     for number, folder in enumerate(folders):
         policy = make_policy(config, ranks)
-        batch = batch_of_steps(setting, policy.architecture.vocab)
+        batch = batch_of_steps(setting, policy.architecture.vocab_size)
         if number:
             policy.load(folders[0])
         else:
@@ -166,7 +166,7 @@ def _offloaded(setting: Setting, ranks: Ranks, *overrides: str) -> Iterator[Figu
     everything = "policy.offload=[weights, gradients, optimizer]"
     config = make_config(setting, model, everything, *overrides)
     policy = make_policy(config, ranks)
-    batch = random_batch((32, 32), policy.architecture.vocab)
+    batch = random_batch((32, 32), policy.architecture.vocab_size)
     policy.update(batch, likelihood, LR)
     policy.onload()
     before = policy.logprobs(batch).logprobs

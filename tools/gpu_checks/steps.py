@@ -58,14 +58,14 @@ def run(setting: Setting, ranks: Ranks, *overrides: str, model: str = DENSE) -> 
     clip = "optimizer.clip_grad=1.0"
     config = make_config(setting, model, clip, *overrides, row_tokens=ROW_TOKENS)
     policy = make_policy(config, ranks)
-    batch = batch_of_steps(setting, policy.architecture.vocab)
+    batch = batch_of_steps(setting, policy.architecture.vocab_size)
     before = policy.logprobs(batch).logprobs
     watched = Watched()
     stats = [policy.update(replace(batch, old_logprobs=before), watched, LR)]
     stats += [policy.update(batch, likelihood, LR) for _ in range(NUM_STEPS - 1)]
     after = policy.logprobs(batch).logprobs
     lengths = batch.lengths.tolist()
-    prompted = random_batch(lengths, policy.architecture.vocab, prompt=PROMPT_TOKENS)
+    prompted = random_batch(lengths, policy.architecture.vocab_size, prompt=PROMPT_TOKENS)
     watched_prompts = Watched()
     policy.update(replace(prompted, old_logprobs=after), watched_prompts, LR)
     policy.close()

@@ -40,7 +40,7 @@ def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
     arch = architecture(config, ignore)
     files, places = _find_tensors(folder)
     infos = {name: files[file].tensors[name] for name, file in places.items()}
-    if arch.tied and {_EMBEDDING, _HEAD} <= infos.keys():
+    if arch.tie_word_embeddings and {_EMBEDDING, _HEAD} <= infos.keys():
         _check_tied_head(files[places[_EMBEDDING]], files[places[_HEAD]])
         del infos[_HEAD]
     infos = {name: info for name, info in infos.items() if not name.endswith(_BUFFER)}

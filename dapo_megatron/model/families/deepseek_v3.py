@@ -12,11 +12,16 @@ from dataclasses import replace
 
 from dapo_megatron.model.architecture import Architecture
 from dapo_megatron.model.families.family import DENSE_MLP, EXPERT, ROUTER, Family, Parameter
-from dapo_megatron.model.sharding import Columns, GateUp, Heads, Whole
+from dapo_megatron.model.sharding import (
+    ColumnParallel,
+    MergedColumnParallel,
+    Replicated,
+    RowParallel,
+)
 
 
 def _has_query_rank(arch: Architecture, _layer: int) -> bool:
-    return arch.latent is not None and arch.latent.query_rank > 0
+    return arch.latent is not None and arch.latent.q_lora_rank > 0
 
 
 def _has_whole_query(arch: Architecture, layer: int) -> bool:
@@ -34,61 +39,63 @@ def _where(
 
 
 LATENT_ATTENTION = (
-    Parameter("input_layernorm.weight", Whole("input_layernorm.weight", ("hidden",))),
+    Parameter("input_layernorm.weight", Replicated("input_layernorm.weight", ("hidden_size",))),
     *_where(
         _has_whole_query,
         Parameter(
             "self_attention.linear_q_proj.weight",
-            Heads("self_attn.q_proj.weight", "latent.query_dim", "hidden"),
+            ColumnParallel("self_attn.q_proj.weight", "latent.qk_head_dim", "hidden_size"),
         ),
     ),
     *_where(
         _has_query_rank,
         Parameter(
             "self_attention.linear_q_down_proj.weight",
-            Whole("self_attn.q_a_proj.weight", ("latent.query_rank", "hidden")),
+            Replicated("self_attn.q_a_proj.weight", ("latent.q_lora_rank", "hidden_size")),
         ),
         Parameter(
             "self_attention.q_layernorm.weight",
-            Whole("self_attn.q_a_layernorm.weight", ("latent.query_rank",)),
+            Replicated("self_attn.q_a_layernorm.weight", ("latent.q_lora_rank",)),
         ),
         Parameter(
             "self_attention.linear_q_up_proj.weight",
-            Heads("self_attn.q_b_proj.weight", "latent.query_dim", "latent.query_rank"),
+            ColumnParallel("self_attn.q_b_proj.weight", "latent.qk_head_dim", "latent.q_lora_rank"),
         ),
     ),
     Parameter(
         "self_attention.linear_kv_down_proj.weight",
-        Whole("self_attn.kv_a_proj_with_mqa.weight", ("latent.down_rows", "hidden")),
+        Replicated("self_attn.kv_a_proj_with_mqa.weight", ("latent.down_rows", "hidden_size")),
     ),
     Parameter(
         "self_attention.kv_layernorm.weight",
-        Whole("self_attn.kv_a_layernorm.weight", ("latent.rank",)),
+        Replicated("self_attn.kv_a_layernorm.weight", ("latent.kv_lora_rank",)),
     ),
     Parameter(
         "self_attention.linear_kv_up_proj.weight",
-        Heads("self_attn.kv_b_proj.weight", "latent.up_dim", "latent.rank"),
+        ColumnParallel("self_attn.kv_b_proj.weight", "latent.up_dim", "latent.kv_lora_rank"),
     ),
     Parameter(
-        "self_attention.linear_proj.weight", Columns("self_attn.o_proj.weight", "value_columns")
+        "self_attention.linear_proj.weight", RowParallel("self_attn.o_proj.weight", "value_columns")
     ),
 )
 
 SHARED_EXPERT = (
     Parameter(
         "mlp.shared_experts.linear_fc1.weight",
-        GateUp(
-            "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight", "shared_ffn"
+        MergedColumnParallel(
+            "mlp.shared_experts.gate_proj.weight",
+            "mlp.shared_experts.up_proj.weight",
+            "shared_intermediate_size",
         ),
     ),
     Parameter(
         "mlp.shared_experts.linear_fc2.weight",
-        Columns("mlp.shared_experts.down_proj.weight", "shared_ffn"),
+        RowParallel("mlp.shared_experts.down_proj.weight", "shared_intermediate_size"),
     ),
 )
 
 BIAS = Parameter(
-    "mlp.router.expert_bias", Whole("mlp.gate.e_score_correction_bias", ("num_experts",))
+    "mlp.router.expert_bias", Replicated("mlp.gate.e_score_correction_bias", ("num_experts",))
 )
 
 DEEPSEEK_V3 = Family(

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_megatron.model.architecture import Architecture
-from dapo_megatron.model.sharding import Columns, Cut, GateUp, HeadGroups, Vocabulary, Whole
+from dapo_megatron.model.sharding import (
+    MergedColumnParallel,
+    QKVParallel,
+    Replicated,
+    RowParallel,
+    ShardSpec,
+    VocabParallel,
+)
 
 
 def _in_all(_arch: Architecture, _layer: int) -> bool:
@@ -21,7 +28,7 @@ class Parameter:
     in HF's. Only those layers have it for which `only` says so, by their number in the model."""
 
     name: str
-    cut: Cut
+    cut: ShardSpec
     fused: str | None = None
     only: Callable[[Architecture, int], bool] = _in_all
 
@@ -59,72 +66,85 @@ class Family:
         return self.has("self_attention.linear_kv_up_proj.weight")
 
     @property
-    def has_scoring(self) -> bool:
+    def has_grouped_routing(self) -> bool:
         """Whether its router has a bias instead of an auxiliary loss."""
         return self.has("mlp.router.expert_bias")
 
 
-EMBEDDING = Parameter("embedding.word_embeddings.weight", Vocabulary("model.embed_tokens.weight"))
-FINAL_NORM = Parameter("decoder.final_layernorm.weight", Whole("model.norm.weight", ("hidden",)))
-HEAD = Parameter("output_layer.weight", Vocabulary("lm_head.weight"))
-TIED_HEAD = Parameter("output_layer.weight", Vocabulary("model.embed_tokens.weight"))
+EMBEDDING = Parameter(
+    "embedding.word_embeddings.weight", VocabParallel("model.embed_tokens.weight")
+)
+FINAL_NORM = Parameter(
+    "decoder.final_layernorm.weight", Replicated("model.norm.weight", ("hidden_size",))
+)
+HEAD = Parameter("output_layer.weight", VocabParallel("lm_head.weight"))
+TIED_HEAD = Parameter("output_layer.weight", VocabParallel("model.embed_tokens.weight"))
 """The last pipeline stage's own copy of a tied embedding."""
 
 ATTENTION = (
     Parameter(
         "input_layernorm.weight",
-        Whole("input_layernorm.weight", ("hidden",)),
+        Replicated("input_layernorm.weight", ("hidden_size",)),
         fused="self_attention.linear_qkv.layer_norm_weight",
     ),
     Parameter(
         "self_attention.linear_qkv.weight",
-        HeadGroups("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        QKVParallel(
+            "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+        ),
     ),
     Parameter(
-        "self_attention.linear_proj.weight", Columns("self_attn.o_proj.weight", "query_rows")
+        "self_attention.linear_proj.weight", RowParallel("self_attn.o_proj.weight", "query_rows")
     ),
 )
 
 QKV_BIAS = (
     Parameter(
         "self_attention.linear_qkv.bias",
-        HeadGroups(
+        QKVParallel(
             "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", is_bias=True
         ),
     ),
 )
 
 QK_NORM = (
-    Parameter("self_attention.q_layernorm.weight", Whole("self_attn.q_norm.weight", ("head_dim",))),
-    Parameter("self_attention.k_layernorm.weight", Whole("self_attn.k_norm.weight", ("head_dim",))),
+    Parameter(
+        "self_attention.q_layernorm.weight", Replicated("self_attn.q_norm.weight", ("head_dim",))
+    ),
+    Parameter(
+        "self_attention.k_layernorm.weight", Replicated("self_attn.k_norm.weight", ("head_dim",))
+    ),
 )
 
-_MLP_NORM = Whole("post_attention_layernorm.weight", ("hidden",))
+_MLP_NORM = Replicated("post_attention_layernorm.weight", ("hidden_size",))
 
 DENSE_MLP = (
     Parameter("pre_mlp_layernorm.weight", _MLP_NORM, fused="mlp.linear_fc1.layer_norm_weight"),
-    Parameter("mlp.linear_fc1.weight", GateUp("mlp.gate_proj.weight", "mlp.up_proj.weight", "ffn")),
-    Parameter("mlp.linear_fc2.weight", Columns("mlp.down_proj.weight", "ffn")),
+    Parameter(
+        "mlp.linear_fc1.weight",
+        MergedColumnParallel("mlp.gate_proj.weight", "mlp.up_proj.weight", "intermediate_size"),
+    ),
+    Parameter("mlp.linear_fc2.weight", RowParallel("mlp.down_proj.weight", "intermediate_size")),
 )
 
 ROUTER = (
     Parameter("pre_mlp_layernorm.weight", _MLP_NORM),
-    Parameter("mlp.router.weight", Whole("mlp.gate.weight", ("num_experts", "hidden"))),
+    Parameter("mlp.router.weight", Replicated("mlp.gate.weight", ("num_experts", "hidden_size"))),
 )
 
 EXPERT = (
     Parameter(
         "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        GateUp(
+        MergedColumnParallel(
             "mlp.experts.{expert}.gate_proj.weight",
             "mlp.experts.{expert}.up_proj.weight",
-            "expert_ffn",
+            "moe_intermediate_size",
         ),
         fused="mlp.experts.linear_fc1.weight{expert}",
     ),
     Parameter(
         "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        Columns("mlp.experts.{expert}.down_proj.weight", "expert_ffn"),
+        RowParallel("mlp.experts.{expert}.down_proj.weight", "moe_intermediate_size"),
         fused="mlp.experts.linear_fc2.weight{expert}",
     ),
 )

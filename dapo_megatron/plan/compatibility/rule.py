@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
-from typing import Any
 
 from dapo_megatron.config import Config
 from dapo_megatron.config.kernels import kernels_for
@@ -102,8 +101,6 @@ class Rule:
     example: tuple[str, ...]
     """Overrides of a small config that the rule fires on; the tests run them."""
     families: tuple[str, ...] = ALL
-    example_sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of an Architecture that the example needs."""
     example_machine: Machine | None = None
 
 

@@ -51,14 +51,14 @@ def _uneven_for_fp8(run: Run) -> str:
 
 def _dimensions(run: Run) -> Iterator[tuple[str, int]]:
     arch, size = run.arch, run.config.policy.tensor_parallel
-    yield "hidden_size", arch.hidden
+    yield "hidden_size", arch.hidden_size
     yield "query columns", arch.query_rows // size
-    heads = arch.num_heads + 2 * max(arch.num_groups, size)
+    heads = arch.num_heads + 2 * max(arch.num_kv_heads, size)
     yield "query, key and value rows", heads * arch.head_dim // size
     for name, columns in arch.mlp_columns(whole_experts=True).items():
         yield name, columns // size
     if arch.num_experts:
-        yield "moe_intermediate_size", arch.expert_ffn
+        yield "moe_intermediate_size", arch.moe_intermediate_size
 
 
 def _too_many_in_bfloat16(run: Run) -> str:
@@ -226,9 +226,8 @@ _FP8 = (
         "FP8 matmuls take dimensions in multiples of 16 (blockwise: of its blocks of 128), on "
         "each tensor-parallel rank",
         "lower policy.tensor_parallel, take another policy.fp8.recipe, or set policy.fp8 null",
-        (_fp8("blockwise"), BFLOAT16),
+        (_fp8("blockwise"), BFLOAT16, "policy.tensor_parallel=16"),
         families=NOT_LATENT,
-        example_sizes={"ffn": 1088},
     ),
     Rule(
         "fp8-delayed-ends",
