@@ -200,18 +200,23 @@ class Calls:
         }
 
 
-def grade_all(pool: GradingPool, made: list[Attack]) -> tuple[dict[int, Grade | None], Calls]:
-    """As a coordinator does it: never waiting, with other things to do in between."""
+def grade_all(
+    pool: GradingPool, made: list[Attack]
+) -> tuple[dict[int, Grade | None], dict[str, Counter[str]], Calls]:
+    """Grade as a coordinator does: never waiting, with other things to do in between. Return the
+    grades, the outcomes by source, and how long the calls took."""
     grades: dict[int, Grade | None] = {}
+    outcomes: dict[str, Counter[str]] = {attack.source: Counter() for attack in made}
     calls = Calls([], [])
 
     def collect() -> None:
         started = time.perf_counter()
         results = pool.collect(wait=False)
         calls.collect.append(time.perf_counter() - started)
-        for key, grade, _ in results:
+        for key, grade, outcome in results:
             assert key not in grades
             grades[key] = grade
+            outcomes[made[key].source][outcome] += 1
 
     for key, attack in enumerate(made):
         started = time.perf_counter()
@@ -221,7 +226,7 @@ def grade_all(pool: GradingPool, made: list[Attack]) -> tuple[dict[int, Grade | 
     while pool.pending:
         collect()
         time.sleep(0.005)
-    return grades, calls
+    return grades, outcomes, calls
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.long)])
@@ -241,10 +246,9 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
         start_seconds, started = time.monotonic() - started, time.monotonic()
         grade_all(pool, [HARMLESS] * 20 * WORKERS)
         cost_seconds, started = (time.monotonic() - started) / 20, time.monotonic()
-        grades, calls = grade_all(pool, made)
+        grades, counts, calls = grade_all(pool, made)
         seconds = time.monotonic() - started
-        counts = pool.counts
-    abstained = sum((Counter(counts[name]) for name in graders), Counter[str]())
+    abstained = sum(counts.values(), Counter[str]())
     lost = abstained["timeout"] + abstained["crash"] + abstained["memory"]
     endless = sum(attack.is_endless for attack in made)
     hung = abstained["timeout"] * TIMEOUT_SECONDS + endless * SHARE_OF_LIMIT * TIMEOUT_SECONDS
@@ -262,11 +266,10 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
 
     assert sorted(grades) == list(range(count))
     programs = sum(attack.source == "code" for attack in made)
-    benign = 1 + 20 * WORKERS
     # The reference grader reads 300 characters. A program cannot make its group abstain, but for a
     # machine so busy that a sandbox does not start in time.
     assert counts["dapo_math"]["graded"] == sum(a.source == "dapo_math" for a in made)
-    assert counts["code"]["graded"] + counts["code"]["timeout"] == programs + benign
+    assert counts["code"]["graded"] + counts["code"]["timeout"] == programs
     assert counts["code"]["timeout"] < 0.2 * programs
     assert abstained["timeout"] > 0
     assert seconds < SLACK * bound

@@ -7,7 +7,8 @@ from typing import Any
 
 from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import Machine, check
 from gpu_checks.figures import Figure, at_most, holds, told
 from gpu_checks.rig import (
@@ -63,7 +64,7 @@ def _syncs(
     ranks = one_rank()
     before = used_gib()
     config = make_config(setting, model, "sync.fingerprint_every=1", *overrides)
-    check(config, read_model_config(config), Machine.here())
+    check(config, read_architecture(config), Machine.here())
     engine = VllmEngine(config, rank=0, world_size=1, local_rank=0, is_empty=True)
     yield told("engine awake takes", used_gib() - before, "GiB")
     engine.sleep()

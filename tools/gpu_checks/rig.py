@@ -19,8 +19,9 @@ from torch import Tensor
 from dapo_megatron.cluster.launch import free_port
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.scratch import prepare_scratch
-from dapo_megatron.config import Config, read_model_config
+from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
+from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import Machine, check
 from dapo_megatron.policy.device import backend, claim
 from dapo_megatron.types import (
@@ -128,7 +129,7 @@ def make_policy(config: Config, ranks: Ranks) -> Any:
     from dapo_megatron.policy.policy import MegatronPolicy
     from dapo_megatron.run.build import planner
 
-    check(config, read_model_config(config), Machine.here(), has_engine=False)
+    check(config, read_architecture(config), Machine.here(), has_engine=False)
     return MegatronPolicy(config, ranks, planner(config.policy, config.train))
 
 
