@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +24,7 @@ from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.rewards.registry import check as check_grader
 from dapo_megatron.rewards.registry import names as grader_names
 from dapo_megatron.rewards.registry import user_function
+from dapo_megatron.rollout.replay import check_recorded
 from dapo_megatron.types import ConfigError, DapoError
 
 app = typer.Typer(
@@ -74,12 +73,11 @@ def train(
     """Train. Outside a launcher, starts its own ranks; under torchrun, joins."""
     checked = _load(config, overrides, overlay, has_engine=replay is None)
     if replay is not None:
-        _check_recorded(replay, checked)
+        check_recorded(replay, checked.folder)
     _on_ranks(checked.run.processes)
     from dapo_megatron.run import session
 
-    with _told():
-        session.train(checked, replay)
+    session.train(checked, replay)
 
 
 @app.command()
@@ -101,8 +99,7 @@ def evaluate(
     _on_ranks(checked.run.processes)
     from dapo_megatron.run import session
 
-    with _told():
-        figures = session.evaluate(checked, checkpoint)
+    figures = session.evaluate(checked, checkpoint)
     if figures is not None:
         _print_figures(figures)
         _write(json_file, figures)
@@ -148,7 +145,8 @@ def track(
     wait_seconds: Annotated[float, typer.Option(min=0.0)] = 300.0,
 ) -> None:
     """Deliver to MLflow what a run has spooled and its server has not taken yet."""
-    from dapo_megatron.tracking import deliver, spool, why_waiting
+    from dapo_megatron.tracking import spool
+    from dapo_megatron.tracking.mlflow_spool import deliver, why_waiting
 
     left = deliver(run_folder, wait_seconds)
     if left:
@@ -301,19 +299,6 @@ def _load(
     return config
 
 
-def _check_recorded(run_folder: Path, config: Config) -> None:
-    """Refuse to replay a folder without rollouts, or the one that the replay itself would take."""
-    if run_folder.resolve() == config.folder.resolve():
-        raise ConfigError(
-            f"run.name: {config.folder} is the run to be replayed; give the replay another name"
-        )
-    if not any((run_folder / "samples").glob("step_*.jsonl")):
-        raise ConfigError(
-            f"--replay: {run_folder}/samples has no step_*.jsonl; name the folder of a run that "
-            "was made with tracking.samples=true"
-        )
-
-
 def _on_ranks(processes: int) -> None:
     """Outside a launcher: run this very command on so many ranks, then exit. Under one, refuse to
     start without the secret that ranks need to join each other."""
@@ -321,17 +306,6 @@ def _on_ranks(processes: int) -> None:
         command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
         raise typer.Exit(launch(command, processes))
     run_secret(int(os.environ["WORLD_SIZE"]))
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """A session has told its user of an error already, on the terminal it was started from."""
-    from dapo_megatron.run.context import exit_code
-
-    try:
-        yield
-    except DapoError as error:
-        raise SystemExit(exit_code(error)) from None
 
 
 def _print_figures(figures: dict[str, float]) -> None:

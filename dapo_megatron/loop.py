@@ -14,7 +14,7 @@ from dapo_megatron.data.batch import assemble, fresh_mask, inspect, split
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout import metrics as step_metrics
 from dapo_megatron.rollout.partial_step import OpenStep
-from dapo_megatron.types import DapoError, StarvedError, Stopped, TokenBatch
+from dapo_megatron.types import DapoError, Phase, StarvedError, Stopped, TokenBatch
 
 
 @dataclass
@@ -40,7 +40,7 @@ def train(
     try:
         train_steps(config, parts, progress, open_step, started)
     except (StarvedError, Stopped) as error:
-        with phase("checkpoint"):
+        with phase(Phase.CHECKPOINT):
             parts.sync.switch_to_policy()
             parts.checkpoints.copy()
             save(config, parts, progress, open_step, started)()
@@ -52,7 +52,7 @@ def train(
         with suppress(DapoError):
             parts.checkpoints.wait()  # a checkpoint from before is worth having
         raise
-    with phase("checkpoint"):
+    with phase(Phase.CHECKPOINT):
         parts.checkpoints.wait()
     progress.seconds = time.time() - started
     return progress
@@ -64,10 +64,10 @@ def train_steps(
     """Do the steps. `progress` and `open_step` always hold what is done."""
     phase, last = parts.instruments.phase, config.train.rollout_steps
     parts.instruments.begin(progress.step)
-    with phase("sync"):
+    with phase(Phase.SYNC):
         parts.sync(progress.step)
     if progress.step == 0 and not progress.first_evaluation and parts.evaluator.due(0, last):
-        with phase("evaluate"):
+        with phase(Phase.EVALUATE):
             progress.first_evaluation = parts.evaluator.run()
         progress.last_evaluation = progress.first_evaluation
         parts.recorder.log(0, progress.first_evaluation)
@@ -78,12 +78,12 @@ def train_steps(
         metrics, num_tokens = train_step(config, parts, step, open_step)
         is_due = parts.checkpoints.due(step)
         if is_due:
-            with phase("checkpoint"):
+            with phase(Phase.CHECKPOINT):
                 parts.checkpoints.copy()
-        with phase("sync"):
+        with phase(Phase.SYNC):
             metrics |= step_metrics.sync_metrics(parts.sync(step))
         if parts.evaluator.due(step, last):
-            with phase("evaluate"):
+            with phase(Phase.EVALUATE):
                 progress.last_evaluation = parts.evaluator.run()
             metrics |= progress.last_evaluation
         progress.step = step
@@ -91,7 +91,7 @@ def train_steps(
         open_step.close()
         publish = None
         if is_due:
-            with phase("checkpoint"):
+            with phase(Phase.CHECKPOINT):
                 publish = save(config, parts, progress, open_step, started)
         parts.recorder.log(step, metrics | parts.instruments.metrics(num_tokens))
         # Published last: a checkpoint that exists has its metrics and samples on disk.
@@ -109,7 +109,10 @@ def train_step(
     """
     phase = parts.instruments.phase
     if open_step.train is None:
-        with phase("generate"), parts.recorder.progress(config.rollout.prompts_per_step) as show:
+        with (
+            phase(Phase.GENERATE),
+            parts.recorder.progress(config.rollout.prompts_per_step) as show,
+        ):
             collected = parts.coordinator.collect(version=step - 1, on_progress=show)
         parts.recorder.samples(step, collected.ended)
         metrics = step_metrics.rollout_metrics(collected, config.overlong)
@@ -119,7 +122,7 @@ def train_step(
     batch = assemble(groups, overlong=config.overlong, eps=config.loss.advantage_eps)
     if open_step.old_logprobs is None:
         parts.stop()
-        with phase("logprobs"):
+        with phase(Phase.LOGPROBS):
             outputs = parts.policy.logprobs(batch)
         open_step.old_logprobs = outputs.logprobs
         sequences = inspect(groups, batch, outputs, overlong=config.overlong)
@@ -133,7 +136,7 @@ def train_step(
         max_mean_gap=config.sync.max_mean_gap,
     )
     open_step.metrics |= step_metrics.mismatch_metrics(gap)
-    with phase("update"):
+    with phase(Phase.UPDATE):
         update(config, parts, batch, step, open_step)
     metrics = open_step.metrics | step_metrics.update_metrics(open_step.updates)
     return metrics, int(batch.tokens.numel())

@@ -123,3 +123,21 @@ class OptimizerConfig(Section):
     """Of Adam's two moments (Transformer Engine's AdamW alone has bfloat16)."""
     cpu_offload: Fraction = 0.0
     """Share of the optimizer's state that lives in host memory for good, and is updated there."""
+
+
+Kernels = Literal["transformer_engine", "local"]
+
+
+def kernels_for(
+    config: PolicyConfig, *, has_gpu: bool, is_installed: bool, is_latent: bool
+) -> Kernels:
+    """Return whose layers `policy.kernels` comes to; a kernel chosen by name is not judged.
+
+    `is_installed`: Transformer Engine; its fused attention has no other precision than bfloat16.
+    `is_latent`: the model has multi-head latent attention, which is built of Megatron's own layers
+    alone.
+    """
+    if config.kernels != "auto":
+        return config.kernels
+    usable = has_gpu and is_installed and not is_latent
+    return "transformer_engine" if usable and config.precision == "bfloat16" else "local"

@@ -48,8 +48,8 @@ from dapo_megatron.doctor.quiet_rank import QuietRank, quiet_rank
 from dapo_megatron.doctor.shrink import shrink, write_random_model
 from dapo_megatron.doctor.table import TOLERANCES, CaseTable, Row
 from dapo_megatron.model import read_architecture, to_hf_config
-from dapo_megatron.plan.compatibility import Machine
 from dapo_megatron.plan.compatibility import check as check_compatibility
+from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.policy.device import claim, has_cuda
 from dapo_megatron.run.build import loss_function

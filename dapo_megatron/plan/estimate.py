@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dapo_megatron.config import Config
-from dapo_megatron.config.kernels import kernels_for
+from dapo_megatron.config.computing import kernels_for
 from dapo_megatron.files import write_json
 from dapo_megatron.model import Architecture, read_architecture
 from dapo_megatron.plan import stage as policy

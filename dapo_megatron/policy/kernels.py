@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.config.kernels import Kernels, kernels_for
+from dapo_megatron.config.computing import Kernels, kernels_for
 from dapo_megatron.model import Architecture
 from dapo_megatron.policy.device import has_cuda
 

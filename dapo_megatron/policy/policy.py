@@ -14,7 +14,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from dapo_megatron.bridge.transfer import gather_whole
-from dapo_megatron.checkpoints.formats import open_store, read_into
+from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.store import read_into
 from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple

@@ -17,7 +17,18 @@ from typing import Any
 
 from dapo_megatron.files import parse_json
 from dapo_megatron.rollout.serialization import group_from_json
-from dapo_megatron.types import Collected, DataError, Fate, Group, SyncReport
+from dapo_megatron.types import Collected, ConfigError, DataError, Fate, Group, SyncReport
+
+
+def check_recorded(recorded: Path, own: Path) -> None:
+    """Refuse to replay a run folder without rollouts, or the folder of the replay itself."""
+    if recorded.resolve() == own.resolve():
+        raise ConfigError(f"run.name: {own} is the run to be replayed; choose another name")
+    if not any((recorded / "samples").glob("step_*.jsonl")):
+        raise ConfigError(
+            f"--replay: {recorded}/samples has no step_*.jsonl; name the folder of a run that was "
+            "made with tracking.samples=true"
+        )
 
 
 class Replay:

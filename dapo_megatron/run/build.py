@@ -16,19 +16,14 @@ from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.checkpoints import Checkpoints
-from dapo_megatron.checkpoints.formats import (
-    HfWriter,
-    Store,
-    TensorInfo,
-    copy_companions,
-    open_store,
-)
-from dapo_megatron.checkpoints.formats.store import blocks
-from dapo_megatron.cluster.instruments import Instruments
-from dapo_megatron.cluster.memory_meter import MemoryMeter
+from dapo_megatron.checkpoints.formats.file import TensorInfo
+from dapo_megatron.checkpoints.formats.folder import copy_companions
+from dapo_megatron.checkpoints.formats.hf import HfWriter
+from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.store import Store, blocks
+from dapo_megatron.cluster.instruments import Instruments, MemoryMeter, Timeline
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
-from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import (
     Config,
@@ -40,7 +35,8 @@ from dapo_megatron.config import (
 from dapo_megatron.data.packing import plan_microbatches
 from dapo_megatron.data.prompts import PromptStream, load_source
 from dapo_megatron.model import hf_tensors, read_architecture
-from dapo_megatron.plan.compatibility import Machine, check
+from dapo_megatron.plan.compatibility import check
+from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
 from dapo_megatron.protocols import LossFn, Parts, Planner, Policy, RolloutEngine
@@ -51,7 +47,7 @@ from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.run.folder import RunFolder
-from dapo_megatron.tracking import RunRecorder, SilentRecorder
+from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
 from dapo_megatron.types import ConfigError, LossOutput, MicroTokens, Prompt, torch_dtype, whole
 
 

@@ -44,7 +44,8 @@ class RunContext:
 def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     """Join the other ranks and take the run's folder; output of libraries goes to logs/.
 
-    An error is told in a line on the terminal, its traceback in this rank's log.
+    An error is reported in a line on the terminal, its traceback in this rank's log. A DapoError
+    ends the process with its exit code.
     """
     import torch.distributed as dist
 
@@ -72,14 +73,15 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
             for note in folder.notes:
                 print(note, file=sys.stderr, flush=True)
         yield RunContext(config, ranks, folder, terminal, source, watchdog, stop)
-    finally:
+    except BaseException as error:
         watchdog.close()
-        error = sys.exc_info()[1]
-        if error is not None:
-            report_error(error, rank, terminal, folder.logs if with_folder else None)
-        elif dist.is_initialized():
-            # Not after an error: the other ranks may never come.
-            dist.destroy_process_group()
+        report_error(error, rank, terminal, folder.logs if with_folder else None)
+        if isinstance(error, DapoError):
+            raise SystemExit(exit_code(error)) from None
+        raise
+    watchdog.close()
+    if dist.is_initialized():  # not after an error: the other ranks may never come
+        dist.destroy_process_group()
 
 
 def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
@@ -93,7 +95,7 @@ def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
             print(*folder.notes, sep="\n", end="\n" if folder.notes else "", flush=True)
     on_rank0(ranks, lambda: folder.enter(resume, source))
     if folder.aside is not None:
-        from dapo_megatron.tracking import deliver_rest
+        from dapo_megatron.tracking.mlflow_spool import deliver_rest
 
         deliver_rest(folder.aside)
     folder.is_continued = ranks.broadcast(folder.is_continued, bool)

@@ -21,19 +21,12 @@ from dapo_megatron.model.flops import model_flops, peak_flops
 from dapo_megatron.plan.layout import describe
 from dapo_megatron.protocols import Tracker
 from dapo_megatron.run.folder import RunFolder
-from dapo_megatron.tracking import (
-    CompositeTracker,
-    JsonlTracker,
-    MlflowSpool,
-    RunConsole,
-    RunRecorder,
-    RunReport,
-    SilentRecorder,
-    Speedometer,
-    cpu_name,
-    run_tags,
-)
-from dapo_megatron.tracking.run_report import WAIT_SECONDS
+from dapo_megatron.tracking.console import RunConsole
+from dapo_megatron.tracking.mlflow_spool import MlflowSpool
+from dapo_megatron.tracking.provenance import cpu_name, run_tags
+from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder, Speedometer
+from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
+from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
 
 
 def open_recorder(

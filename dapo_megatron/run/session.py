@@ -20,14 +20,15 @@ from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config
 from dapo_megatron.files import write_json
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.compatibility import Machine, check
+from dapo_megatron.plan.compatibility import check
+from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.run.context import RunContext, open_context, report_error
-from dapo_megatron.types import CheckpointError, DapoError, Fenced, Stopped
+from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopped
 
 if TYPE_CHECKING:
     from dapo_megatron.cluster.instruments import Instruments
     from dapo_megatron.protocols import Parts
-    from dapo_megatron.tracking import RunRecorder, SilentRecorder
+    from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
 
 
 def train(config: Config, replay: Path | None = None) -> None:
@@ -80,7 +81,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
         started = started_at() - progress.seconds
         context.stop.hold()
         try:
-            with context.watchdog.phase("other"):
+            with context.watchdog.phase(Phase.OTHER):
                 progress = loop.train(config, parts, progress, open_step, started=started)
         except Stopped:
             at_end.callback(ranks.barrier)
@@ -174,7 +175,7 @@ def _true_status(context: RunContext, recorder: RunRecorder | SilentRecorder) ->
 
 def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
     """Evaluate the model, or the weights of a checkpoint, of any layout; the figures on rank 0."""
-    from dapo_megatron.checkpoints.formats import read_into
+    from dapo_megatron.checkpoints.formats.store import read_into
     from dapo_megatron.run import build
 
     with open_context(config, with_folder=False) as context:
@@ -205,7 +206,7 @@ def _conclude(context: RunContext, progress: Any, highest_gib: float) -> dict[st
 def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str, Any]:
     """`highest_gib`: largest resident memory of this rank. (Its children are left out: one that was
     forked counts all it shares with its parent. A grading process takes 0.1 GiB.)"""
-    from dapo_megatron.tracking import commit, versions
+    from dapo_megatron.tracking.provenance import commit, versions
 
     peaks = context.ranks.all_gather(highest_gib, float)
     return {

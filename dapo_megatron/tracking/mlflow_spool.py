@@ -26,8 +26,8 @@ from dapo_megatron.cluster.processes import helper_environment
 from dapo_megatron.config import Config, FileSource
 from dapo_megatron.files import open_lock, try_lock
 from dapo_megatron.tracking import spool
-from dapo_megatron.tracking.lines import Lines
 from dapo_megatron.tracking.provenance import flatten, run_tags
+from dapo_megatron.tracking.trackers import Lines
 from dapo_megatron.tracking.uri import without_password
 from dapo_megatron.types import ConfigError
 

@@ -15,8 +15,42 @@ from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool
 from dapo_megatron.tracking.run_report import RunReport
 from dapo_megatron.tracking.samples import write_policy, write_samples
-from dapo_megatron.tracking.speedometer import Speedometer
 from dapo_megatron.types import Group, Inspected
+
+TERA = 1e12
+
+
+@dataclass
+class Speedometer:
+    """Of the update phase alone: operations of the model (forward and backward; nothing that is
+    computed again to save memory), over the seconds of the phase and all devices.
+
+    `flops`: operations of an update on sequences of these lengths, of which so many tokens are in
+    the loss. `peak_flops`: dense bfloat16 operations a second of a device, also where it computes
+    in FP8; None where that is not known, as on CPU.
+    """
+
+    num_devices: int
+    flops: Callable[[Sequence[int], int], float]
+    peak_flops: float | None
+    _done: float = 0.0
+
+    def trained(self, lengths: Sequence[int], num_scored: int) -> None:
+        """One optimizer update was made."""
+        self._done += self.flops(lengths, num_scored)
+
+    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """throughput/model_tflops_per_device and throughput/mfu of a step whose metrics these are;
+        the next step is counted anew."""
+        done, self._done = self._done, 0.0
+        seconds = metrics.get("time/update", 0.0)
+        if not done or not seconds:
+            return {}
+        speed = done / seconds / self.num_devices
+        found = {"throughput/model_tflops_per_device": speed / TERA}
+        if self.peak_flops is not None:
+            found["throughput/mfu"] = speed / self.peak_flops
+        return found
 
 
 @dataclass(frozen=True)
@@ -75,7 +109,7 @@ class RunRecorder:
             self.tracker.artifact(path, "samples/policy")
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
-        """Who did what when in the step (cluster/timeline.py); on a full disk it is left out."""
+        """Who did what when in the step (cluster/instruments.py); on a full disk it is left out."""
         if self.timeline_folder is None:
             return
         path = self.timeline_folder / f"step_{step:06d}.json"
@@ -158,48 +192,16 @@ class SilentRecorder:
 
     run_id: str | None = None
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
+    def _nothing(self, *_: object, **__: object) -> None:
+        """Do nothing."""
 
-    def trained(self, lengths: Sequence[int], num_scored: int) -> None:
-        """Nothing."""
-
-    def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
-        """Nothing."""
-
-    def timeline(self, step: int, record: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def inspected(self, step: int, sequences: Iterable[Inspected]) -> None:
-        """Nothing: the sequences are not even looked at."""
-
-    def checkpoint(self, path: Path, step: int) -> None:
-        """Nothing."""
+    log = trained = samples = timeline = inspected = checkpoint = _nothing
+    ask_requests = note = keep = finish = summary = _nothing
 
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Nobody watches."""
-        return _unwatched()
+        """Show nothing."""
+        return nullcontext(lambda done: None)
 
     def live(self) -> AbstractContextManager[Callable[[str, int], None]]:
-        """Nothing."""
+        """Show nothing."""
         return nullcontext(lambda phase, step: None)
-
-    def ask_requests(self, ask: Callable[[], str]) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def keep(self, path: Path) -> None:
-        """Nothing."""
-
-    def finish(self, status: str) -> None:
-        """Nothing."""
-
-    def summary(self, figures: Mapping[str, Any], folder: Path) -> None:
-        """Nothing."""
-
-
-@contextmanager
-def _unwatched() -> Iterator[Callable[[int], None]]:
-    yield lambda done: None

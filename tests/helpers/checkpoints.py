@@ -17,18 +17,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dapo_megatron.checkpoints.formats import (
-    HfWriter,
-    Store,
-    TensorInfo,
-    copy_companions,
-    open_store,
-    publish,
-    read_into,
-)
 from dapo_megatron.checkpoints.formats.compare import compare
+from dapo_megatron.checkpoints.formats.file import TensorInfo
+from dapo_megatron.checkpoints.formats.folder import copy_companions, publish
+from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
-from dapo_megatron.checkpoints.formats.store import StoreWriter, blocks, fill
+from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.store import Store, StoreWriter, blocks, fill, read_into
 from dapo_megatron.model import Place, architecture, hf_tensors, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import whole

@@ -25,8 +25,8 @@ from dapo_megatron.cluster.heartbeat import Pulse, State
 from dapo_megatron.cluster.heartbeat import write as write_pulse
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
-from dapo_megatron.tracking.jsonl import JsonlTracker
 from dapo_megatron.tracking.samples import write_policy, write_samples
+from dapo_megatron.tracking.trackers import JsonlTracker
 from dapo_megatron.types import Completion, Finish, Grade, Group, Inspected, Prompt, Segment
 from tests.helpers.configs import REPOSITORY, tiny_config
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.algo.loss import dapo_loss
-from dapo_megatron.checkpoints.formats import copy_companions
+from dapo_megatron.checkpoints.formats.folder import copy_companions
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.batches import random_batch
 

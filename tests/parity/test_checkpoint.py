@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.checkpoints import Checkpoints, fault_of
-from dapo_megatron.checkpoints.formats import copy_companions, open_store
+from dapo_megatron.checkpoints.formats.folder import copy_companions
+from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.types import CheckpointError, StepStats

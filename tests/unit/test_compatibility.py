@@ -12,16 +12,9 @@ from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.files import read_json
 from dapo_megatron.model import FAMILIES, Architecture, architecture
-from dapo_megatron.plan.compatibility import (
-    RULES,
-    Machine,
-    Rule,
-    Run,
-    Verdict,
-    check,
-    find,
-)
-from dapo_megatron.plan.compatibility.check import page
+from dapo_megatron.plan.compatibility import RULES, check, find
+from dapo_megatron.plan.compatibility.__main__ import page
+from dapo_megatron.plan.compatibility.rule import Machine, Rule, Run, Verdict
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY, TINY
 from tests.helpers.published import PUBLISHED

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from dapo_megatron.checkpoints.formats import open_store
+from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.model import Place
 from tests.helpers.checkpoints import (
     CONFIGS,

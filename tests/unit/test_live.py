@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dapo_megatron.cluster.safe_output import PANEL_ROWS
 from dapo_megatron.run.context import report_error
-from dapo_megatron.tracking import RunConsole
+from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.live import (
     LEVELS,
     MAX_COLUMNS,

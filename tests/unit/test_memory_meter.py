@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.cluster import processes
-from dapo_megatron.cluster.memory_meter import GIB, MemoryMeter, ProcessGauge, highest_use
+from dapo_megatron.cluster.instruments import GIB, MemoryMeter, ProcessGauge, highest_use
 from dapo_megatron.cluster.ranks import Ranks
 
 MIB = 2**20

@@ -27,22 +27,19 @@ from hypothesis import strategies as st
 
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import dump_config
-from dapo_megatron.tracking import (
+from dapo_megatron.tracking import mlflow_spool, spool
+from dapo_megatron.tracking.mlflow_run import MAX_NAMES, Target, metric_name
+from dapo_megatron.tracking.mlflow_spool import (
     MlflowSpool,
-    commit,
     deliver,
     deliver_rest,
-    mlflow_spool,
-    spool,
-    versions,
+    given_uri,
     why_waiting,
 )
-from dapo_megatron.tracking.lines import Lines
-from dapo_megatron.tracking.mlflow_run import MAX_NAMES, Target, metric_name
-from dapo_megatron.tracking.mlflow_spool import given_uri
-from dapo_megatron.tracking.provenance import flatten
+from dapo_megatron.tracking.provenance import commit, flatten, versions
 from dapo_megatron.tracking.sender import Lane
 from dapo_megatron.tracking.spool import Cursor, Place
+from dapo_megatron.tracking.trackers import Lines
 from tests.helpers.configs import tiny_config
 
 STEP_LIMIT = 0.010
@@ -156,7 +153,7 @@ def all_runs(made: Config) -> list[Any]:
 FAKE_RANK_0 = """
 import os, sys, time
 from dapo_megatron.config.file import load_config
-from dapo_megatron.tracking import MlflowSpool
+from dapo_megatron.tracking.mlflow_spool import MlflowSpool
 tracker = MlflowSpool(load_config(sys.argv[1]), "4711.0", None, print)
 for step in (1, 2, 3):
     tracker.log(step, {"reward/mean": float(step)})

@@ -19,8 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats import Store, copy_companions, open_store, read_into
+from dapo_megatron.checkpoints.formats.folder import copy_companions
 from dapo_megatron.checkpoints.formats.moments import open_state, read_range
+from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.store import Store, read_into
 from dapo_megatron.model import Place, layout_of
 from dapo_megatron.policy.checkpoint import reshard
 from dapo_megatron.policy.shards import shards_of

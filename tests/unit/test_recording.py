@@ -20,13 +20,11 @@ from transformers import AutoTokenizer
 from dapo_megatron.data.prompts import report_path
 from dapo_megatron.run import record
 from dapo_megatron.run.folder import RunFolder
-from dapo_megatron.tracking import (
-    CompositeTracker,
-    RunConsole,
-    RunRecorder,
-    RunReport,
-    run_report,
-)
+from dapo_megatron.tracking import run_report
+from dapo_megatron.tracking.console import RunConsole
+from dapo_megatron.tracking.recorder import RunRecorder
+from dapo_megatron.tracking.run_report import RunReport
+from dapo_megatron.tracking.trackers import CompositeTracker
 from tests.helpers.configs import tiny_config
 from tests.helpers.made_run import MadeRun
 

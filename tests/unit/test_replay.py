@@ -13,7 +13,7 @@ from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble
 from dapo_megatron.rollout.metrics import rollout_metrics
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
-from dapo_megatron.tracking import write_samples
+from dapo_megatron.tracking.samples import write_samples
 from dapo_megatron.types import (
     Completion,
     DataError,

@@ -20,13 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.rollout.serialization import group_from_json
-from dapo_megatron.tracking import CompositeTracker, RunConsole, RunRecorder, write_samples
+from dapo_megatron.tracking.console import RunConsole
+from dapo_megatron.tracking.recorder import RunRecorder
 from dapo_megatron.tracking.samples import (
     index_path,
     policy_path,
     samples_path,
     write_policy,
+    write_samples,
 )
+from dapo_megatron.tracking.trackers import CompositeTracker
 from dapo_megatron.types import Completion, Finish, Grade, Group, Inspected, Prompt, Segment
 from tests.helpers.groups import GROUPS
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from dapo_megatron.checkpoints.formats import HfWriter, TensorInfo, open_store, read_into
 from dapo_megatron.checkpoints.formats.compare import compare, compare_replicas
-from dapo_megatron.checkpoints.formats.file import TensorFile, TensorFileWriter
+from dapo_megatron.checkpoints.formats.file import TensorFile, TensorFileWriter, TensorInfo
+from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
-from dapo_megatron.checkpoints.formats.store import blocks
+from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.store import blocks, read_into
 from dapo_megatron.model import Place, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import CheckpointError, Region, whole

@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from dapo_megatron.checkpoints.formats import TensorInfo, open_store, read_into
-from dapo_megatron.checkpoints.formats.file import TensorFile, TensorFileWriter
+from dapo_megatron.checkpoints.formats.file import TensorFile, TensorFileWriter, TensorInfo
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
+from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.store import read_into
 from dapo_megatron.types import CheckpointError, ConfigError, Piece, Shard, whole
 from tests.helpers.checkpoints import (
     config_of,

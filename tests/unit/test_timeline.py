@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.cluster import timeline
+from dapo_megatron.cluster.instruments import MAX_POINTS, Point, Running, Timeline, thinned
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.cluster.timeline import MAX_POINTS, Point, Running, Timeline, thinned
-from dapo_megatron.tracking import CompositeTracker, RunConsole, RunRecorder
+from dapo_megatron.tracking.console import RunConsole
+from dapo_megatron.tracking.recorder import RunRecorder
+from dapo_megatron.tracking.trackers import CompositeTracker
 from tests.helpers.ranks import run_ranks
 
 

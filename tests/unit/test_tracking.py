@@ -15,16 +15,11 @@ from pathlib import Path
 import pytest
 
 import dapo_megatron
-from dapo_megatron.tracking import (
-    CompositeTracker,
-    JsonlTracker,
-    RunConsole,
-    RunRecorder,
-    Speedometer,
-    commit,
-    console,
-    versions,
-)
+from dapo_megatron.tracking import console
+from dapo_megatron.tracking.console import RunConsole
+from dapo_megatron.tracking.provenance import commit, versions
+from dapo_megatron.tracking.recorder import RunRecorder, Speedometer
+from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
 from dapo_megatron.types import CheckpointError, DapoError
 
 METRICS = {

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from dapo_megatron import loop
 from dapo_megatron.bridge.sync import WeightSync
-from dapo_megatron.cluster.instruments import Instruments
-from dapo_megatron.cluster.memory_meter import MemoryMeter
+from dapo_megatron.cluster.instruments import Instruments, MemoryMeter, Timeline
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.types import (

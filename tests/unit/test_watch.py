@@ -21,7 +21,7 @@ from dapo_megatron.cluster.attempt import HUNG
 from dapo_megatron.cluster.heartbeat import State, pulse_file, read, read_all
 from dapo_megatron.cluster.watchdog import BACKSTOP_SECONDS, Watchdog, hang_file
 from dapo_megatron.doctor import run
-from dapo_megatron.tracking import RunConsole
+from dapo_megatron.tracking.console import RunConsole
 from tests.helpers.screen import Screen, Terminal
 
 LIMIT_SECONDS = 2.0

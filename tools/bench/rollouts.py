@@ -27,11 +27,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dapo_megatron.cluster.instruments import Instruments
+from dapo_megatron.cluster.instruments import Instruments, MemoryMeter, Timeline
 from dapo_megatron.cluster.launch import is_launched, launch
-from dapo_megatron.cluster.memory_meter import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.cluster.timeline import Timeline
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
@@ -47,8 +45,8 @@ from dapo_megatron.rollout.evaluate import Evaluator, sample_all
 from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.run import build
 from dapo_megatron.run.build import learning_rate, loss_function
-from dapo_megatron.tracking import SilentRecorder
 from dapo_megatron.tracking.provenance import facts
+from dapo_megatron.tracking.recorder import SilentRecorder
 from dapo_megatron.types import Collected, Fate, Grade, Group, Prompt, SampleRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]

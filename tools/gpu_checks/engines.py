@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dapo_megatron.cluster.memory_meter import MemoryMeter
+from dapo_megatron.cluster.instruments import MemoryMeter
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.compatibility import Machine, check
+from dapo_megatron.plan.compatibility import check
+from dapo_megatron.plan.compatibility.rule import Machine
 from gpu_checks.figures import Figure, at_most, holds, told
 from gpu_checks.rig import (
     GIB,

@@ -22,7 +22,8 @@ from dapo_megatron.cluster.scratch import prepare_scratch
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import load_config
 from dapo_megatron.model import read_architecture
-from dapo_megatron.plan.compatibility import Machine, check
+from dapo_megatron.plan.compatibility import check
+from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.policy.device import backend, claim
 from dapo_megatron.types import (
     Completion,

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
-from dapo_megatron.tracking import commit, versions
+from dapo_megatron.tracking.provenance import commit, versions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PHASES = ("start", "generate", "logprobs", "update", "sync", "checkpoint", "write", "evaluate")

@@ -9,7 +9,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 
 from dapo_megatron.config import Config
-from dapo_megatron.config.kernels import kernels_for
+from dapo_megatron.config.computing import kernels_for
 from dapo_megatron.model import FAMILIES, Architecture
 
 ALL = tuple(FAMILIES)
