@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.cluster import timeline
+from dapo_megatron.cluster import instruments
 from dapo_megatron.cluster.instruments import MAX_POINTS, Point, Running, Timeline, thinned
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.tracking.console import RunConsole
@@ -91,7 +91,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(timeline.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(instruments.time, "perf_counter", lambda: self.now)
 
 
 def test_what_evaluation_runs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_the_first_step_of_a_start_and_every_so_many(every: int, expected: list[
 def watch(rank: int) -> Any:
     """Two ranks, one replica each; the clock of rank 1 is an hour ahead."""
     true = time.perf_counter
-    timeline.time.perf_counter = lambda: true() + 3600.0 * rank  # type: ignore[assignment]
+    instruments.time.perf_counter = lambda: true() + 3600.0 * rank  # type: ignore[assignment]
     kept: dict[int, Any] = {}
     exchange = Ranks(rank, 2, rank)
     one = Timeline(exchange, 1, kept.__setitem__)
@@ -153,7 +153,7 @@ def watch(rank: int) -> Any:
         tell(0)
         exchange.barrier()
     metrics = one.metrics()
-    timeline.time.perf_counter = true
+    instruments.time.perf_counter = true
     return metrics, kept
 
 
