@@ -62,7 +62,7 @@ class PolicyConfig(Section):
     """Coefficient of the sequence-wise load-balancing loss of mixture-of-experts layers."""
     kernels: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation; `auto` takes Transformer Engine for bfloat16 on a GPU if installed, and
-    Megatron's own layers for latent attention, which has no others (config/kernels.py)."""
+    Megatron's own layers for latent attention, which has no others (`kernels_for`)."""
     fused_rope: bool = False
     """Rotary embedding by Transformer Engine's kernel. Off: log-prob spikes with it are on record
     (NVIDIA-NeMo/RL issue 1801); tools/gpu_check.py compares both on your GPU."""

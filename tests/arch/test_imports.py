@@ -47,8 +47,9 @@ ROOMS = {
     "data": room(
         "types files config algo rewards", "torch transformers jinja2 pyarrow reasoning_gym"
     ),
-    "rewards": room("types files config algo cluster", "math_verify msgspec reasoning_gym sympy"),
-    "cluster": room(f"{LOW} config", "torch msgspec rich"),
+    # cluster for child processes.
+    "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
+    "cluster": room(LOW, "torch msgspec rich"),
     "plan": room(f"{LOW} config model bridge", "torch rich"),
     # cluster for ranks that fail together.
     "bridge": room(f"{LOW} config cluster", "torch"),
@@ -64,12 +65,12 @@ ROOMS = {
     # rollout for the form of a group on disk, torch for the name of the GPU.
     "tracking": room(f"{LOW} config cluster rollout", "mlflow rich torch"),
     "doctor": room(
-        f"{LOW} config model algo data bridge policy cluster plan tracking run",
+        f"{LOW} config model algo policy cluster plan tracking run",
         "torch transformers rich",
     ),
     # rewards for the names of outcomes, doctor for whether a run is alive.
     "report": room(
-        "types files config algo rewards rollout doctor tracking",
+        "types files algo rewards rollout doctor tracking",
         "jinja2 plotly tokenizers yaml markupsafe rich",
     ),
     "run": room(EVERYTHING, "torch transformers rich"),

@@ -1,4 +1,4 @@
-"""The bridge as most systems have it, to compare with (bench_weight_sync.py): every HF tensor whole
+"""The bridge as most systems have it, to compare with (weight_sync.py): every HF tensor whole
 on every rank, in buckets of bounded size. All weights are of one dtype."""
 
 from __future__ import annotations
