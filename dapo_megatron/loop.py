@@ -74,7 +74,7 @@ def train_steps(
     while progress.step < last:
         step = progress.step + 1
         parts.instruments.begin(step)
-        parts.stop()
+        parts.check_stop()
         metrics, num_tokens = train_step(config, parts, step, open_step)
         is_due = parts.checkpoints.due(step)
         if is_due:
@@ -121,7 +121,7 @@ def train_step(
     parts.sync.switch_to_policy()
     batch = assemble(groups, overlong=config.overlong, eps=config.loss.advantage_eps)
     if open_step.old_logprobs is None:
-        parts.stop()
+        parts.check_stop()
         with phase(Phase.LOGPROBS):
             outputs = parts.policy.logprobs(batch)
         open_step.old_logprobs = outputs.logprobs
@@ -148,7 +148,7 @@ def update(config: Config, parts: Parts, batch: TokenBatch, step: int, open_step
     # Without a loss token there is no gradient, and momentum alone must not move the weights.
     minis = [mini for mini in minis if mini.num_loss_tokens]
     for mini in minis[len(open_step.updates) :]:
-        parts.stop()
+        parts.check_stop()
         stats = parts.policy.update(mini, parts.loss, parts.learning_rate(step))
         open_step.updates.append(stats)
         parts.recorder.trained(mini.lengths.tolist(), mini.num_loss_tokens)

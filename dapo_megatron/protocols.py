@@ -320,5 +320,5 @@ class Parts:
     recorder: Recorder
     checkpoints: Checkpoints
     instruments: Instruments
-    stop: Callable[[], None] = lambda: None
+    check_stop: Callable[[], None] = lambda: None
     """Raises Stopped on all ranks if a signal asked any of them to stop. Collective."""

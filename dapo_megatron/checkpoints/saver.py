@@ -1,8 +1,9 @@
 """Saving without waiting for the disk: a copy in memory, then a thread that writes it.
 
-`save` copies and returns at once. The thread of each rank writes its part, all ranks agree, over an
-exchange of their own, that every part is on disk, and rank 0 publishes. A disk that is full, or
-fails, costs that one checkpoint: the run goes on with the older ones.
+`copy` copies, and `save` returns a function that starts the thread. The thread of each rank writes
+its part, all ranks agree, over an exchange of their own, that every part is on disk, and rank 0
+publishes. A disk that is full, or fails, costs that one checkpoint: the run goes on with the older
+ones.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Job:
 
 @dataclass
 class Checkpoints:
-    """loop.Checkpoints in a run's folder. Every method is called by all ranks."""
+    """protocols.Checkpoints in a run's folder. Every method is called by all ranks."""
 
     config: Config
     folder: Path

@@ -1,3 +1,2 @@
-"""What a run needs of the machines under it: ranks, starting them, signals, preflight.
-
-`environment` is the first look at one machine, behind `doctor env`."""
+"""The machines and processes under a run: starting ranks, their collectives, signals, watchdog and
+heartbeat, instruments, child processes and scratch folders."""

@@ -243,8 +243,8 @@ class MegatronPolicy:
         self._optimizer.zero_grad()
         balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
         set_balance_scale(self._chunks, balance)
-        # A loss may abandon the mini-batch (loop.stoppable): the reduction starts in the backward
-        # pass of the last micro-batch, after its loss, so nothing is under way then.
+        # A loss may abandon the mini-batch (`stoppable` in run/build.py): the reduction starts in
+        # the backward pass of the last micro-batch, after its loss, so nothing is under way then.
         return self._runner.gradients(mini, self._microbatches(mini), loss, num_tokens)
 
     def _train(self, mode: bool) -> None:

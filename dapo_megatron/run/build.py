@@ -249,9 +249,10 @@ def build_parts(
     *,
     recorder: RunRecorder | SilentRecorder,
     instruments: Instruments,
-    stop: Callable[[], None],
+    check_stop: Callable[[], None],
 ) -> Parts:
-    """Build what the loop works with. `stop` raises Stopped on all ranks if a signal came."""
+    """Build what the loop works with. `check_stop` raises Stopped on all ranks if a signal
+    came."""
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
         save_estimate(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
@@ -263,7 +264,7 @@ def build_parts(
     return Parts(
         policy=core.policy,
         sync=core.sync,
-        loss=stoppable(core.loss, config.policy, stop),
+        loss=stoppable(core.loss, config.policy, check_stop),
         learning_rate=learning_rate(config.optimizer),
         coordinator=Coordinator(
             config=config.rollout,
@@ -276,7 +277,7 @@ def build_parts(
         recorder=recorder,
         checkpoints=_checkpoints(config, ranks, core.policy, folder, recorder),
         instruments=instruments,
-        stop=stop,
+        check_stop=check_stop,
     )
 
 
@@ -288,7 +289,7 @@ def build_replay(
     *,
     recorder: RunRecorder | SilentRecorder,
     instruments: Instruments,
-    stop: Callable[[], None],
+    check_stop: Callable[[], None],
 ) -> Parts:
     """Build what the loop works with to train on the rollouts recorded in the run folder
     `recorded`: a policy, and nothing else that is heavy. Collective."""
@@ -299,14 +300,14 @@ def build_replay(
     return Parts(
         policy=policy,
         sync=NoSync(),
-        loss=stoppable(loss, config.policy, stop),
+        loss=stoppable(loss, config.policy, check_stop),
         learning_rate=learning_rate(config.optimizer),
         coordinator=Replay(recorded),
         evaluator=NoEvaluation(),
         recorder=recorder,
         checkpoints=_checkpoints(config, ranks, policy, folder, recorder),
         instruments=instruments,
-        stop=stop,
+        check_stop=check_stop,
     )
 
 

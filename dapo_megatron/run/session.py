@@ -120,7 +120,7 @@ def _live_parts(
         prompts,
         recorder=recorder,
         instruments=instruments,
-        stop=partial(context.stop.check, ranks),
+        check_stop=partial(context.stop.check, ranks),
     )
 
 
@@ -145,7 +145,7 @@ def _replay_parts(
         replay,
         recorder=recorder,
         instruments=instruments,
-        stop=partial(context.stop.check, ranks),
+        check_stop=partial(context.stop.check, ranks),
     )
     return config, parts
 

@@ -93,7 +93,7 @@ def run(
     monkeypatch.setattr(loop, "train_step", step)
     parts: Any = SimpleNamespace(
         sync=journal, evaluator=journal, recorder=journal, checkpoints=journal,
-        coordinator=journal, instruments=journal, stop=lambda: None,
+        coordinator=journal, instruments=journal, check_stop=lambda: None,
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:

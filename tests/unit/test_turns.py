@@ -252,7 +252,7 @@ def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tu
     monkeypatch.setattr(loop.step_metrics, "rollout_metrics", lambda *_: {})
     parts: Any = SimpleNamespace(
         policy=both, sync=sync, coordinator=world, evaluator=world, recorder=world,
-        checkpoints=world, loss=None, learning_rate=lambda step: 1e-4, stop=lambda: None,
+        checkpoints=world, loss=None, learning_rate=lambda step: 1e-4, check_stop=lambda: None,
         instruments=Instruments(world, MemoryMeter(ranks), Timeline(ranks, every=0)),
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=2)
