@@ -7,7 +7,7 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -98,11 +98,13 @@ def evaluate(
         raise ConfigError(f"checkpoint: {checkpoint} is not a checkpoint (no config.json)")
     _on_ranks(checked.run.processes)
     from dapo_megatron.run import session
+    from dapo_megatron.tracking.console import print_evaluation
 
     figures = session.evaluate(checked, checkpoint)
     if figures is not None:
-        _print_figures(figures)
-        _write(json_file, figures)
+        print_evaluation(figures)
+        if json_file is not None:
+            json_file.write_text(json.dumps(figures), encoding="utf-8")
 
 
 @app.command()
@@ -306,23 +308,6 @@ def _on_ranks(processes: int) -> None:
         command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
         raise typer.Exit(launch(command, processes))
     run_secret(int(os.environ["WORLD_SIZE"]))
-
-
-def _print_figures(figures: dict[str, float]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from dapo_megatron.tracking.console import evaluation_rows
-
-    table = Table("set", "figure", "value, 95% interval")
-    for row in evaluation_rows(figures):
-        table.add_row(*row)
-    Console().print(table)
-
-
-def _write(path: Path | None, figures: Any) -> None:
-    if path is not None:
-        path.write_text(json.dumps(figures), encoding="utf-8")
 
 
 def main() -> None:

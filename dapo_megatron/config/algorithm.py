@@ -20,7 +20,15 @@ from dapo_megatron.config.section import (
     WholeNumber,
 )
 
-UserFunction = Annotated[str, Field(pattern=r"^[^\d\W]\w*(\.[^\d\W]\w*)*:[^\d\W]\w*$")]
+
+def _check_function_name(name: str) -> str:
+    module, colon, function = name.partition(":")
+    if colon and function.isidentifier() and all(map(str.isidentifier, module.split("."))):
+        return name
+    raise PydanticCustomError("function_name", "must be module:function, as my_losses:my_loss")
+
+
+UserFunction = Annotated[str, AfterValidator(_check_function_name)]
 """A function of a user's own, as module:function."""
 
 

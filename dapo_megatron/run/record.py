@@ -156,6 +156,7 @@ def _facts(
         "engine": f"tensor {config.engine_tensor_parallel} x "
         f"{world_size // config.engine_tensor_parallel} replicas",
         "folder": str(folder.path),
+        **({"loss": config.loss.function} if config.loss.function else {}),
     }
 
 

@@ -14,6 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from rich.console import Console
+from rich.table import Table
+
 from dapo_megatron.tracking.live import LivePanel, LiveView, TerminalConsole, clock
 
 PLAIN_SECONDS = 60.0
@@ -193,6 +196,14 @@ def _step_line(step: int, num_steps: int, metrics: Mapping[str, float], eta: flo
     cells = [f"{label} {_number(metrics.get(name), form)}" for label, name, form in _COLUMNS]
     counter = f"step {step:>{len(str(num_steps))}}/{num_steps}"
     return "  ".join([counter, *cells, f"{metrics['time/step']:.1f} s", f"left {clock(eta)}"])
+
+
+def print_evaluation(metrics: Mapping[str, float]) -> None:
+    """Print a table of the figures of each evaluation set."""
+    table = Table("set", "figure", "value, 95% interval")
+    for row in evaluation_rows(metrics):
+        table.add_row(*row)
+    Console().print(table)
 
 
 def evaluation_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:

@@ -97,6 +97,12 @@ def test_a_function_that_is_no_loss_is_refused_by_its_key(
     assert str(refused.value).startswith(f"loss.function: {name}:loss: ")
 
 
+@pytest.mark.parametrize("name", ["my_losses", ":loss", "my losses:loss", "a:b:c"])
+def test_a_name_that_is_no_function_is_refused_with_the_form(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"loss\.function: must be module:function"):
+        tiny_config(loss__function=name)
+
+
 @pytest.mark.parametrize("pipeline_parallel", [1, 2])
 def test_a_stop_abandons_the_mini_batch_but_not_in_a_pipeline(pipeline_parallel: int) -> None:
     def stop() -> None:
