@@ -88,9 +88,6 @@ class Checkpoints:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Saved with every checkpoint (the MLflow run id)."""
 
-    num_failed: int = 0
-    """Checkpoints that could not be written."""
-
     def __post_init__(self) -> None:
         self._begun = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -236,7 +233,6 @@ class Checkpoints:
         situation = self._situation()
         if self.background.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        self.num_failed += 1
         text = f"{partial.name} was NOT saved: {why}; it needs {needed:,} bytes, {situation}"
         text = self.background.broadcast(text, str)
         self._say(f"CHECKPOINT FAILED: {text}")

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,23 +41,13 @@ from dapo_megatron.types import Phase
 GIB = 2**30
 
 
-class Gauge(Protocol):
-    """What is measured, between two moments."""
-
-    def begin(self) -> None: ...
-
-    def peaks(self) -> dict[str, float]:
-        """Since `begin`, in bytes: "" for all, other names for parts."""
-        ...
-
-
 class MemoryMeter:
     """Memory of one rank."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._process = ProcessGauge()
-        self._gauge: Gauge = DeviceGauge() if torch.cuda.is_available() else self._process
+        self._gauge = DeviceGauge() if torch.cuda.is_available() else self._process
         self._peaks: dict[str, float] = {}
 
     def begin(self) -> None:
@@ -99,7 +89,7 @@ class ProcessGauge:
             forget_peak()
 
     def peaks(self) -> dict[str, float]:
-        """See Gauge."""
+        """Return the peak since `begin`, in bytes; "" stands for all, other names for parts."""
         return {"": float(_peak_bytes())}
 
     def highest(self) -> int:
@@ -126,7 +116,7 @@ class DeviceGauge:
         self._used, self._unknown = _used()
 
     def peaks(self) -> dict[str, float]:
-        """See Gauge."""
+        """See ProcessGauge."""
         used, unknown = _used()
         reserved = torch.cuda.max_memory_reserved()
         return {

@@ -1,9 +1,10 @@
 """The whole configuration: one frozen, typed tree. file.py reads it from YAML, rules.py refuses
 what contradicts itself.
 
-Numbers of the objective have no default: the YAML of a run shows the algorithm it ran
-(docs/decisions.md, 3). Settings that change speed or bookkeeping alone do have one. Nothing heavy
-is imported here, so that a mistake is refused in a second, before anything starts.
+Numbers of the objective have no default, except log_ratio_limit: the YAML of a run shows the
+algorithm it ran (docs/decisions.md, 3 and 90). Settings that only change speed or bookkeeping do
+have one. Nothing heavy is imported here, so that a mistake is refused in a second, before anything
+starts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Values of a config that are fine alone and not together. Features of how things are computed have
-a table of their own, compatibility/."""
+a table of their own, plan/compatibility/."""
 
 from __future__ import annotations
 

@@ -102,14 +102,11 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
     claim(local_rank)
     ranks = join(backend())
     verified = config.sync.model_copy(update={"fingerprint_every": 1})
-    policy, engine, weight_sync = build.build_models(
-        config.model_copy(update={"sync": verified}), ranks
-    )
+    policy, _, weight_sync = build.build_models(config.model_copy(update={"sync": verified}), ranks)
     reports = []
     for version, factor in enumerate(FACTORS):
         # As in a run, the engine sleeps while the policy changes.
-        engine.sleep()
-        policy.onload()
+        weight_sync.switch_to_policy()
         policy.rewrite(partial(_multiply, factor))
         reports.append(weight_sync(version))
     plan = weight_sync.plan

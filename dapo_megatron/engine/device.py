@@ -120,7 +120,7 @@ def _check_fp8(config: Config, arch: Architecture) -> None:
     inputs = (  # inputs of linear layers: name, length, ranks that share it
         ("hidden_size", arch.hidden_size, 1),
         ("attention heads x head size", arch.value_columns, ranks),
-        ("intermediate_size", arch.intermediate_size, ranks),
+        *((name, size, ranks) for name, size in arch.mlp_columns(whole_experts=True).items()),
         ("moe_intermediate_size", arch.moe_intermediate_size, over_experts),
     )
     for what, size, over in inputs:

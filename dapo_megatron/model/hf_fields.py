@@ -74,6 +74,10 @@ REQUIRED: Mapping[str, Any] = {
     "is_encoder_decoder": False,
     "add_cross_attention": False,
     "tie_encoder_decoder": False,
+    # Fields of one family that tools also write into others.
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "use_mrope": False,
 }
 """Fields that must have this value, or be absent or null."""
 HARMLESS = frozenset(
@@ -87,16 +91,22 @@ HARMLESS = frozenset(
         "unsloth_fixed",
         "unsloth_version",
         "finetuning_task",
+        "axolotl_version",
+        "base_model_name_or_path",
+        "mergekit_version",
+        "neftune_noise_alpha",
         "name_or_path",
         "initializer_range",
         "use_cache",
         "gradient_checkpointing",
         # Which of transformers' kernels computes the same formula.
         "attn_implementation",
+        "use_flash_attn",
         "experts_implementation",
         # Tokens and sampling belong to the tokenizer and to generation_config.json.
         "tokenizer_class",
         "tokenizer_padding_side",
+        "tokenizer_model_max_length",
         "prefix",
         "bos_token_id",
         "eos_token_id",
@@ -127,12 +137,16 @@ HARMLESS = frozenset(
         "no_repeat_ngram_size",
         "encoder_no_repeat_ngram_size",
         "remove_invalid_values",
+        "output_past",
         "output_scores",
         "return_dict_in_generate",
         # Other tasks, and what HF's classes return.
         "id2label",
         "label2id",
         "problem_type",
+        "num_labels",
+        "classifier_dropout",
+        "loss_type",
         "task_specific_params",
         "return_dict",
         "output_attentions",

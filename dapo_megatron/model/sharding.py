@@ -90,9 +90,7 @@ class RowParallel:
         return {self.name: (arch.hidden_size, getattr(arch, self.inputs))}
 
     def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
-        [(name, shape)] = self.tensors(arch).items()
-        region = self.engine(arch, tp_rank, tp_size)[name]
-        return Slot(region.shape, (Part(name, shape, region),))
+        return _one_tensor(self, arch, tp_rank, tp_size)
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
         [(name, (rows, columns))] = self.tensors(arch).items()
@@ -145,9 +143,7 @@ class ColumnParallel:
         return {self.name: (arch.num_heads * rows, inputs)}
 
     def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
-        [(name, shape)] = self.tensors(arch).items()
-        region = self.engine(arch, tp_rank, tp_size)[name]
-        return Slot(region.shape, (Part(name, shape, region),))
+        return _one_tensor(self, arch, tp_rank, tp_size)
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
         [(name, shape)] = self.tensors(arch).items()
@@ -247,6 +243,12 @@ def _rows(shape: Shape, first: int, rows: int) -> Region:
 def _filled(shape: Shape, first: int, rows: int) -> Region | None:
     """Of `rows` rows those that a tensor of `shape` has; the others are padding."""
     return _rows(shape, first, rows).intersect(whole(shape))
+
+
+def _one_tensor(spec: ShardSpec, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+    [(name, shape)] = spec.tensors(arch).items()
+    region = spec.engine(arch, tp_rank, tp_size)[name]
+    return Slot(region.shape, (Part(name, shape, region),))
 
 
 def _share(total: int, ranks: int, what: str) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from dapo_megatron.config import Config
 from dapo_megatron.model import Architecture, engine_pieces
-from dapo_megatron.plan.parts import GIB, Part
+from dapo_megatron.plan import GIB, Part
 from dapo_megatron.types import torch_dtype
 
 WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"

@@ -11,10 +11,10 @@ from dapo_megatron.config import Config
 from dapo_megatron.config.computing import kernels_for
 from dapo_megatron.files import write_json
 from dapo_megatron.model import Architecture, read_architecture
+from dapo_megatron.plan import GIB, Part, size
 from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.activations import Kernels, micro_of
 from dapo_megatron.plan.engine import Engine, engine_of
-from dapo_megatron.plan.parts import GIB, Part, size
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError

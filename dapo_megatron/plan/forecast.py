@@ -17,10 +17,10 @@ from rich.table import Table
 
 from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
+from dapo_megatron.plan import GIB, Part, size
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import describe
-from dapo_megatron.plan.parts import GIB, Part, size
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
 from dapo_megatron.plan.stage import ACTIVATIONS

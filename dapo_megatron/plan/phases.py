@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from dapo_megatron.bridge.plan import BUCKET_BYTES
 from dapo_megatron.bridge.verify import NUM_SEQUENCES
+from dapo_megatron.plan import GIB, Part, size
 from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.engine import Engine
 from dapo_megatron.plan.layout import data_parallel, round_up, row_multiple
-from dapo_megatron.plan.parts import GIB, Part, size
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import Phase
 

@@ -10,10 +10,10 @@ from math import ceil, prod
 
 from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.model import Architecture, Place, layout_of
+from dapo_megatron.plan import Part
 from dapo_megatron.plan import activations as count
 from dapo_megatron.plan.activations import FLOAT32, Micro
 from dapo_megatron.plan.layout import data_parallel, stage_layers
-from dapo_megatron.plan.parts import Part
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "policy weights", "gradients", "optimizer"
 ACTIVATIONS, LAYER, HEAD = "activations", "a layer at work", "logits, at the head"

@@ -10,10 +10,10 @@ from typing import Any
 from dapo_megatron.config import Config, PolicyConfig, Section
 from dapo_megatron.config.rules import check_values
 from dapo_megatron.model import Architecture, read_architecture
+from dapo_megatron.plan import GIB
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import GPU_MARGIN, HOST, MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import check_layout, nearest, policy_problems, round_up, row_multiple
-from dapo_megatron.plan.parts import GIB
 from dapo_megatron.types import ConfigError
 
 SMALLEST_GIB = 0.05

@@ -149,7 +149,8 @@ def user_function(name: str) -> Callable[..., Any]:
         raise ConfigError(f"module {module_name!r} cannot be imported ({error})") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        near = difflib.get_close_matches(function_name, dir(module), n=3)
+        others = [name for name in dir(module) if name != function_name]
+        near = difflib.get_close_matches(function_name, others, n=3)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ConfigError(f"{module_name!r} has no function {function_name!r}{hint}")
     return function  # type: ignore[no-any-return]

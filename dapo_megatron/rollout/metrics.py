@@ -91,6 +91,10 @@ def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[
     }
 
 
+METRICS_OF_AN_UPDATE = {"loss", "grad_norm", "lr", "entropy", "mean_prob", "total"}
+"""Names under policy/* that a loss cannot give to its sums."""
+
+
 def update_metrics(stats: Sequence[StepStats]) -> dict[str, float]:
     """policy/*: means over the step's updates, weighted by their tokens (lr: the last)."""
     if not stats:

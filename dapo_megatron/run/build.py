@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from dapo_megatron.rewards.registry import user_function
 from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.driver import EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator
+from dapo_megatron.rollout.metrics import METRICS_OF_AN_UPDATE
 from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
@@ -156,12 +157,17 @@ def _try_loss(function: Callable[..., Any]) -> None:
             f"raised {error!r} for two tokens; it is called as function(logprobs, tokens, *, "
             f"{', '.join(LossConfig.NUMBERS)})"
         ) from error
-    if not isinstance(output, LossOutput):
+    if not isinstance(output, LossOutput) or not isinstance(output.sums, Mapping):
         raise ConfigError(
             f"returned {output!r:.60}; it must return a dapo_megatron.types.LossOutput"
         )
-    if output.total.numel() != 1 or not output.total.requires_grad:
-        raise ConfigError("its LossOutput.total must be a scalar with a gradient")
+    for name, value in {"total": output.total, **output.sums}.items():
+        if not isinstance(value, Tensor) or value.dim() or not value.isfinite():
+            raise ConfigError(f"{name} is {value!r:.60}, not a finite scalar tensor")
+        if value.requires_grad != (name == "total"):
+            raise ConfigError(f"its {name}: total must carry a gradient, and sums none")
+    if taken := output.sums.keys() & METRICS_OF_AN_UPDATE:
+        raise ConfigError(f"sums: {', '.join(sorted(taken))} would hide a metric of the trainer")
 
 
 def stoppable(loss: LossFn, policy: PolicyConfig, stop: Callable[[], None]) -> LossFn:

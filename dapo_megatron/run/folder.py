@@ -46,7 +46,6 @@ class RunFolder:
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self.mlflow_run = path / "mlflow_run.json"
         self.attempts = path / "attempts.jsonl"
         self.owner = path / ".owner"
         self.attempt = attempt()

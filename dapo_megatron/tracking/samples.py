@@ -51,9 +51,9 @@ def write_samples(
     """Write a step's groups, one per line, exactly; the path, and the index to write beside it.
 
     `groups` are those whose fate became final in the step, with it (trained, all_correct, ...).
-    A line is codec.group_to_json and, before it, `fate`, `verdict` (of the grades alone; null
-    without any) and the weight `versions` that sampled it. What an earlier attempt at the step left
-    beside them goes: it is of other lines. Raises OSError.
+    A line is serialization.group_to_json and, before it, `fate`, `verdict` (of the grades only;
+    null without any) and the weight `versions` that sampled it. What an earlier attempt at the step
+    left beside them goes: it is of other lines. Raises OSError.
     """
     for old in (index_path(folder, step), policy_path(folder, step)):
         old.unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def write_policy(
 
 
 class Index(SampleIndex):
-    """What of a step's completions can be shown without reading them; see codec.SampleIndex."""
+    """Index of a step's completions, on disk."""
 
     def write(self, folder: Path) -> Path:
         """Write it beside the samples in `folder`; the path. Raises OSError."""

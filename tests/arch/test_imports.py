@@ -41,7 +41,7 @@ ROOMS = {
     "types": room("", "torch"),  # annotations only, see test_light_modules_stay_light
     "files": room("types"),
     "protocols": room("types", "torch"),
-    "config": room("types files", "pydantic pydantic_core yaml"),
+    "config": room("types", "pydantic pydantic_core yaml"),
     "model": room("types files config", "torch"),  # torch for annotations only
     "algo": room("types", "torch"),
     "data": room(
@@ -50,18 +50,18 @@ ROOMS = {
     # cluster for child processes.
     "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
     "cluster": room(LOW, "torch msgspec rich"),
-    "plan": room(f"{LOW} config model bridge", "torch rich"),
+    "plan": room("types files config model bridge", "torch rich"),
     # cluster for ranks that fail together.
-    "bridge": room(f"{LOW} config cluster", "torch"),
-    "checkpoints": room(f"{LOW} config model bridge cluster", "torch safetensors"),
+    "bridge": room("types protocols config cluster", "torch"),
+    "checkpoints": room(f"{LOW} config model cluster", "torch safetensors"),
     # plan for the layout only.
     "policy": room(
-        f"{LOW} config model plan bridge checkpoints cluster",
+        "types protocols config model plan bridge checkpoints cluster",
         "torch megatron transformer_engine safetensors triton",
     ),
-    "engine": room(f"{LOW} config model cluster", "torch vllm numpy"),
+    "engine": room("types protocols config model cluster", "torch vllm numpy"),
     "rollout": room(f"{LOW} config algo data rewards", "torch"),
-    "loop": room(f"{LOW} config algo data rewards rollout", "torch"),
+    "loop": room("types protocols config algo data rollout"),
     # rollout for the form of a group on disk, torch for the name of the GPU.
     "tracking": room(f"{LOW} config cluster rollout", "mlflow rich torch"),
     "doctor": room(
@@ -220,6 +220,12 @@ def test_top_level_files() -> None:
 def test_every_room_says_what_it_is_for() -> None:
     folders = {file.parent for file in FILES}
     assert all(ast.get_docstring(parsed(folder / "__init__.py")) for folder in folders)
+
+
+@pytest.mark.parametrize("name", sorted(ROOMS.keys() - {"run", "__main__"}))
+def test_a_room_is_allowed_no_room_that_it_does_not_import(name: str) -> None:
+    used = {found.room for file in FILES if room_of(file) == name for found in imports(file)}
+    assert ROOMS[name].rooms <= used
 
 
 def test_loop_and_rollout_name_no_backend() -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.checkpoints.formats.folder import copy_companions
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.batches import random_batch
+from tests.helpers.losses import loss_with
 
-LOSS = partial(
-    dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
-)
+LOSS = loss_with()
 
 
 def update(policy: Any, seed: int) -> float:

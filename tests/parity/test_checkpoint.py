@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.checkpoints import Checkpoints, fault_of
 from dapo_megatron.checkpoints.formats.folder import copy_companions
 from dapo_megatron.checkpoints.formats.open import open_store
@@ -20,6 +19,7 @@ from dapo_megatron.config import Config
 from dapo_megatron.types import CheckpointError, StepStats
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model, per_expert
 from tests.helpers.ranks import run_ranks
 
@@ -34,9 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"policy__context_parallel": 2},
     "ep2": {"policy__expert_parallel": 2},  # the mixture of experts
 }
-LOSS = partial(
-    dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
-)
+LOSS = loss_with()
 STEP = 1
 CUT_SHORT, KEY_GONE = "cut_short", "key_gone"
 

@@ -5,7 +5,6 @@ shards are views of the weights again, and a run that does it at every step is t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, UntypedStorage
 
-from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 
-LOSS = partial(
-    dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
-)
+LOSS = loss_with()
 PARTS = ("weights", "gradients", "optimizer")
 SUBSETS = list(chain.from_iterable(combinations(PARTS, size) for size in range(len(PARTS) + 1)))
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import StepStats
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 
-LOSS = partial(
-    dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
-)
+LOSS = loss_with()
 LENGTHS = (5, 40, 17, 9, 33, 4, 40, 12) * 2
 BUCKET_ELEMENTS = 3000
 """Small enough that every model here has many buckets, some of one parameter alone."""
@@ -55,7 +53,7 @@ class Abandoned(Exception):
 
 
 def abandoning(when: int) -> Any:
-    """A loss that gives up at its call number `when`, as loop.stoppable does."""
+    """A loss that gives up at its call number `when`, as `stoppable` in run/build.py does."""
     calls = []
 
     def loss(*args: Any) -> Any:

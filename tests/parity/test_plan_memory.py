@@ -4,7 +4,7 @@ log-probs within 10%."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,22 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
+from dapo_megatron.plan import Part
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import data_parallel
-from dapo_megatron.plan.parts import Part
 from dapo_megatron.plan.phases import fullest
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model
 from tests.helpers.peak import PeakMemory
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(2400)  # of the measurements, before the first test
 
-LOSS = partial(
-    dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
-)
+LOSS = loss_with()
 SIZES = {
     "hidden_size": 256,
     "num_attention_heads": 8,

@@ -4,7 +4,6 @@ the next update goes on from there."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import Shard
 from tests.helpers.batches import random_batch
 from tests.helpers.configs import tiny_config
+from tests.helpers.losses import loss_with
 from tests.helpers.models import make_random_model
 from tests.helpers.ranks import run_ranks
 
-LOSS = partial(
-    dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
-)
+LOSS = loss_with()
 LAYOUTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"policy__precision": "bfloat16"},
     "float32, cut": {"policy__tensor_parallel": 2},

@@ -8,7 +8,6 @@ every policy layout is built beside it in turn.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +169,9 @@ def logprobs_of_hf(folder: Path, fixed: list[list[int]]) -> torch.Tensor:
 
 
 def loss() -> Any:
-    from dapo_megatron.algo.loss import dapo_loss
+    from tests.helpers.losses import loss_with
 
-    return partial(
-        dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=None, tis_cap=None
-    )
+    return loss_with(dual_clip=None)
 
 
 def fitting(model: str) -> list[str]:

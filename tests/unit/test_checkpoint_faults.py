@@ -115,7 +115,6 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(
     assert note.removeprefix("CHECKPOINT FAILED: ") in said
     assert said.endswith("resume=auto goes on from what there is")
     assert f"{note}\n" in capfd.readouterr().err
-    assert run.checkpoints.num_failed == 1
     assert names(run.folder.checkpoints) == ["step_000001"]
     assert not half_written(run)
     with pytest.raises(CheckpointError):  # still so
@@ -163,7 +162,6 @@ def test_a_full_disk(small_disk: Path) -> None:
     full = OnTheWay(lambda: filler.write_bytes(bytes(600 * KIB)), part(300 * KIB))
     with pytest.raises(CheckpointError, match="No space left on device"):
         run.save(3, full)
-    assert run.checkpoints.num_failed == 2
     assert names(run.folder.checkpoints) == ["step_000001"]
     assert not half_written(run)
     filler.unlink()

@@ -6,7 +6,6 @@ The vectors come from reference implementations; none was computed with this cod
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ import torch
 
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
-from dapo_megatron.algo.loss import aggregation_weights, dapo_loss, dapo_token_loss, tis_weights
+from dapo_megatron.algo.loss import aggregation_weights, dapo_token_loss, tis_weights
 from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.algo.sampling import Verdict, verdict
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from dapo_megatron.types import MicroTokens
+from tests.helpers.losses import loss_with
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "dapo.json").read_text(encoding="utf-8")
@@ -112,9 +112,7 @@ def aggregated(kind: str) -> tuple[torch.Tensor, MicroTokens]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_aggregation_and_gradient(kind: str) -> None:
     logp, micro = aggregated(kind)
-    loss = partial(
-        dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
-    )
+    loss = loss_with()
     mean = loss(logp, micro).total / AGGREGATION["total_tokens"]
     mean.backward()
     expected = AGGREGATION["losses"][KINDS[kind]]
@@ -125,9 +123,7 @@ def test_aggregation_and_gradient(kind: str) -> None:
 
 def test_statistics_of_the_aggregation_case() -> None:
     logp, micro = aggregated("token")
-    loss = partial(
-        dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
-    )
+    loss = loss_with()
     total, sums = (out := loss(logp, micro)).total, out.sums
     n, metrics = AGGREGATION["total_tokens"], AGGREGATION["metrics"]
     assert float(total.detach()) == pytest.approx(AGGREGATION["losses"]["token_sum"], rel=1e-12)
@@ -139,9 +135,7 @@ def test_statistics_of_the_aggregation_case() -> None:
 
 def test_microbatches_of_any_rank_add_up_to_the_global_token_mean() -> None:
     logp, micro = aggregated("token")
-    loss = partial(
-        dapo_loss, log_ratio_limit=20.0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, tis_cap=None
-    )
+    loss = loss_with()
     sequence_of = torch.arange(6).repeat_interleave(torch.tensor(AGGREGATION["lengths"]))
     total = 0.0
     for rank in AGGREGATION["per_microbatch_global_token_mean"].values():

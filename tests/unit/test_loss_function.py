@@ -63,6 +63,14 @@ def test_the_example_of_the_docs_is_a_loss(tmp_path: Path, monkeypatch: pytest.M
     assert output.sums["mean_logprob"].item() == -2.5
 
 
+def returned(arguments: str) -> str:
+    """Return the code of a loss that returns LossOutput(`arguments`)."""
+    return (
+        "from dapo_megatron.types import LossOutput\n"
+        f"def loss(logprobs, tokens, **numbers): return LossOutput({arguments})"
+    )
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -71,20 +79,17 @@ def test_the_example_of_the_docs_is_a_loss(tmp_path: Path, monkeypatch: pytest.M
             "def loss(logprobs, tokens, **numbers): return logprobs.sum()",
             "it must return a dapo_megatron.types.LossOutput",
         ),
-        (
-            """
-            from dapo_megatron.types import LossOutput
-            def loss(logprobs, tokens, **numbers): return LossOutput(logprobs.detach().sum(), {})
-            """,
-            "must be a scalar with a gradient",
-        ),
-        (
-            """
-            from dapo_megatron.types import LossOutput
-            def loss(logprobs, tokens, **numbers): return LossOutput(logprobs, {})
-            """,
-            "must be a scalar with a gradient",
-        ),
+        (returned("logprobs.detach().sum(), {}"), "must carry a gradient"),
+        (returned("logprobs, {}"), "total is"),
+        (returned("logprobs.sum().reshape(1), {}"), "total is"),
+        (returned("1.0, {}"), "total is 1.0, not a finite scalar tensor"),
+        (returned("logprobs.sum() * float('nan'), {}"), "total is"),
+        (returned("logprobs.sum(), None"), "it must return a dapo_megatron.types.LossOutput"),
+        (returned("logprobs.sum(), {'x': 1.0}"), "x is 1.0"),
+        (returned("logprobs.sum(), {'x': logprobs.detach()}"), "x is"),
+        (returned("logprobs.sum(), {'x': logprobs.sum()}"), "its x: total must carry"),
+        (returned("logprobs.sum(), {'loss': logprobs.detach().sum()}"), "sums: loss would hide"),
+        ("loss = 1", "has no function 'loss'"),
         ("def other(): ...", "has no function 'loss'"),
     ],
 )

@@ -11,10 +11,10 @@ import pytest
 from dapo_megatron.config import Config, FileSource
 from dapo_megatron.config.file import load_config
 from dapo_megatron.model import read_architecture
+from dapo_megatron.plan import GIB
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import check_layout
-from dapo_megatron.plan.parts import GIB
 from dapo_megatron.plan.phases import PHASES
 from dapo_megatron.plan.speed import Assumptions, estimate_speed
 from dapo_megatron.plan.suggestions import problems

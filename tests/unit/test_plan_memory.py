@@ -14,10 +14,9 @@ from rich.console import Console
 
 from dapo_megatron.config import Config
 from dapo_megatron.model import architecture
-from dapo_megatron.plan import activations
+from dapo_megatron.plan import GIB, Part, activations
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.forecast import render, to_json
-from dapo_megatron.plan.parts import GIB, Part
 from dapo_megatron.plan.phases import PHASES
 from dapo_megatron.plan.speed import Speed, estimate_speed
 from dapo_megatron.plan.suggestions import problems, suggest

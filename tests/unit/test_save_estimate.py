@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron.plan import estimate
+from dapo_megatron.plan import GIB, estimate
 from dapo_megatron.plan.estimate import NodeSpec, estimate_memory, save_estimate
-from dapo_megatron.plan.parts import GIB
 from tests.helpers.configs import tiny_config
 
 

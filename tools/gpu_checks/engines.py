@@ -76,8 +76,7 @@ def _syncs(
     sync = _sync_of(config, ranks, policy, engine)
     reports = []
     for version in range(3):
-        engine.sleep()
-        policy.onload()
+        sync.switch_to_policy()
         for shard in policy.shards():
             shard.view.mul_(STEP if version else 1.0)
         reports.append(sync(version))
@@ -151,8 +150,7 @@ def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
     seconds, alone = generate(engine, 1, length, vocab)
     yield told("one sequence", len(alone[0][1].tokens) / seconds, "tokens/s")
     yield told("largest gap of fixed sequences", report.canary_gap)
-    engine.sleep()
-    policy.onload()
+    sync.switch_to_policy()
     gap_T = gaps(policy, sampled, vocab)
     yield at_most("gap of sampled tokens, mean", float(gap_T.mean()), TARGET_GAP)
     yield told("gap of sampled tokens, largest", float(gap_T.max()))
@@ -181,8 +179,7 @@ def plan(setting: Setting) -> Iterator[Figure]:
         sync(0)
     with meter.phase("generate"):
         generate(engine, *setting.pick((64, 256), (4, 16)), vocab)
-    engine.sleep()
-    policy.onload()
+    sync.switch_to_policy()
     with meter.phase("logprobs"):
         policy.logprobs(batch)
     with meter.phase("update"):

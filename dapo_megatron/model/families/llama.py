@@ -7,11 +7,9 @@ LLAMA = Family(
     layer=(*ATTENTION, *DENSE_MLP),
     required={
         "attention_bias": False,
-        "mlp_bias": False,
         # vLLM's other names for biases in attention.
         "bias": False,
         "qkv_bias": False,
-        "pretraining_tp": 1,
         "rope_interleaved": False,
     },
     harmless=frozenset({"is_llama_config"}),

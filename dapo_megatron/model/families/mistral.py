@@ -6,7 +6,7 @@ MISTRAL = Family(
     model_type="mistral",
     layer=(*ATTENTION, *DENSE_MLP),
     # None in transformers; vLLM reads Llama's.
-    required={"attention_bias": False, "mlp_bias": False, "bias": False, "qkv_bias": False},
+    required={"attention_bias": False, "bias": False, "qkv_bias": False},
     defaults={"sliding_window": 4096},
     has_window=True,
 )

@@ -5,7 +5,7 @@ from dapo_megatron.model.families.family import ATTENTION, DENSE_MLP, QKV_BIAS, 
 QWEN2 = Family(
     model_type="qwen2",
     layer=(*ATTENTION, *QKV_BIAS, *DENSE_MLP),
-    required={"use_sliding_window": False, "use_mrope": False, "qk_norm": False},
+    required={"use_sliding_window": False, "qk_norm": False},
     # The biases are always there; the windows matter with use_sliding_window alone.
     harmless=frozenset({"attention_bias", "max_window_layers", "sliding_window"}),
 )
