@@ -144,6 +144,15 @@ def test_clip_fractions_name_the_bound_that_gave_the_loss() -> None:
     assert float(without.dual_clip_fraction) == 0.0
 
 
+def test_a_loss_at_the_dual_clip_is_not_held_by_it() -> None:
+    ones = torch.ones(2)
+    result = dapo_token_loss(
+        torch.zeros(2), torch.zeros(2), -ones, ones, clip_low=0.2, clip_high=0.28, dual_clip=1.0
+    )
+    assert result.per_token.tolist() == [1.0, 1.0]
+    assert float(result.dual_clip_fraction) == 0.0
+
+
 def test_the_ratio_is_constant_beyond_its_limit() -> None:
     logp = torch.tensor([25.0, 90.0, -90.0], requires_grad=True)
     advantage = torch.tensor([-1.0, -1.0, 1.0])

@@ -531,6 +531,16 @@ def test_a_finished_group_that_waits_too_long_expires_and_is_counted() -> None:
     assert [ticket for ticket in waiting if fates(late).get(ticket) is Fate.EXPIRED] == waiting
 
 
+def test_a_group_of_the_greatest_age_does_not_expire_yet() -> None:
+    driver = ScriptedDriver(every(1))
+    coordinator = make_coordinator(driver, max_overtake=0, max_age=2, lookahead=3.0)
+    collect(coordinator, driver, 0)
+    waiting = {group.ticket for group in coordinator.groups.values() if group.is_ready}
+    assert waiting
+    collected = collect(coordinator, driver, 2)  # max_age versions later
+    assert not {ticket for ticket in waiting if fates(collected).get(ticket) is Fate.EXPIRED}
+
+
 def test_a_group_lost_behind_the_books_stops_the_run() -> None:
     driver = ScriptedDriver(every(1), lambda ticket, sample: MAX_TOKENS)
     coordinator = make_coordinator(driver)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo_megatron.bridge.verify import add, disagreements, fingerprint
+from dapo_megatron.bridge.verify import _weights, add, disagreements, fingerprint
 from dapo_megatron.types import Piece, Region, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -188,3 +188,9 @@ def test_any_cuts_agree_and_any_fault_shows(data: st.DataObject) -> None:
     wrong = tensor.clone()
     wrong[data.draw(st.integers(0, 11)), data.draw(st.integers(0, 7))] += 1.0
     assert disagreements(policy, prints(wanted, [wrong] * len(wanted)), len(wanted))
+
+
+def test_weights_of_places_are_odd() -> None:
+    # An even weight would hide a flipped top bit: 2^63 times it is 0 modulo 2^64.
+    for dim in range(3):
+        assert (_weights(dim, 5, 1000, torch.device("cpu")) % 2 == 1).all()
