@@ -161,13 +161,13 @@ def _try_loss(function: Callable[..., Any]) -> None:
         raise ConfigError(
             f"returned {output!r:.60}; it must return a dapo_megatron.types.LossOutput"
         )
+    if taken := output.sums.keys() & METRICS_OF_AN_UPDATE:
+        raise ConfigError(f"sums: {', '.join(sorted(taken))} would hide a metric of the trainer")
     for name, value in {"total": output.total, **output.sums}.items():
         if not isinstance(value, Tensor) or value.dim() or not value.isfinite():
             raise ConfigError(f"{name} is {value!r:.60}, not a finite scalar tensor")
         if value.requires_grad != (name == "total"):
             raise ConfigError(f"its {name}: total must carry a gradient, and sums none")
-    if taken := output.sums.keys() & METRICS_OF_AN_UPDATE:
-        raise ConfigError(f"sums: {', '.join(sorted(taken))} would hide a metric of the trainer")
 
 
 def stoppable(loss: LossFn, policy: PolicyConfig, stop: Callable[[], None]) -> LossFn:

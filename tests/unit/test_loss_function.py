@@ -89,6 +89,7 @@ def returned(arguments: str) -> str:
         (returned("logprobs.sum(), {'x': logprobs.detach()}"), "x is"),
         (returned("logprobs.sum(), {'x': logprobs.sum()}"), "its x: total must carry"),
         (returned("logprobs.sum(), {'loss': logprobs.detach().sum()}"), "sums: loss would hide"),
+        (returned("logprobs.sum(), {'total': logprobs.detach().sum()}"), "sums: total would hide"),
         ("loss = 1", "has no function 'loss'"),
         ("def other(): ...", "has no function 'loss'"),
     ],

@@ -1,4 +1,4 @@
-"""Virtual engines keep to their speed; on them the coordinator keeps what issue 5 asks of it."""
+"""Virtual engines keep to their speed; on them the coordinator is as fast as promised."""
 
 from __future__ import annotations
 

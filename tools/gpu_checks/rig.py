@@ -70,8 +70,8 @@ def has_te() -> bool:
 
 
 def is_judged() -> bool:
-    """Whether this is a GPU that the targets are stated for (issue 7: an H200; its sibling has the
-    same matmuls)."""
+    """Whether this is a GPU that the targets are stated for (an H200, or its
+    sibling with the same matmuls)."""
     words = set(torch.cuda.get_device_name().split()) if has_gpu() else set()
     return bool(words & {"H100", "H200"}) and "PCIe" not in words
 

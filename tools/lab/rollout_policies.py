@@ -27,7 +27,7 @@ FAR = 10_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """A cluster and a run on it. The default is that of issue 5."""
+    """A cluster and a run on it. The default has 32 replicas."""
 
     replicas: int = 32
     engine: EngineModel = field(default_factory=EngineModel)
