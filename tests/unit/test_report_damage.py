@@ -110,7 +110,7 @@ def test_a_group_that_cannot_be_shown_is_told_of_and_the_others_are_shown(
 
 
 @pytest.mark.parametrize("name", ["advantage", "gap_max", "logprobs", "entropy"])
-def test_of_what_the_policy_said_the_damaged_part_is_left_out(folder: Path, name: str) -> None:
+def test_damaged_policy_values_of_a_sequence_are_left_out(folder: Path, name: str) -> None:
     path = folder / "samples" / "policy" / "step_000001.jsonl"
     changed(path, lambda line: line.update({name: "x"}))
     payload = written(folder)
@@ -119,8 +119,8 @@ def test_of_what_the_policy_said_the_damaged_part_is_left_out(folder: Path, name
     last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     key = (last["ticket"], last["sample"])
     row = list(zip(rows["ticket"], rows["sample"], strict=True)).index(key)
-    assert (rows["gap_max"][row] is None) == (name == "gap_max")
-    assert rows["advantage"][row] is not None  # as recorded, else as computed
+    assert rows["gap_max"][row] is None
+    assert rows["advantage"][row] is None
 
 
 @pytest.mark.parametrize("column", ["sample", "score", "num_tokens", "source", "offset"])
@@ -128,7 +128,7 @@ def test_of_what_the_policy_said_the_damaged_part_is_left_out(folder: Path, name
 def test_an_index_with_a_value_of_another_type_is_left_out(
     folder: Path, column: str, value: Any
 ) -> None:
-    if (column, value) in (("score", None), ("source", "x")):
+    if (column, value) in (("score", None), ("score", 2**64), ("source", "x")):  # valid
         return
     path = folder / "samples" / "index" / "step_000001.json"
 
