@@ -77,13 +77,14 @@ def open_recorder(
             speedometer=_speedometer(config, ranks.world_size),
             mlflow=mlflow,
             report=run_report(config, folder, console, is_stopping),
-            reward=partial(_total_reward, overlong=config.overlong),
+            reward=partial(total_reward, overlong=config.overlong),
         )
 
     return on_rank0(ranks, make) or SilentRecorder()
 
 
-def _total_reward(completion: Completion, overlong: OverlongConfig) -> float | None:
+def total_reward(completion: Completion, overlong: OverlongConfig) -> float | None:
+    """Return the reward of a completion, length penalty included; None without a grade."""
     parts = reward(completion, overlong)
     return None if parts is None else parts.total
 

@@ -325,6 +325,7 @@ def test_what_the_page_gets_is_what_was_recorded(folder: Path) -> None:
         assert text == truth["text"]
         assert one["logprob"] == [round(1000 * value) for value in truth["logprobs"]]
         assert rows["num_tokens"][row] == len(truth["tokens"]) == one["num_tokens"]
+        assert rows["reward"][row] == one["reward"] == truth["reward"]
         assert (one["gap"] is None) == (rows["fate"][row] != "trained")
 
 
