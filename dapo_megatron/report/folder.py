@@ -16,15 +16,7 @@ import yaml
 
 from dapo_megatron.doctor import run as last_attempt
 from dapo_megatron.files import check_depth
-from dapo_megatron.report.models import (
-    MAX_NUMBER,
-    Attempt,
-    Plan,
-    Provenance,
-    Summary,
-    T,
-    decode,
-)
+from dapo_megatron.report.models import MAX_NUMBER, Attempt, Plan, Provenance, Summary, T, decode
 from dapo_megatron.report.wording import first_few
 from dapo_megatron.types import ConfigError
 
@@ -256,17 +248,15 @@ def _check_is_run(path: Path) -> None:
     if _is_run(path):
         return
     what = "is not a run's folder" if path.is_dir() else "is not a folder"
-    if not path.exists():
-        what = "does not exist"
     inside = path if path.is_dir() else path.parent
-    folders = [inside] if not path.is_dir() else []
+    folders = []
     with suppress(OSError):
-        folders += sorted(folder for folder in inside.iterdir() if folder.is_dir())
+        folders = [inside, *sorted(folder for folder in inside.iterdir() if folder.is_dir())]
     runs = [str(folder) for folder in folders if _is_run(folder)]
-    more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""
-    way_out = f"such as {', '.join(runs[:5])}{more}" if runs else "runs/<name>"
     raise ConfigError(
-        f"RUN_FOLDER: {path} {what} (it would have {MARKS[0]} and {MARKS[1]}); name one, {way_out}"
+        f"RUN_FOLDER: {path} {what if path.exists() else 'does not exist'} (it would have "
+        f"{MARKS[0]} and {MARKS[1]}); name one, "
+        + (f"such as {first_few(runs)}" if runs else "runs/<name>")
     )
 
 
@@ -328,10 +318,7 @@ def _json_lines(path: Path, form: type[T], warnings: list[str]) -> list[T]:
 
 
 def _state(
-    folder: Path,
-    summary: Summary | None,
-    attempts: Sequence[Attempt],
-    planned_steps: float | None,
+    folder: Path, summary: Summary | None, attempts: Sequence[Attempt], planned_steps: float | None
 ) -> RunState:
     """`planned_steps`: train.rollout_steps; a summary of fewer is of an earlier, shorter run."""
     report, ago = None, ""

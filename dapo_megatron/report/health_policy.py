@@ -40,6 +40,7 @@ def _on_learning(accuracy: Case) -> dict[str, Any]:
         "fall": fall_from_best(accuracy.values)[1],
         "though": ", though the evaluations rise" if evaluations_rise else "",
         "lately": _lately(accuracy),
+        "trend": "Flat" if _is_flat(accuracy) else "No clear trend",
         "length": times(len(accuracy), "step"),
     }
 
@@ -59,6 +60,10 @@ def _lately(accuracy: Case) -> str:
     return f" No further rise beyond noise since step {half.steps[0]}."
 
 
+_FASTER = (
+    "optimizer.lr: higher; optimizer.warmup_rollout_steps: shorter; data.train: problems of which "
+    "some answers are right"
+)
 _MEDIANS = (
     "Accuracy of sampled answers, medians of the first and last {s.window} steps: {figures} "
     "({s.change:+.3f})."
@@ -89,16 +94,10 @@ learning = first_of(
         text=_MEDIANS + " Little is left to learn from this data.",
     ),
     _accuracy(
-        {"warn": lambda s: _is_flat(s) and len(s) >= ACCURACY_FLAT_STEPS, "note": _is_flat},
-        "Flat: accuracy {figures} over {length}",
-        text=_MEDIANS + " No trend beyond noise{though}.",
-        knob="optimizer.lr: higher; optimizer.warmup_rollout_steps: shorter; data.train: problems "
-        "of which some answers are right",
-    ),
-    _accuracy(
         {"warn": lambda s: len(s) >= ACCURACY_FLAT_STEPS, "note": always},
-        "No clear trend: accuracy {figures} over {length}",
+        "{trend}: accuracy {figures} over {length}",
         text=_MEDIANS + " No trend beyond noise{though}.",
+        knob=lambda s: _FASTER if _is_flat(s) else None,
     ),
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,25 +20,19 @@ _EVERY_STEP = [p for p in STEP_PHASES if p not in (Phase.CHECKPOINT, Phase.EVALU
 ENGINES_IDLE = 0.3  # of generation: a note
 ENGINES_IDLE_MUCH = 0.5  # of generation: a warning
 
-_engines = partial(
-    Rule,
+_CARRY = "rollout.lookahead: higher; engine.max_sequences: lower"
+engines = Rule(
     IDLE,
     {"warn": lambda s: s.late >= ENGINES_IDLE_MUCH, "note": lambda s: s.late >= ENGINES_IDLE},
     "Engines are idle for {s.late!p} of generation",
+    "{s.early!p} → {s.late!p} of time/generate, mean over replicas{waits}.",
+    lambda s: "rollout.on_policy: false" if s.run.is_on_policy else _CARRY,
     steps=lately,
-)
-engines = (
-    _engines(
-        "{s.early!p} → {s.late!p} of time/generate, mean over replicas.",
-        "rollout.lookahead: higher; engine.max_sequences: lower",
-        only=lambda run: not run.is_on_policy,
-    ),
-    _engines(
-        "{s.early!p} → {s.late!p} of time/generate, mean over replicas; rollout.on_policy waits "
-        "for the longest answer of a step.",
-        "rollout.on_policy: false",
-        only=lambda run: run.is_on_policy,
-    ),
+    facts=lambda s: {
+        "waits": "; rollout.on_policy waits for the longest answer of a step"
+        if s.run.is_on_policy
+        else ""
+    },
 )
 
 TIME_GROWTH = 1.5  # times its start, in seconds and in seconds for each token: a note
@@ -215,7 +208,7 @@ def leaks(run: RunData) -> Iterator[Finding]:
 
 
 RULES: tuple[RunRule, ...] = (
-    *engines,
+    engines,
     *map(growth, _EVERY_STEP),
     slow_steps,
     throughput,

@@ -18,13 +18,7 @@ from typing import Any
 import msgspec
 
 from dapo_megatron.files import parse_json
-from dapo_megatron.report.models import (
-    INDEX_COMPLETIONS,
-    INDEX_GROUPS,
-    Group,
-    PolicyValues,
-    decode,
-)
+from dapo_megatron.report.models import INDEX_COMPLETIONS, INDEX_GROUPS, Group, PolicyValues, decode
 from dapo_megatron.rollout.serialization import SampleIndex
 
 _STEP = re.compile(r"step_(\d+)\.jsonl?")

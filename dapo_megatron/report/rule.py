@@ -73,7 +73,7 @@ class Rule:
     """The finding has the level of the first condition that holds."""
     title: str
     text: str
-    knob: str | None = None
+    knob: str | Callable[[Case], str | None] | None = None
     trend: bool = False
     """Judge only series that are long enough for trends (Track.is_long)."""
     only: Callable[[RunData], bool] = lambda run: True
@@ -105,7 +105,8 @@ class Rule:
                 fields = {"s": series, "steps": named(series.hits), **self.facts(series)}
                 title, text = (_WORDS.vformat(part, (), fields) for part in (self.title, self.text))
                 about = (series.hits[0], series.hits[-1])
-                yield Finding(level, title, text, self.metric, about, self.knob, self.chart)
+                knob = self.knob(series) if callable(self.knob) else self.knob
+                yield Finding(level, title, text, self.metric, about, knob, self.chart)
                 return
 
 
