@@ -1,21 +1,13 @@
-"""The recorded timelines (timeline/step_*.json) as page/timeline.js draws them: phases of every
-rank as coloured spans, below them the requests that run on every replica while it generates.
+"""The recorded timelines (timeline/step_*.json) as figures: phases of every rank as coloured bars,
+below them the requests that run on every replica while it generates.
 
-A timeline for the page:
-    step, seconds (of the step)
-    phases      [{name, label, color: slot, mean, least, most, slowest: rank}], those that occur,
-                with what they take over the ranks
-    ranks       [{rank, host, spans: [[place in phases, begin, end], ...]}]
-    engines     null | {begin, end, most, replicas: [{replica, cells: [mean requests, ...]}]};
-                cells are equal parts of begin..end, `most` is the highest cell
-    sentences   what it shows, in words
-All times in seconds since the step began.
+All times are in seconds since the step began.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -24,6 +16,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from dapo_megatron.files import parse_json
+from dapo_megatron.report.figures import Figure, Trace, plain, slot
 from dapo_megatron.report.folder import RunData, finite
 from dapo_megatron.report.phases import COLORS, LABELS
 from dapo_megatron.report.wording import number, percent
@@ -36,11 +29,37 @@ CELLS = 240
 TAIL = 0.1
 """Share of the most requests below which the tail of a generation lies."""
 
+ROW, LABEL, TOTAL, MAX_HEIGHT = 20, 12, 56, 300
+"""Pixels: a row, the lowest row with a label, the panel of all requests, all rows (each has 3)."""
 SPREAD = 0.05
 """Share of a step below which a difference of ranks, or time in no phase, is not reported."""
 
 Point = tuple[float, float]
 """(seconds, requests from then on)."""
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """What a phase takes over the ranks."""
+
+    label: str
+    color: int
+    mean: float
+    least: float
+    most: float
+    slowest: int
+    """Rank."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A recorded step, to draw and to tell."""
+
+    step: int
+    seconds: float
+    phases: list[PhaseSeconds]
+    sentences: list[str]
+    figure: Figure
 
 
 class Span(NamedTuple):
@@ -93,7 +112,7 @@ class Recorded:
         return (begin, end) if end > begin else None
 
 
-def timelines(run: RunData) -> list[dict[str, Any]]:
+def timelines(run: RunData) -> list[Timeline]:
     """Timelines to draw, by step."""
     return [_shown(one) for path in _chosen(run) if (one := _read(path)) is not None]
 
@@ -190,52 +209,155 @@ def _step(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _shown(one: Recorded) -> dict[str, Any]:
-    places = {phase: place for place, phase in enumerate(one.took)}
+# ---------------------------------------------------------------------------- drawing
+
+
+def _shown(one: Recorded) -> Timeline:
+    phases = [
+        PhaseSeconds(
+            LABELS.get(phase, phase),
+            COLORS.get(phase, COLORS["rest"]),
+            mean=fmean(by_rank.values()),
+            least=min(by_rank.values()),
+            most=max(by_rank.values()),
+            slowest=max(by_rank, key=by_rank.__getitem__),
+        )
+        for phase, by_rank in one.took.items()
+    ]
+    sentences = [*_longest(one), *_tail(one), *_first_dry(one), *_straggler(one)]
+    return Timeline(one.step, one.seconds, phases, sentences, _figure(one, sentences))
+
+
+def _figure(one: Recorded, sentences: Sequence[str]) -> Figure:
+    """Draw a row per rank; below, the requests of all replicas together and of each."""
+    window = one.generation if one.replicas else None
+    panels = [_rows([f"rank {rank.rank}" for rank in one.ranks], [rank.host for rank in one.ranks])]
+    traces = [_bars(one, phase) for phase in one.took]
+    end = max(one.seconds, 1e-3)
+    if window:
+        panels.append({"title": {"text": "requests"}, "rangemode": "tozero", "height": TOTAL})
+        names = [f"replica {replica.replica}" for replica in one.replicas]
+        if len(names) > 1:
+            panels.append(_rows(names, [""] * len(names)))
+        traces += _requests(one, names, *window)
+        end = max(end, window[1])
+    top, gap, bottom = 40, 24, 42
+    height = sum(panel["height"] for panel in panels) + gap * (len(panels) - 1)
+    layout: Figure = {
+        "barmode": "overlay",
+        "bargap": 0.12,
+        "showlegend": False,
+        "hovermode": "closest",
+        "height": top + height + bottom,
+        "margin": {"l": 92, "t": top, "b": bottom},
+        "xaxis": {"range": [0, end], "title": {"text": "seconds"}, "showgrid": True},
+    }
+    above = 0
+    for place, panel in enumerate(panels, 1):
+        below = above + panel.pop("height")
+        panel["domain"] = [max(0.0, 1 - below / height), 1 - above / height]
+        layout[f"yaxis{place if place > 1 else ''}"] = {**panel, "anchor": "x", "fixedrange": True}
+        above = below + gap
+    layout["xaxis"]["anchor"] = f"y{len(panels) if len(panels) > 1 else ''}"
+    if window:
+        layout["updatemenus"] = [_zooms({"whole step": (0, end), "generation": window})]
+    label = f"Timeline of step {one.step}. {' '.join(sentences)}"
+    return {"data": traces, "layout": layout, "label": label}
+
+
+def _rows(names: Sequence[str], hosts: Sequence[str]) -> Figure:
+    """Axis of rows. Of rows too low for a label, the first of each host has one."""
+    row = max(3, min(ROW, MAX_HEIGHT // max(1, len(names))))
+    labels = dict(enumerate(names))
+    if row < LABEL:
+        labels = {
+            at: plain(host or names[at])
+            for at, host in enumerate(hosts)
+            if (host != hosts[at - 1] or at == 0 if host else at % LABEL == 0)
+        }
     return {
-        "step": one.step,
-        "seconds": round(one.seconds, 4),
-        "phases": [
-            {
-                "name": phase,
-                "label": LABELS.get(phase, phase),
-                "color": COLORS.get(phase, COLORS["rest"]),
-                "mean": round(fmean(by_rank.values()), 4),
-                "least": round(min(by_rank.values()), 4),
-                "most": round(max(by_rank.values()), 4),
-                "slowest": max(by_rank, key=by_rank.__getitem__),
-            }
-            for phase, by_rank in one.took.items()
-        ],
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "host": rank.host,
-                "spans": [
-                    [places[phase], round(begin, 4), round(end, 4)]
-                    for phase, begin, end in rank.spans
-                ],
-            }
-            for rank in one.ranks
-        ],
-        "engines": _engines(one),
-        "sentences": [*_longest(one), *_tail(one), *_first_dry(one), *_straggler(one)],
+        "range": [len(names) - 0.5, -0.5],
+        "showgrid": False,
+        "height": row * len(names),
+        "tickmode": "array",
+        "tickvals": [*labels],
+        "ticktext": [*labels.values()],
     }
 
 
-def _engines(one: Recorded) -> dict[str, Any] | None:
-    window = one.generation
-    if window is None or not one.replicas:
-        return None
-    rows = [cells(replica.points, *window) for replica in one.replicas]
+def _bars(one: Recorded, phase: str) -> Trace:
+    spans = [
+        (row, rank, span)
+        for row, rank in enumerate(one.ranks)
+        for span in rank.spans
+        if span.phase == phase
+    ]
+    color, label = slot(COLORS.get(phase, COLORS["rest"])), plain(LABELS.get(phase, phase))
     return {
-        "begin": round(window[0], 4),
-        "end": round(window[1], 4),
-        "most": max(map(max, rows)),
-        "replicas": [
-            {"replica": replica.replica, "cells": row}
-            for replica, row in zip(one.replicas, rows, strict=True)
+        "type": "bar",
+        "orientation": "h",
+        "name": label,
+        "base": [round(span.begin, 4) for _, _, span in spans],
+        "x": [round(span.end - span.begin, 4) for _, _, span in spans],
+        "y": [row for row, _, _ in spans],
+        "marker": {"color": color, "line": {"color": color, "width": 0.5}},
+        "hoverinfo": "text",
+        "hovertext": [
+            f"rank {rank.rank} on {plain(rank.host)}: {label}, {number(span.end - span.begin)} s "
+            f"({number(span.begin)} to {number(span.end)})"
+            for _, rank, span in spans
         ],
+    }
+
+
+def _requests(one: Recorded, names: Sequence[str], begin: float, end: float) -> list[Trace]:
+    """Requests of all replicas together as an area, and those of each, if there are several, as a
+    strip of heat."""
+    rows = [cells(replica.points, begin, end) for replica in one.replicas]
+    width = (end - begin) / CELLS
+    total = [round(sum(column), 1) for column in zip(*rows, strict=True)]
+    area: Trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "yaxis": "y2",
+        "fill": "tozeroy",
+        "x": [round(begin + cell * width, 4) for cell in range(CELLS + 1)],
+        "y": [*total, total[-1]],
+        "line": {"color": slot(0), "width": 1, "shape": "hv"},
+        "hovertemplate": "%{y} requests running at %{x} s<extra></extra>",
+    }
+    heat: Trace = {
+        "type": "heatmap",
+        "yaxis": "y3",
+        "z": rows,
+        "zmin": 0,
+        "showscale": False,
+        "y": names,
+        "x0": round(begin + width / 2, 4),
+        "dx": width,
+        "colorscale": [[0, "var(--line)"], [1, slot(0)]],
+        "hovertemplate": "%{y}: %{z} requests running at %{x:.4~g} s<extra></extra>",
+    }
+    return [area, heat] if len(rows) > 1 else [area]
+
+
+def _zooms(ranges: Mapping[str, tuple[float, float]]) -> Figure:
+    buttons = [
+        {"label": label, "method": "relayout", "args": [{"xaxis.range": [*ends]}]}
+        for label, ends in ranges.items()
+    ]
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "buttons": buttons,
+        "showactive": False,
+        "x": 1,
+        "xanchor": "right",
+        "y": 1,
+        "yanchor": "bottom",
+        "pad": {"b": 6},
+        "bgcolor": "var(--panel)",
+        "bordercolor": "var(--line)",
     }
 
 

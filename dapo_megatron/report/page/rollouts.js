@@ -366,7 +366,6 @@ const Rollouts = (() => {
     listen();
     return {
       update: show,
-      theme() {},
       save: () => ({ filter: { ...filter, ranges: Object.fromEntries(Object.entries(filter.ranges).map(([name, ends]) => [name, ends.map((end) => Number.isFinite(end) ? end : null)])) }, texts: Boolean(search), sort, row: order.length ? [rows[order[chosen]].ticket, rows[order[chosen]].sample] : null, scroll: ui.scroller.scrollTop, color: viewer.color() }),
       restore(kept) {
         if (kept.color) viewer.color(kept.color);
