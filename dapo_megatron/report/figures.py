@@ -36,7 +36,13 @@ _AXIS = {
     "zeroline": False,
     "title": {"standoff": 10, "font": {"size": 12}},
 }
-_RIGHT_AXIS = {"overlaying": "y", "side": "right", "showgrid": False, "nticks": 5}
+_RIGHT_AXIS = {
+    "overlaying": "y",
+    "side": "right",
+    "showgrid": False,
+    "tickmode": "auto",  # not at the ticks of the left axis
+    "nticks": 5,
+}
 
 TEMPLATE: Figure = {
     "layout": {

@@ -235,7 +235,7 @@ def _figure(one: Recorded, sentences: Sequence[str]) -> Figure:
     traces = [_bars(one, phase) for phase in one.took]
     end = max(one.seconds, 1e-3)
     if window:
-        panels.append({"title": {"text": "requests"}, "rangemode": "tozero", "height": TOTAL})
+        panels.append({"title": {"text": "requests"}, "nticks": 3, "height": TOTAL})
         names = [f"replica {replica.replica}" for replica in one.replicas]
         if len(names) > 1:
             panels.append(_rows(names, [""] * len(names)))
@@ -278,7 +278,7 @@ def _rows(names: Sequence[str], hosts: Sequence[str]) -> Figure:
     return {
         "range": [len(names) - 0.5, -0.5],
         "showgrid": False,
-        "height": row * len(names),
+        "height": row * max(1, len(names)),
         "tickmode": "array",
         "tickvals": [*labels],
         "ticktext": [*labels.values()],
