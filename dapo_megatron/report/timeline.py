@@ -15,8 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from plotly import graph_objects as go
+from plotly.subplots import make_subplots
+
 from dapo_megatron.files import parse_json
-from dapo_megatron.report.figures import Figure, Trace, plain, slot
+from dapo_megatron.report.figures import Figure, plain, slot
 from dapo_megatron.report.folder import RunData, finite
 from dapo_megatron.report.phases import COLORS, LABELS
 from dapo_megatron.report.wording import number, percent
@@ -29,8 +32,9 @@ CELLS = 240
 TAIL = 0.1
 """Share of the most requests below which the tail of a generation lies."""
 
-ROW, LABEL, TOTAL, MAX_HEIGHT = 20, 12, 56, 300
-"""Pixels: a row, the lowest row with a label, the panel of all requests, all rows (each has 3)."""
+ROW, LABEL, TOTAL, GAP, MAX_HEIGHT = 20, 12, 56, 24, 300
+"""Pixels: a row, the lowest row with a label, the panel of all requests, the space between panels,
+and all rows, each of which has at least 3."""
 SPREAD = 0.05
 """Share of a step below which a difference of ranks, or time in no phase, is not reported."""
 
@@ -192,8 +196,7 @@ def _points(values: Any) -> Iterator[Point]:
 
 
 def _chosen(run: RunData) -> list[Path]:
-    """At most MAX_TIMELINES files: that of the slowest step, and the others evenly, from the first
-    to the last."""
+    """At most MAX_TIMELINES files: the slowest step's, and others evenly from first to last."""
     files = _files(run)
     if len(files) <= MAX_TIMELINES:
         return files
@@ -231,134 +234,106 @@ def _shown(one: Recorded) -> Timeline:
 def _figure(one: Recorded, sentences: Sequence[str]) -> Figure:
     """Draw a row per rank; below, the requests of all replicas together and of each."""
     window = one.generation if one.replicas else None
-    panels = [_rows([f"rank {rank.rank}" for rank in one.ranks], [rank.host for rank in one.ranks])]
-    traces = [_bars(one, phase) for phase in one.took]
-    end = max(one.seconds, 1e-3)
+    ranks = [f"rank {rank.rank}" for rank in one.ranks]
+    replicas = [f"replica {replica.replica}" for replica in one.replicas if window]
+    heights = [_height(ranks)] + [TOTAL] * bool(replicas)
+    heights += [_height(replicas)] * (len(replicas) > 1)
+    height, num = sum(heights) + GAP * (len(heights) - 1), len(heights)
+    spacing = GAP / height if num > 1 else 0
+    figure = make_subplots(num, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
+    for phase in one.took:
+        figure.add_trace(_bars(one, phase), row=1, col=1)
+    figure.update_yaxes(_rows(ranks, [rank.host for rank in one.ranks]), row=1, col=1)
+    end = max(one.seconds, window[1] if window else 0.0, 1e-3)
     if window:
-        panels.append({"title": {"text": "requests"}, "nticks": 3, "height": TOTAL})
-        names = [f"replica {replica.replica}" for replica in one.replicas]
-        if len(names) > 1:
-            panels.append(_rows(names, [""] * len(names)))
-        traces += _requests(one, names, *window)
-        end = max(end, window[1])
-    top, gap, bottom = 40, 24, 42
-    height = sum(panel["height"] for panel in panels) + gap * (len(panels) - 1)
-    layout: Figure = {
-        "barmode": "overlay",
-        "bargap": 0.12,
-        "showlegend": False,
-        "hovermode": "closest",
-        "height": top + height + bottom,
-        "margin": {"l": 92, "t": top, "b": bottom},
-        "xaxis": {"range": [0, end], "title": {"text": "seconds"}, "showgrid": True},
-    }
-    above = 0
-    for place, panel in enumerate(panels, 1):
-        below = above + panel.pop("height")
-        panel["domain"] = [max(0.0, 1 - below / height), 1 - above / height]
-        layout[f"yaxis{place if place > 1 else ''}"] = {**panel, "anchor": "x", "fixedrange": True}
-        above = below + gap
-    layout["xaxis"]["anchor"] = f"y{len(panels) if len(panels) > 1 else ''}"
-    if window:
-        layout["updatemenus"] = [_zooms({"whole step": (0, end), "generation": window})]
+        for row, trace in enumerate(_requests(one, replicas, *window), 2):
+            figure.add_trace(trace, row=row, col=1)
+        figure.update_yaxes(title_text="requests", nticks=3, row=2, col=1)
+        if num > 2:
+            figure.update_yaxes(_rows(replicas), row=3, col=1)
+        figure.update_layout(updatemenus=[_zooms({"whole step": (0, end), "generation": window})])
+    figure.update_xaxes(range=[0, end], showgrid=True)
+    figure.update_xaxes(title_text="seconds", row=num, col=1)
+    figure.update_yaxes(fixedrange=True)
+    figure.update_layout(barmode="overlay", bargap=0.12, showlegend=False, template=None)
+    margin = {"l": 92, "t": 40, "b": 42}
+    figure.update_layout(height=40 + height + 42, margin=margin, hovermode="closest")
     label = f"Timeline of step {one.step}. {' '.join(sentences)}"
-    return {"data": traces, "layout": layout, "label": label}
+    return {**figure.to_plotly_json(), "label": label}
 
 
-def _rows(names: Sequence[str], hosts: Sequence[str]) -> Figure:
+def _height(names: Sequence[str]) -> int:
+    return max(1, len(names)) * max(3, min(ROW, MAX_HEIGHT // max(1, len(names))))
+
+
+def _rows(names: Sequence[str], hosts: Sequence[str] = ()) -> dict[str, Any]:
     """Axis of rows. Of rows too low for a label, the first of each host has one."""
-    row = max(3, min(ROW, MAX_HEIGHT // max(1, len(names))))
     labels = dict(enumerate(names))
-    if row < LABEL:
-        labels = {
-            at: plain(host or names[at])
-            for at, host in enumerate(hosts)
-            if (host != hosts[at - 1] or at == 0 if host else at % LABEL == 0)
-        }
-    return {
-        "range": [len(names) - 0.5, -0.5],
-        "showgrid": False,
-        "height": row * max(1, len(names)),
-        "tickmode": "array",
-        "tickvals": [*labels],
-        "ticktext": [*labels.values()],
-    }
+    if len(names) * LABEL > _height(names):
+        labels = {at: name for at, name in labels.items() if at % LABEL == 0}
+        if any(hosts):
+            firsts = {host: at for at, host in reversed([*enumerate(hosts)])}
+            labels = {at: plain(host) for host, at in firsts.items()}
+    ticks = {"tickvals": [*labels], "ticktext": [*labels.values()]}
+    return {"range": [len(names) - 0.5, -0.5], "showgrid": False, **ticks}
 
 
-def _bars(one: Recorded, phase: str) -> Trace:
-    spans = [
-        (row, rank, span)
-        for row, rank in enumerate(one.ranks)
-        for span in rank.spans
-        if span.phase == phase
-    ]
+def _bars(one: Recorded, phase: str) -> go.Bar:
+    rows = [(row, span) for row, rank in enumerate(one.ranks) for span in rank.spans]
+    rows = [(row, span) for row, span in rows if span.phase == phase]
     color, label = slot(COLORS.get(phase, COLORS["rest"])), plain(LABELS.get(phase, phase))
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": label,
-        "base": [round(span.begin, 4) for _, _, span in spans],
-        "x": [round(span.end - span.begin, 4) for _, _, span in spans],
-        "y": [row for row, _, _ in spans],
-        "marker": {"color": color, "line": {"color": color, "width": 0.5}},
-        "hoverinfo": "text",
-        "hovertext": [
-            f"rank {rank.rank} on {plain(rank.host)}: {label}, {number(span.end - span.begin)} s "
-            f"({number(span.begin)} to {number(span.end)})"
-            for _, rank, span in spans
-        ],
-    }
+    hovertext = [
+        f"rank {one.ranks[row].rank} on {plain(one.ranks[row].host)}: {label}, "
+        f"{number(span.end - span.begin)} s ({number(span.begin)} to {number(span.end)})"
+        for row, span in rows
+    ]
+    return go.Bar(
+        orientation="h",
+        name=label,
+        hovertext=hovertext,
+        hoverinfo="text",
+        base=[round(span.begin, 4) for _, span in rows],
+        x=[round(span.end - span.begin, 4) for _, span in rows],
+        y=[row for row, _ in rows],
+        marker={"color": color, "line": {"color": color, "width": 0.5}},
+    )
 
 
-def _requests(one: Recorded, names: Sequence[str], begin: float, end: float) -> list[Trace]:
+def _requests(one: Recorded, names: Sequence[str], begin: float, end: float) -> list[Any]:
     """Requests of all replicas together as an area, and those of each, if there are several, as a
     strip of heat."""
     rows = [cells(replica.points, begin, end) for replica in one.replicas]
     width = (end - begin) / CELLS
     total = [round(sum(column), 1) for column in zip(*rows, strict=True)]
-    area: Trace = {
-        "type": "scatter",
-        "mode": "lines",
-        "yaxis": "y2",
-        "fill": "tozeroy",
-        "x": [round(begin + cell * width, 4) for cell in range(CELLS + 1)],
-        "y": [*total, total[-1]],
-        "line": {"color": slot(0), "width": 1, "shape": "hv"},
-        "hovertemplate": "%{y} requests running at %{x} s<extra></extra>",
-    }
-    heat: Trace = {
-        "type": "heatmap",
-        "yaxis": "y3",
-        "z": rows,
-        "zmin": 0,
-        "showscale": False,
-        "y": names,
-        "x0": round(begin + width / 2, 4),
-        "dx": width,
-        "colorscale": [[0, "var(--line)"], [1, slot(0)]],
-        "hovertemplate": "%{y}: %{z} requests running at %{x:.4~g} s<extra></extra>",
-    }
+    area = go.Scatter(
+        x=[round(begin + cell * width, 4) for cell in range(CELLS + 1)],
+        y=[*total, total[-1]],
+        fill="tozeroy",
+        mode="lines",
+        line={"color": slot(0), "width": 1, "shape": "hv"},
+        hovertemplate="%{y} requests running at %{x} s<extra></extra>",
+    )
+    heat = go.Heatmap(
+        z=rows,
+        y=names,
+        x0=round(begin + width / 2, 4),
+        dx=width,
+        zmin=0,
+        colorscale=[[0, "var(--line)"], [1, slot(0)]],
+        showscale=False,
+        hovertemplate="%{y}: %{z} requests running at %{x:.4~g} s<extra></extra>",
+    )
     return [area, heat] if len(rows) > 1 else [area]
 
 
-def _zooms(ranges: Mapping[str, tuple[float, float]]) -> Figure:
+def _zooms(ranges: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
     buttons = [
         {"label": label, "method": "relayout", "args": [{"xaxis.range": [*ends]}]}
         for label, ends in ranges.items()
     ]
-    return {
-        "type": "buttons",
-        "direction": "right",
-        "buttons": buttons,
-        "showactive": False,
-        "x": 1,
-        "xanchor": "right",
-        "y": 1,
-        "yanchor": "bottom",
-        "pad": {"b": 6},
-        "bgcolor": "var(--panel)",
-        "bordercolor": "var(--line)",
-    }
+    colors = {"showactive": False, "bgcolor": "var(--panel)", "bordercolor": "var(--line)"}
+    place = {"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 6}}
+    return {"type": "buttons", "direction": "right", "buttons": buttons, **place, **colors}
 
 
 def cells(points: Sequence[Point], begin: float, end: float, count: int = CELLS) -> list[float]:
