@@ -181,7 +181,8 @@ def test_a_step_or_a_time_beyond_all_bounds(folder: Path) -> None:
     changed(folder / "attempts.jsonl", lambda attempt: attempt.update(time=1e30, end=["x"]))
     for path in (folder / ".pulse").iterdir():
         changed(path, lambda pulse: pulse.update(world_size=10**12))
-    assert written(folder).data["runs"][0]["steps"][-1] == 40
+    [accuracy] = written(folder).data["charts"]["accuracy"]
+    assert accuracy["data"][0]["x"][-1] == 40
 
 
 # ---------------------------------------------------------------------------- any damage

@@ -698,7 +698,7 @@ def test_the_papers_own_curves_are_judged_as_the_paper_does() -> None:
 
 def test_each_finding_has_a_chart_to_jump_to() -> None:
     charts = defined([run_of()])
-    ids = {chart["id"] for chart in charts}
+    ids = {chart.id for chart in charts}
     without = set()
     for series, *_ in FIRES.values():
         for one in findings(run_of(series=series)):
