@@ -76,7 +76,6 @@ class Mirror:
     ) -> None:
         self._state, self._run, self._is_over, self._data = state, run, is_over, data
         self._looked_at = -math.inf
-        self._newest: str | None = None
 
     def work(self, closing: threading.Event) -> None:
         """Send until `closing` is set and nothing is left, whatever goes wrong in between."""
@@ -108,13 +107,13 @@ class Mirror:
         """Send all that MLflow lacks: metrics before files, which may take longer or fail."""
         is_due = is_last or time.monotonic() - self._looked_at > FILES_SECONDS
         if is_due:
-            newest = self._state.list_checkpoints()  # before they are deleted
+            self._state.list_checkpoints()  # before they are deleted
         self._run.open()
         self.send_metrics()
         if is_last and self._is_over and self._state.cursor.closed < self._state.number:
             self._run.end()
         if is_due:
-            self._send_files(newest, known=is_last or self._looked_at < 0)
+            self._send_files(known=is_last or self._looked_at < 0)
             self._looked_at = time.monotonic()
 
     def send_metrics(self) -> None:
@@ -124,12 +123,11 @@ class Mirror:
             self._state.check_newest()  # after reading: the rows may be a later start's
             if rows:
                 self._run.metrics(rows)
-            if changes != {name: getattr(self._state.cursor, name) for name in changes}:
-                self._state.save(**changes)
-            if not rows:
+            elif changes == {name: getattr(self._state.cursor, name) for name in changes}:
                 return
+            self._state.save(**changes)
 
-    def _send_files(self, newest: str | None, *, known: bool) -> None:
+    def _send_files(self, *, known: bool) -> None:
         files = self._state.cursor.files
         try:
             for name, folder, stamp in self._state.files(known=known):
@@ -145,9 +143,6 @@ class Mirror:
                 if (stamp := stamp_of(path)) not in (MISSING, files.get(tag)):
                     self._run.tag(tag, sha256(path))
                     files[tag] = stamp
-            if newest is not None and newest != self._newest:
-                self._run.tag("checkpoint.newest", newest)
-                self._newest = newest
         finally:
             self._state.save()
 

@@ -76,8 +76,6 @@ class Cursor:
     """Number of the last start that MLflow was told of."""
     closed: int = 0
     """Number of the last start whose metrics and end MLflow has."""
-    cut: int = 0
-    """Number of starts whose cut of metrics.jsonl is taken into account."""
     offset: int = 0
     """Bytes of metrics.jsonl that need not be read again."""
     step: int = -1
@@ -128,11 +126,8 @@ class MirrorState:
 
     def prepare(self, run: str, uri: str, params: dict[str, str]) -> None:
         """Write down at once what only this start knows."""
-        self.save(
-            run=self.cursor.run or run or uuid.uuid4().hex,
-            uri=uri,
-            params=self.cursor.params or params,
-        )
+        known = self.cursor
+        self.save(run=known.run or run or uuid.uuid4().hex, uri=uri, params=known.params or params)
 
     def aim(self, server: str, run_id: str) -> None:
         """Begin from the beginning if MLflow's run is another than the cursor's."""
@@ -150,15 +145,21 @@ class MirrorState:
         if len(self.starts()) > self.number:
             raise Superseded(f"a later start than number {self.number} sends this run")
 
+    def begin(self) -> None:
+        """Note that MLflow was told of this start. It cut metrics.jsonl back to its checkpoint, as
+        those before it did, and the steps after it are sent anew."""
+        starts = self.starts()[self.cursor.begun : self.number]
+        step = min([self.cursor.step, *(start["step"] or -1 for start in starts)])
+        self.save(begun=self.number, offset=0, step=step, time=0)
+
     def rows(self) -> tuple[list[Row], dict[str, int]]:
         """Return the next rows of metrics.jsonl, and the changes of the cursor once MLflow has
-        them. A start cuts the file back to its checkpoint, and the steps after it are sent anew."""
+        them."""
         cursor, starts, path = self.cursor, self.starts()[: self.number], self.folder / METRICS
-        size, _ = stamp_of(path)
         place = {"offset": cursor.offset, "step": cursor.step, "time": cursor.time}
-        if size < cursor.offset or cursor.cut < self.number:
-            cuts = [start["step"] or -1 for start in starts[cursor.cut :]] or [-1]
-            place = {"offset": 0, "step": min(cursor.step, *cuts), "time": 0}
+        size, _ = stamp_of(path)
+        if size < cursor.offset:  # cut back without a note of it
+            place = {"offset": 0, "step": -1, "time": 0}
         rows: list[Row] = []
         num_values = 0
         with path.open("rb") if size else nullcontext(io.BytesIO()) as file:
@@ -171,7 +172,7 @@ class MirrorState:
                         place["step"] = row.step
                         num_values += len(row.values)
                 place["offset"] += len(line)
-        return rows, {**place, "cut": self.number}
+        return rows, place
 
     def _parse(
         self, line: bytes, place: dict[str, int], starts: list[dict[str, Any]]
@@ -204,26 +205,23 @@ class MirrorState:
                     if stamp not in (MISSING, self.cursor.files.get(name)):
                         yield name, folder, stamp
 
-    def list_checkpoints(self) -> str | None:
-        """Bring checkpoints.json up to date and return the newest checkpoint. It lists deleted
-        checkpoints too."""
+    def list_checkpoints(self) -> None:
+        """Bring checkpoints.json up to date. It lists deleted checkpoints too, and the newest is
+        the last."""
         path = self.folder / CHECKPOINTS
         old = {entry["path"]: entry for entry in known(path).get("checkpoints", [])}
-        present = {}
+        present: dict[str, dict[str, Any]] = {}
         for step, checkpoint in published(self.folder / "checkpoints"):
             name = str(checkpoint.relative_to(self.folder))
             time = stamp_of(checkpoint / "manifest.json")[1] // 1_000_000
-            present[name] = old.get(name)
-            if present[name] is None or present[name]["time"] != time:
-                present[name] = _entry(name, step, time, checkpoint)
-        newest = max(present, default=None)
+            is_known = name in old and old[name]["time"] == time
+            present[name] = old[name] if is_known else _entry(name, step, time, checkpoint)
         # By name: of one step there may be one from the middle of the next (step_000002_open).
-        listed = {name: old[name] for name in old if newest is None or name < newest} | present
+        listed = {name: old[name] for name in old if name < max(present, default="~")} | present
         if listed != old:
             entries = [listed[name] for name in sorted(listed)]
             with suppress(OSError):  # a full disk
                 write_json(path, {"checkpoints": entries}, durable=False)
-        return newest
 
     def end(self) -> tuple[str, int]:
         """Return the status of the last start that MLflow was told of, and the time of its end in

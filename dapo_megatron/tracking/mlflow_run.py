@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dapo_megatron.config import Config
 from dapo_megatron.files import open_lock, try_lock, write_json
 from dapo_megatron.tracking.mirror_state import (
+    CHECKPOINTS,
     MAX_METRICS,
     PROVENANCE,
     REPORT,
@@ -46,6 +47,8 @@ MAX_PER_CALL = 100
 """Parameters, or tags: MLflow's own limit."""
 MAX_NAME = 250
 """Characters of a metric's or parameter's name: MLflow's own limit."""
+MAX_SHOWN = 3
+"""Metrics left out that the log names."""
 MAX_NAMES = 1000
 """Metrics of one run. A server gets slow with many, and a name per prompt is always a mistake."""
 
@@ -179,7 +182,7 @@ class MlflowRun:
         )
         if was_open or run.info.status != "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
-        self._state.save(begun=self._state.number)
+        self._state.begin()
 
     # ------------------------------------------------------------------------ metrics
 
@@ -204,14 +207,11 @@ class MlflowRun:
             self._names.add(taken)
             return taken
         if taken not in self._left_out:
-            self._state.cursor.left_out += 1
-            if len(taken) > MAX_NAME:
-                self._state.say(f"LEFT OUT: metric {name}: longer than {MAX_NAME} characters")
-            elif all(len(other) > MAX_NAME for other in self._left_out):
-                self._state.say(
-                    f"LEFT OUT: {name} and more: {MAX_NAMES} metrics are the most of a run"
-                )
             self._left_out.add(taken)
+            self._state.cursor.left_out += 1
+            if len(self._left_out) <= MAX_SHOWN:
+                why = f"{MAX_NAMES} metrics of a run, {MAX_NAME} characters of a name are the most"
+                self._state.say(f"LEFT OUT: {name}: {why}")
         return None
 
     def _log(self, **what: Any) -> None:
@@ -249,7 +249,10 @@ class MlflowRun:
 
     def file(self, name: str, folder: str) -> None:
         """Keep a file of the run's folder. The report becomes the run's description."""
-        self._client.log_artifact(self._run_id, str(self._state.folder / name), folder or None)
+        path = self._state.folder / name
+        self._client.log_artifact(self._run_id, str(path), folder or None)
+        if name == CHECKPOINTS:
+            self.tag("checkpoint.newest", known(path)["checkpoints"][-1]["path"])
         if name == REPORT:
             self._describe(
                 f"{REPORT}, among the artifacts, shows how this run went: a page that needs no "
