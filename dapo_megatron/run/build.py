@@ -341,7 +341,6 @@ def _checkpoints(
         attempt=folder.attempt,
         check_owner=folder.check_owner,
         note=recorder.note,
-        published=recorder.checkpoint,
         export=HfExport(config) if config.checkpoint.export_hf else None,
         describe=partial(
             copy_companions,

@@ -62,8 +62,9 @@ ROOMS = {
     "engine": room("types protocols config model cluster", "torch vllm numpy"),
     "rollout": room(f"{LOW} config algo data rewards", "torch"),
     "loop": room("types protocols config algo data rollout"),
-    # rollout for the form of a group on disk, torch for the name of the GPU.
-    "tracking": room(f"{LOW} config cluster rollout", "mlflow rich torch"),
+    # rollout for the form of a group on disk, checkpoints for their names, torch for the name of
+    # the GPU.
+    "tracking": room(f"{LOW} config cluster checkpoints rollout", "mlflow rich torch"),
     "doctor": room(
         f"{LOW} config model algo policy cluster plan tracking run",
         "torch transformers rich",
