@@ -461,7 +461,7 @@ def test_a_model_that_cannot_be_read_is_named(
     with pytest.raises(ConfigError) as caught:
         read_architecture(config)
     assert str(caught.value).startswith(f"model.path: {path}: {said}")
-    assert str(caught.value).endswith("; name a folder with an HF checkpoint")
+    assert "; name a folder with an HF checkpoint, or get one: `hf download " in str(caught.value)
 
 
 def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
