@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dapo_megatron.config import Config, FileSource
+from dapo_megatron.config import Config, DatasetsSource, FileSource
 from dapo_megatron.config.file import load_config
 from dapo_megatron.model import Architecture, planned_architecture, read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
@@ -169,6 +169,8 @@ def missing_files(config: Config, environment: Mapping[str, str]) -> Iterator[st
         for number, source in enumerate(listed):
             if isinstance(source, FileSource) and not Path(source.path).is_file():
                 yield f"{key}.{number}.path: no file {source.path} (from {CHECKOUT})"
+            elif isinstance(source, DatasetsSource) and _is_missing_folder(source.path):
+                yield f"{key}.{number}.path: no folder {source.path} (from {CHECKOUT})"
     if image := environment.get("DAPO_CONTAINER"):
         # Other names are of a registry.
         if image.startswith(("/", ".")) and not Path(image).exists():
@@ -186,6 +188,11 @@ def missing_files(config: Config, environment: Mapping[str, str]) -> Iterator[st
     for one in filter(None, environment.get("DAPO_MOUNTS", "").split(",")):
         if not Path(one.split(":")[0]).exists():
             yield f"--mounts: no folder {one.split(':')[0]}"
+
+
+def _is_missing_folder(path: str) -> bool:
+    """Return whether a data set is neither there nor may be a name of the hub."""
+    return not Path(path).exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1)
 
 
 # ------------------------------------------------------------------ the command
