@@ -18,6 +18,7 @@ from dapo_megatron.config import FileSource
 from dapo_megatron.data.prompts import load_source
 from dapo_megatron.rewards import resolve
 from dapo_megatron.rewards.dapo_math import INVALID, grade
+from dapo_megatron.rewards.registry import check
 from dapo_megatron.types import ConfigError, DataError, Grade
 from tests.helpers.words import Words
 
