@@ -45,7 +45,8 @@ ROOMS = {
     "model": room("types files config", "torch"),  # torch for annotations only
     "algo": room("types", "torch"),
     "data": room(
-        "types files config algo rewards", "torch transformers jinja2 pyarrow reasoning_gym"
+        "types files config algo rewards",
+        "torch transformers jinja2 pyarrow datasets reasoning_gym",
     ),
     # cluster for child processes.
     "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
