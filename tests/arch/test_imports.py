@@ -49,7 +49,7 @@ ROOMS = {
     ),
     # cluster for child processes.
     "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
-    "cluster": room(LOW, "torch msgspec rich"),
+    "cluster": room(LOW, "torch msgspec psutil rich"),
     "plan": room("types files config model bridge", "torch rich"),
     # cluster for ranks that fail together.
     "bridge": room("types protocols config cluster", "torch"),
@@ -66,7 +66,7 @@ ROOMS = {
     "tracking": room(f"{LOW} config cluster rollout", "mlflow rich torch"),
     "doctor": room(
         f"{LOW} config model algo policy cluster plan tracking run",
-        "torch transformers rich",
+        "torch transformers psutil rich",
     ),
     # rewards for the names of outcomes, doctor for whether a run is alive.
     "report": room(
