@@ -62,7 +62,7 @@ def _read(path: str | Path) -> str:
 
 def _memory_bytes() -> int:
     """Memory that is available and that the control groups of this process allow, in bytes."""
-    limits = [psutil.virtual_memory().available]
+    limits = [int(psutil.virtual_memory().available)]
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         root, file = Path("/sys/fs/cgroup"), "memory.max"
