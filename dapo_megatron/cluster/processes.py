@@ -81,9 +81,15 @@ def _signal(process_ids: set[int], number: signal.Signals) -> None:
 
 
 def _descendants(root: int) -> set[int]:
-    import psutil  # not at the top: grading workers import this file, and never call this
-
-    try:
-        return {process.pid for process in psutil.Process(root).children(recursive=True)}
-    except psutil.NoSuchProcess:
-        return set()
+    # One read per process. psutil's takes twice as long, and this races a program that forks.
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    descendants: set[int] = set()
+    generation = [root]
+    while generation:
+        generation = [child for parent in generation for child in children.get(parent, ())]
+        descendants.update(generation)
+    return descendants
