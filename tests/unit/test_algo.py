@@ -16,13 +16,23 @@ from hypothesis import strategies as st
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
 from dapo_megatron.algo.loss import aggregation_weights, dapo_token_loss, tis_weights
-from dapo_megatron.algo.mismatch import gap_statistics
+from dapo_megatron.algo.mismatch import check_gap, gap_statistics
 from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.algo.sampling import Verdict, verdict
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble, fresh_mask
-from dapo_megatron.types import Completion, Finish, Grade, Group, MicroTokens, Prompt, Segment
+from dapo_megatron.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    MicroTokens,
+    Prompt,
+    Segment,
+    SyncError,
+    TokenBatch,
+)
 from tests.helpers.losses import loss_with
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
@@ -383,6 +393,55 @@ def test_gap_of_no_tokens_and_of_other_shapes() -> None:
     assert (nothing.max, nothing.worst_token, nothing.num_tokens) == (0.0, None, 0)
     with pytest.raises(ValueError, match="shapes differ"):
         gap_statistics(torch.ones(2), torch.zeros(1), torch.ones(2))
+
+
+def disagreeing_batch() -> TokenBatch:
+    """Two sequences of 2 and 3 tokens; the gaps are 0.25 at tokens 1 and 3, and 0.5 at token 2."""
+    engine = torch.tensor([-1.0, -2.0, -3.0, -1.0, -2.0])
+    zeros = torch.zeros(5)
+    return TokenBatch(
+        tokens=torch.arange(10, 15), lengths=torch.tensor([2, 3]), loss_mask=zeros.bool(),
+        advantages=zeros, weights=zeros, engine_logprobs=engine, group_ids=torch.tensor([0, 1]),
+        old_logprobs=engine + torch.tensor([0.0, 0.25, -0.5, 0.25, 0.0]),
+        sequence_names=("ticket 4, sample 0", "ticket 7, sample 2"),
+    )  # fmt: skip
+
+
+def test_gaps_at_their_bounds_pass() -> None:
+    batch, mask = disagreeing_batch(), torch.tensor([1, 1, 1, 1, 0]).bool()
+    gap = check_gap(batch, mask, version=3, max_gap=0.5, max_mean_gap=0.25)
+    assert (gap.mean, gap.max, gap.num_tokens, gap.worst_token) == (0.25, 0.5, 4, 2)
+    assert check_gap(batch, mask, version=3, max_gap=0.5, max_mean_gap=None) == gap
+    nothing = check_gap(batch, torch.zeros(5).bool(), version=3, max_gap=-1.0, max_mean_gap=None)
+    assert nothing.num_tokens == 0
+
+
+def test_a_mean_gap_above_its_bound_is_named() -> None:
+    batch = disagreeing_batch()
+    mask = torch.tensor([1, 1, 1, 1, 0]).bool()
+    with pytest.raises(
+        SyncError,
+        match=r"^weights 3: engine and policy disagree by 0\.25 on the mean of 4 tokens; "
+        r"sync\.max_mean_gap is 0\.2\. ",
+    ):
+        check_gap(batch, mask, version=3, max_gap=9.0, max_mean_gap=0.2)
+
+
+@pytest.mark.parametrize(
+    ("masked", "named"),
+    [
+        ([1, 1, 1, 1, 1], r"0\.5 on ticket 7, sample 2, token 0 \(id 12\): log-prob -3\.000000 by "
+                          r"the engine, -3\.500000 by the policy"),
+        ([1, 1, 0, 0, 0], r"0\.25 on ticket 4, sample 0, token 1 \(id 11\): log-prob -2\.000000"),
+        ([0, 0, 0, 1, 1], r"0\.25 on ticket 7, sample 2, token 1 \(id 13\): log-prob -1\.000000"),
+    ],
+)  # fmt: skip
+def test_the_token_with_the_largest_gap_is_named(masked: list[int], named: str) -> None:
+    mask = torch.tensor(masked).bool()
+    with pytest.raises(SyncError, match=f"^weights 3: engine and policy disagree by {named}"):
+        check_gap(disagreeing_batch(), mask, version=3, max_gap=0.2, max_mean_gap=None)
+    with pytest.raises(SyncError, match=r"sync\.max_gap is 0\.2\. "):
+        check_gap(disagreeing_batch(), mask, version=3, max_gap=0.2, max_mean_gap=0.5)
 
 
 def test_algo_needs_no_backend() -> None:
