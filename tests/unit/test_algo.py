@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
 from dapo_megatron.algo.loss import aggregation_weights, dapo_token_loss, tis_weights
-from dapo_megatron.algo.mismatch import check_gap, gap_statistics
-from dapo_megatron.algo.overlong import overlong_penalty
+from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics
+from dapo_megatron.algo.overlong import completion_reward, overlong_penalty
 from dapo_megatron.algo.sampling import Verdict, verdict
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import OverlongConfig
@@ -154,6 +154,14 @@ def test_clip_fractions_name_the_bound_that_gave_the_loss() -> None:
     assert float(without.dual_clip_fraction) == 0.0
 
 
+def test_of_one_token_all_or_nothing_is_clipped() -> None:
+    one = torch.ones(1)
+    result = dapo_token_loss(torch.tensor([1.5]).log(), torch.zeros(1), one, one, **CLIP)
+    assert result.clip_fraction_high == 1.0
+    empty = dapo_token_loss(one, one, one, torch.zeros(1), **CLIP)
+    assert empty.clip_fraction_high == empty.clip_fraction_low == empty.dual_clip_fraction == 0.0
+
+
 def test_a_loss_at_the_dual_clip_is_not_held_by_it() -> None:
     ones = torch.ones(2)
     result = dapo_token_loss(
@@ -259,6 +267,7 @@ def test_weights_add_up_to_the_number_of_tokens_and_weigh_units_the_same(
     weights = aggregation_weights(
         kind, mask=mask, lengths=lengths_S, group_ids=groups, dtype=torch.float64
     )
+    assert weights.dtype == torch.float64
     assert weights.isfinite().all()
     assert not weights[~mask].any()
     assert float(weights.sum()) == pytest.approx(int(mask.sum()))
@@ -310,6 +319,8 @@ def test_advantage_keeps_shape_and_refuses_what_does_not_fit() -> None:
     assert ours.shape == (2, 2)
     assert ours[1].tolist() == [0.0, 0.0]
     assert group_advantage(torch.zeros(0), []).shape == (0,)
+    assert group_advantage(torch.tensor([1, -1]), [0, 0]).dtype == torch.get_default_dtype()
+    assert group_advantage(torch.ones(2, dtype=torch.float64), [0, 0]).dtype == torch.float64
     with pytest.raises(ValueError, match="2 rewards, but 1"):
         group_advantage(torch.zeros(2), [0])
     with pytest.raises(ValueError, match="finite"):
@@ -323,11 +334,20 @@ def test_overlong_penalty_is_bounded_and_refuses_bad_arguments() -> None:
     values = [overlong_penalty(n, max_tokens=10, buffer_tokens=4) for n in (0, 6, 7, 10, 99)]
     assert values == [0.0, 0.0, -0.25, -1.0, -1.0]
     assert math.copysign(1.0, values[0]) == 1.0
+    steepest = [overlong_penalty(n, max_tokens=2, buffer_tokens=1) for n in range(3)]
+    assert steepest == [0.0, 0.0, -1.0]
     for maximum, buffer in ((10, 0), (10, 10), (10, -1)):
         with pytest.raises(ValueError, match="buffer_tokens"):
             overlong_penalty(1, max_tokens=maximum, buffer_tokens=buffer)
     with pytest.raises(ValueError, match="negative"):
         overlong_penalty(-1, max_tokens=10, buffer_tokens=4)
+
+
+def test_the_reward_of_a_completion_keeps_its_two_parts() -> None:
+    limits = {"max_tokens": 10, "buffer_tokens": 4}
+    assert completion_reward(0.5, 8, penalty=True, **limits) == (0.5, -0.5)
+    assert completion_reward(0.5, 8, penalty=True, **limits).total == 0.0
+    assert completion_reward(0.5, 99, penalty=False, **limits) == (0.5, 0.0)
 
 
 def test_verdict() -> None:
@@ -390,7 +410,7 @@ def test_a_gap_that_is_not_finite_is_infinite(bad: float) -> None:
 
 def test_gap_of_no_tokens_and_of_other_shapes() -> None:
     nothing = gap_statistics(torch.ones(2), torch.zeros(2), torch.zeros(2))
-    assert (nothing.max, nothing.worst_token, nothing.num_tokens) == (0.0, None, 0)
+    assert nothing == GapStatistics(mean=0.0, max=0.0, kl=0.0, worst_token=None, num_tokens=0)
     with pytest.raises(ValueError, match="shapes differ"):
         gap_statistics(torch.ones(2), torch.zeros(1), torch.ones(2))
 
