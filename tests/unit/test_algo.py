@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
-from dapo_megatron.algo.loss import aggregation_weights, dapo_token_loss, tis_weights
+from dapo_megatron.algo.loss import (
+    Aggregation,
+    aggregation_weights,
+    dapo_token_loss,
+    tis_weights,
+)
 from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics
 from dapo_megatron.algo.overlong import completion_reward, overlong_penalty
 from dapo_megatron.algo.sampling import Verdict, verdict
@@ -278,6 +283,13 @@ def test_weights_add_up_to_the_number_of_tokens_and_weigh_units_the_same(
     }[kind]
     per_unit = [float(weights[(unit == u) & mask].sum()) for u in unit[mask].unique()]
     assert per_unit == pytest.approx([sum(per_unit) / max(len(per_unit), 1)] * len(per_unit))
+
+
+@pytest.mark.parametrize("kind", ["token", "prompt", "sequence"])
+def test_weights_are_float32_unless_asked_otherwise(kind: Aggregation) -> None:
+    two = torch.tensor([2, 3])
+    weights = aggregation_weights(kind, mask=torch.ones(5), lengths=two, group_ids=two)
+    assert weights.dtype == torch.float32
 
 
 def test_aggregation_refuses_what_does_not_fit() -> None:
