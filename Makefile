@@ -83,7 +83,7 @@ build/triton/.ready: $(READY) requirements.txt
 	touch $@
 
 test-mutations: env build/mutations/.ready  ## faults put into algo, bridge, data and rollout, and which of them no unit test sees: an hour, tests/mutations/README.md
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/mutations $(VENV)/bin/python -m tests.mutations.run $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/mutations $(VENV)/bin/python tests/mutations/run.py $(ARGS)
 
 build/mutations/.ready: $(READY) tests/mutations/requirements.txt
 	rm -rf build/mutations

@@ -68,7 +68,8 @@ def score(names: list[str]) -> int:
     """Print the survivors and the score of each room. Return the exit code."""
     mutants, _ = collect_source_file_mutation_data(mutant_names=names)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    unlisted, unused = listed_equivalents(), listed_equivalents()
+    equivalents = listed_equivalents()
+    unused = set(equivalents)
     for data, mutant, exit_code in mutants:
         room = mutant.split(".")[1]
         status = status_by_exit_code[exit_code]
@@ -77,7 +78,7 @@ def score(names: list[str]) -> int:
             counts[room]["killed"] += 1
             continue
         function, diff = change(mutant, data.path)
-        if (function, diff) in unlisted:
+        if (function, diff) in equivalents:
             counts[room]["equivalent"] += 1
             unused.discard((function, diff))
             continue
@@ -96,11 +97,12 @@ def score(names: list[str]) -> int:
     if not names:
         for function, diff in sorted(unused):
             failed = True
-            print(f"{EQUIVALENT.name} lists what does not survive:\n{function}\n{diff}")
+            print(f"\n{EQUIVALENT.name} lists a mutant that does not survive:\n{function}\n{diff}")
     return int(failed)
 
 
 def main(names: list[str]) -> int:
+    """Run mutmut on the mutants `names` (patterns), or on all that are new. Return the exit code."""
     file_mutation.mutation_operators = [
         (kind, OPERATORS.get(operator, operator)) for kind, operator in mutation_operators
     ]
