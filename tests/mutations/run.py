@@ -25,7 +25,7 @@ from mutmut.stats import status_by_exit_code
 
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 MAX_SURVIVORS = 0.05
-KILLED = {"killed", "timeout", "segfault", "suspicious"}
+KILLED = {"killed", "timeout", "segfault"}
 
 Change = tuple[str, str]
 """Function, and the lines of its diff."""
@@ -102,7 +102,7 @@ def score(names: list[str]) -> int:
 
 
 def main(names: list[str]) -> int:
-    """Run mutmut on the mutants `names` (patterns), or on all that are new. Return the exit code."""
+    """Run mutmut on the mutants `names` (patterns), or on all new ones. Return the exit code."""
     file_mutation.mutation_operators = [
         (kind, OPERATORS.get(operator, operator)) for kind, operator in mutation_operators
     ]
