@@ -246,6 +246,25 @@ def test_tis_of_a_completion_that_two_versions_sampled() -> None:
     assert not [name for name in plain.sums if name.startswith("tis")]
 
 
+def test_sums_are_over_masked_tokens_in_the_dtype_of_the_log_probs() -> None:
+    logp, micro = random_micro(20, 2)
+    mask = micro.mask
+    out = loss_with(**CLIP, tis_cap=1.1)(logp, micro)
+    assert {value.dtype for value in out.sums.values()} == {torch.float64}
+    apart = (micro.old_logprobs - logp.detach())[mask].sum()
+    torch.testing.assert_close(out.sums["approx_kl"], apart)
+    tis = tis_weights(micro.old_logprobs, micro.engine_logprobs, mask, cap=1.1)
+    assert not tis[~mask].any()
+    torch.testing.assert_close(out.sums["tis_weight"], tis.sum())
+
+
+def test_the_limit_of_the_log_ratio_reaches_the_loss() -> None:
+    zeros, ones = torch.zeros(1), torch.ones(1)
+    micro = MicroTokens(zeros, -ones, ones, zeros, ones)
+    limits = {"clip_low": 0.2, "clip_high": 0.28, "log_ratio_limit": 2.0}
+    assert float(loss_with(**limits)(5 * ones, micro).total) == pytest.approx(math.exp(2))
+
+
 def test_a_weight_at_the_cap_is_not_capped() -> None:
     like, ones = torch.zeros(2), torch.ones(2)
     out = loss_with(**CLIP, tis_cap=1.0)(like, MicroTokens(like, ones, ones, like, ones))
