@@ -161,8 +161,8 @@ def test_clip_fractions_name_the_bound_that_gave_the_loss() -> None:
 
 def test_of_one_token_all_or_nothing_is_clipped() -> None:
     one = torch.ones(1)
-    result = dapo_token_loss(torch.tensor([1.5]).log(), torch.zeros(1), one, one, **CLIP)
-    assert result.clip_fraction_high == 1.0
+    result = dapo_token_loss(torch.tensor([1.5]).log(), torch.zeros(1), one / 2, one, **CLIP)
+    assert (result.clip_fraction_high, result.clip_fraction_low) == (1.0, 0.0)
     empty = dapo_token_loss(one, one, one, torch.zeros(1), **CLIP)
     assert empty.clip_fraction_high == empty.clip_fraction_low == empty.dual_clip_fraction == 0.0
 
