@@ -47,19 +47,37 @@ class Pick:
         return ", ".join(own) or "beside sample " + " and ".join(map(str, extremes))
 
 
-def frames(step: int, index: StepIndex, inspected: int) -> tuple[DataFrame, DataFrame]:
-    """Return the groups and the completions of a step. The first `inspected` groups trained on have
-    policy values by token."""
+def frames(
+    indexes: Mapping[int, StepIndex], inspected: int, policy_steps: Collection[int]
+) -> tuple[DataFrame, DataFrame]:
+    """Return the groups and the completions of all steps. In `policy_steps` the first `inspected`
+    groups trained on have policy values by token."""
     import pandas as pd
 
-    groups = pd.DataFrame(index["groups"]).assign(step=step)
+    groups = pd.DataFrame(
+        {
+            name: list(chain.from_iterable(index["groups"][name] for index in indexes.values()))
+            for name in ("ticket", "offset", "source", "fate")
+        }
+    )
+    sizes = [len(index["groups"]["ticket"]) for index in indexes.values()]
+    groups["step"] = pd.Series([*indexes], dtype=int).repeat(sizes).to_numpy()
     trained = groups["fate"] == "trained"
-    groups["inspected"] = trained & (trained.cumsum() <= inspected)
-    completions = pd.DataFrame(index["completions"])
-    numbers = ["score", "correct", "parsed", "age", "logprob_mean", "logprob_min"]
-    completions = completions.astype(dict.fromkeys(numbers, float))
-    place = completions.pop("group").to_numpy(dtype=int)
-    completions["ticket"] = groups["ticket"].to_numpy()[place]
+    is_early = trained.groupby(groups["step"]).cumsum() <= inspected
+    groups["inspected"] = trained & is_early & groups["step"].isin(policy_steps)
+    columns = [index["completions"] for index in indexes.values()]
+    numbers = ("score", "correct", "parsed", "age", "logprob_mean", "logprob_min")
+    completions = pd.DataFrame(
+        {
+            name: list(chain.from_iterable(of_step[name] for of_step in columns))  # type: ignore[literal-required]
+            for name in ("sample", "num_tokens", "finish", *numbers)
+        }
+    ).astype(dict.fromkeys(numbers, float))
+    completions["ticket"] = [
+        index["groups"]["ticket"][place]
+        for index in indexes.values()
+        for place in index["completions"]["group"]
+    ]
     return groups, completions
 
 

@@ -94,12 +94,10 @@ class _Reading:
     def chosen(self, num: int, tickets: frozenset[int]) -> tuple[list[Pick], int]:
         """Return the chosen groups, and the number of completions that there were to choose from.
         From steps that are not wanted only `tickets` are chosen."""
-        import pandas as pd
-
         inspected = self.run.count("tracking.inspected_groups") or _INSPECTED
         seen = [step for step in self.samples if tickets or self._is_wanted(step)]
         readable = self._readable_without_index(seen)
-        all_frames, damaged = [], []
+        indexes, damaged = {}, []
         for step in seen:
             if step in self.indexes:
                 index = recorded.read_index(self.indexes[step])
@@ -109,11 +107,8 @@ class _Reading:
                 continue
             if index is None:
                 damaged.append(step)
-                continue
-            of_step = frames(step, index, inspected if step in self.policy else 0)
-            if not self._is_wanted(step):
-                of_step = tuple(frame[frame["ticket"].isin(tickets)] for frame in of_step)
-            all_frames.append(of_step)
+            else:
+                indexes[step] = index
         self._warn(damaged, "steps", "step")
         if not any(map(self._is_wanted, self.samples)):
             steps = _steps(min(self.samples), max(self.samples))
@@ -121,11 +116,9 @@ class _Reading:
                 f"None was recorded of {_steps(self.first, self.last)}: this run's completions "
                 f"are of {steps}"
             )
-        if not all_frames:
-            return [], 0
-        groups, completions = (
-            pd.concat(frames, ignore_index=True) for frames in zip(*all_frames, strict=True)
-        )
+        groups, completions = frames(indexes, inspected, self.policy)
+        groups = groups[groups["step"].map(self._is_wanted) | groups["ticket"].isin(tickets)]
+        completions = completions[completions["ticket"].isin(groups["ticket"])]
         return choose(groups, completions, num, tickets, self._gaps()), len(completions)
 
     def opened(self, picks: Sequence[Pick], max_bytes: int) -> tuple[list[Row], dict[int, bytes]]:

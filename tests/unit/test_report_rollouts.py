@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,8 +72,8 @@ def index_of(groups: list[tuple[Any, ...]], completions: list[tuple[Any, ...]]) 
 
 
 def chosen(indexes: list[StepIndex], num: int, tickets: Collection[int] = ()) -> list[Pick]:
-    of_steps = [frames(step, index, inspected=2) for step, index in enumerate(indexes, 1)]
-    groups, completions = (pd.concat(parts, ignore_index=True) for parts in zip(*of_steps))
+    by_step = dict(enumerate(indexes, 1))
+    groups, completions = frames(by_step, inspected=2, policy_steps=by_step)
     return choose(groups, completions, num, tickets)
 
 
