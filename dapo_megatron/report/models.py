@@ -101,26 +101,36 @@ class PolicyValues(TypedDict):
     entropy: list[float | None] | None
 
 
-INDEX_GROUPS: dict[str, Any] = {
-    "offset": list[Natural],
-    "ticket": list[Whole],
-    "source": list[str],
-    "fate": list[str],
-    "verdict": list[str | None],
-}
-INDEX_COMPLETIONS: dict[str, Any] = {
-    "group": list[Natural],
-    "sample": list[Whole],
-    "score": list[Number | None],
-    "correct": list[bool | None],
-    "parsed": list[bool | None],
-    "num_tokens": list[Natural],
-    "finish": list[str],
-    "age": list[Whole | None],
-    "logprob_mean": list[Number | None],
-    "logprob_min": list[Number | None],
-}
-"""Columns of samples/index/."""
+class IndexGroups(TypedDict):
+    """Columns of the groups in a file of samples/index/."""
+
+    offset: list[Natural]
+    ticket: list[Whole]
+    source: list[str]
+    fate: list[str]
+    verdict: list[str | None]
+
+
+class IndexCompletions(TypedDict):
+    """Columns of the completions in a file of samples/index/."""
+
+    group: list[Natural]
+    sample: list[Whole]
+    score: list[Number | None]
+    correct: list[bool | None]
+    parsed: list[bool | None]
+    num_tokens: list[Natural]
+    finish: list[str]
+    age: list[Whole | None]
+    logprob_mean: list[Number | None]
+    logprob_min: list[Number | None]
+
+
+class StepIndex(TypedDict):
+    """A file of samples/index/: the completions of a step."""
+
+    groups: IndexGroups
+    completions: IndexCompletions
 
 
 def decode(text: str | bytes, form: type[T]) -> T:

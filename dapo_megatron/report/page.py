@@ -32,9 +32,10 @@ from dapo_megatron.report.findings import findings
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.provenance import facts, headline, provenance
 from dapo_megatron.report.rollouts import Rollouts, rollouts
+from dapo_megatron.report.rollouts_table import COLUMNS, Filter
 from dapo_megatron.report.wording import number, visible
 
-SCRIPTS = ("figures.js", "search.js", "viewer.js", "columns.js", "rollouts.js", "app.js")
+SCRIPTS = ("figures.js", "viewer.js", "rollouts.js", "app.js")
 """After plotly, in this order."""
 STYLES = ("style.css", "rollouts.css")
 
@@ -89,7 +90,8 @@ class View:
     """Notes to read before a section's charts, by section."""
     timelines: list[timeline.Timeline]
     timeline_note: str | None
-    has_rollouts: bool
+    rollouts: Rollouts | None
+    """None if none are recorded."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,9 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
         kept = rollouts(run, share, options.tickets, options.steps)
         views.append(_view(run, shown, kept))
         findings_to_see = [{"chart": one.chart, "steps": one.steps} for one in views[-1].findings]
-        bodies.append({"name": run.name, "findings": findings_to_see, "rollouts": None})
+        bodies.append({"name": run.name, "findings": findings_to_see})
         if kept is not None:
-            # Ids of blobs are of one run; on the page they are of all.
-            ids_on_page = [f"{place}-{name}" for name in kept.table["blobs"]]
-            bodies[-1]["rollouts"] = {**kept.table, "blobs": ids_on_page}
-            blobs |= {f"{place}-{name}": blob for name, blob in kept.blobs.items()}
+            blobs |= {f"{place}-{ticket}": blob for ticket, blob in kept.blobs.items()}
     looks = curves.looks(runs)
     drawn = _curves(runs, columns, looks, names_in(shown))
     drawings = [(chart, figures.draw(chart, drawn)) for chart in shown]
@@ -203,7 +202,7 @@ def _view(run: RunData, charts: Sequence[Chart], kept: Rollouts | None) -> View:
         notes={section: note for section, note in notes.items() if note},
         timelines=timeline.timelines(run),
         timeline_note=timeline.note(run),
-        has_rollouts=kept is not None,
+        rollouts=kept,
     )
 
 
@@ -222,6 +221,7 @@ def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
 def render(payload: Payload) -> str:
     """The page."""
     environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_part),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         finalize=_seen,
@@ -230,11 +230,13 @@ def render(payload: Payload) -> str:
     )
     names = [view.run.name for view in payload.views]
     longest = max(len(view.run.metrics.steps) for view in payload.views)
-    text = environment.from_string(_part("page.html.j2")).render(
+    text = environment.get_template("page.html.j2").render(
         title=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
         views=payload.views,
         charts=payload.charts,
         missing=payload.missing,
+        columns=COLUMNS,
+        Filter=Filter,
         looks=payload.looks,
         smoothing=SMOOTHING if longest >= SMOOTHED_STEPS else 0,
         number=number,

@@ -1,7 +1,7 @@
-"""The recorded rollouts of a run's folder as the report reads them: the index of each step, single
-groups by their offset, and what the policy said of single groups.
+"""Readers of a run's recorded rollouts: the index of each step, groups by their offset, and the
+policy's values of a group.
 
-A run may be writing meanwhile, and files may be missing or damaged: what cannot be read is None or
+A run may be writing meanwhile, and files may be missing or damaged. What cannot be read is None or
 left out, and the caller reports it.
 """
 
@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from dapo_megatron.files import parse_json
-from dapo_megatron.report.models import INDEX_COMPLETIONS, INDEX_GROUPS, Group, PolicyValues, decode
+from dapo_megatron.report.models import Group, PolicyValues, StepIndex, decode
 from dapo_megatron.rollout.serialization import SampleIndex
 
 _STEP = re.compile(r"step_(\d+)\.jsonl?")
@@ -26,15 +22,6 @@ _POLICY_BEGIN = re.compile(rb'\{"ticket": ?(\d{1,18}), ?"sample": ?(\d{1,18})\b'
 _GAP_MAX = re.compile(rb'"gap_max": ?(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)')
 _LINE_BEGIN = 400
 """Bytes of a line of policy values in which its figures stand, before the lists."""
-
-
-@dataclass(frozen=True)
-class StepIndex:
-    """One step's completions as columns, as tracking/samples.py writes them."""
-
-    step: int
-    groups: dict[str, list[Any]]
-    completions: dict[str, list[Any]]
 
 
 def step_files(folder: Path, ending: str) -> dict[int, Path]:
@@ -47,26 +34,19 @@ def step_files(folder: Path, ending: str) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
-def read_index(path: Path, step: int) -> StepIndex | None:
+def read_index(path: Path) -> StepIndex | None:
     """Return the index of a step, or None if it cannot be read."""
     try:
-        value = parse_json(path.read_bytes())
-        groups = _columns(value["groups"], INDEX_GROUPS)
-        completions = _columns(value["completions"], INDEX_COMPLETIONS)
-    except (OSError, ValueError, TypeError, KeyError):
+        index = decode(path.read_bytes(), StepIndex)
+    except (OSError, ValueError):
         return None
-    if max(completions["group"], default=-1) >= len(groups["ticket"]):
-        return None  # a completion of a group that is not there
-    return StepIndex(step, groups, completions)
-
-
-def _columns(value: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the columns of these forms. Raises KeyError or ValueError unless all are there, and of
-    one length."""
-    columns = {name: msgspec.convert(value[name], form) for name, form in forms.items()}
-    if len({*map(len, columns.values())}) > 1:
-        raise ValueError("columns of different lengths")
-    return columns
+    groups, completions = index["groups"], index["completions"]
+    is_sound = (
+        len({len(column) for column in groups.values()}) == 1  # type: ignore[arg-type]
+        and len({len(column) for column in completions.values()}) == 1  # type: ignore[arg-type]
+        and max(completions["group"], default=-1) < len(groups["ticket"])
+    )
+    return index if is_sound else None
 
 
 def index_of_samples(path: Path, step: int) -> StepIndex | None:
@@ -81,7 +61,7 @@ def index_of_samples(path: Path, step: int) -> StepIndex | None:
     except OSError:
         return None
     columns = index.columns()
-    return StepIndex(step, columns["groups"], columns["completions"])
+    return {"groups": columns["groups"], "completions": columns["completions"]}
 
 
 def read_group(path: Path, offset: int, ticket: int) -> dict[str, Any] | None:

@@ -1,33 +1,30 @@
 """The rollouts of a run in its report: a table of chosen completions, and each of them in full.
 
-A blob holds a few groups. Its tokens are places in its `pieces` and `ids`, the most frequent first;
-figures are whole numbers: log-probs and entropies in thousandths, gaps (engine less policy) with as
-many decimals as the group's `gap_decimals` says. Both halve the page.
+A blob holds a group in full, as JSON: see viewer_data.py. The page opens blobs one by one.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_megatron.report import recorded
-from dapo_megatron.report.choosing import ASKED, Chooser, Pick, Wanted
+from dapo_megatron.report.choosing import Pick, choose, frames
 from dapo_megatron.report.folder import RunData, size_of
-from dapo_megatron.report.token_text import find_tokenizer
-from dapo_megatron.report.viewer_data import Blob
+from dapo_megatron.report.token_text import Pieces, find_tokenizer
+from dapo_megatron.report.viewer_data import group_data
 from dapo_megatron.report.wording import first_few
+from dapo_megatron.rollout.serialization import rounded, significant, summary
 
 MAX_BLOB_BYTES = 18_000_000
 """Size of all blobs together, compressed; the page writes them a third longer. A run that shares a
 page with others has a share of it, by the completions asked of it."""
 FULL_PAGE = 2000
 """Completions."""
-BYTES_PER_TOKEN = 4
-"""Compressed, about: what a choice is planned with."""
 MAX_READ_BYTES = 200_000_000
 """Most bytes to read of samples without an index."""
 MAX_POLICY_BYTES = 200_000_000
@@ -35,22 +32,21 @@ MAX_POLICY_BYTES = 200_000_000
 MAX_GAPS = 8
 _INSPECTED = 4
 """Groups of a step, where the config does not say it."""
-_GROUPS_PER_BLOB = 20
-_BYTES_PER_BLOB = 1_000_000
+_NOT_READ = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
+"""Errors of a group of another version, or damaged in a way that its form does not show."""
 
-COLUMNS = (
-    *("step", "ticket", "sample", "source", "fate", "verdict", "correct", "score", "reward"),
-    *("advantage", "num_tokens", "finish", "graded", "age", "logprob_mean", "logprob_min"),
-    *("gap_max", "why", "group"),
-)
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Data for the page: one table, and blobs of JSON that it opens one by one."""
+    """Rows of the table, and blobs of JSON by ticket that the page opens one by one."""
 
-    table: dict[str, Any]
-    blobs: dict[str, bytes]
+    rows: list[Row]
+    blobs: dict[int, bytes]
+    total: int
+    """Completions that were looked at."""
+    note: str
     warnings: list[str] = field(default_factory=list)
 
 
@@ -60,96 +56,127 @@ def rollouts(
     tickets: Sequence[int] = (),
     steps: tuple[int | None, int | None] | None = None,
 ) -> Rollouts | None:
-    """About `completions` of the run's rollouts, of the steps (first, last), both included, if
-    given; and the groups `tickets` in any case. None if none are recorded."""
+    """Return about `completions` of the run's rollouts, of the steps (first, last), both included,
+    if given; and the groups `tickets` in any case. None if none are recorded."""
     reading = _Reading(run, steps)
     if not reading.samples:
         return None
+    picks, total = reading.chosen(completions, frozenset(tickets))
     max_bytes = MAX_BLOB_BYTES * min(completions, FULL_PAGE) // FULL_PAGE
-    wanted = Wanted(
-        completions=completions,
-        tokens=max_bytes // BYTES_PER_TOKEN,
-        tickets=frozenset(tickets),
-        gaps=reading.gaps(),
-        inspected=run.count("tracking.inspected_groups") or _INSPECTED,
-    )
-    chooser = reading.chooser(wanted)
-    page = _Page(run, reading)
-    page.fill(chooser.choose(), max_bytes)
-    return Rollouts(
-        table={
-            "note": _note(page, reading, chooser),
-            "total": chooser.num_seen,
-            "kept": len(page.rows),
-            "columns": list(COLUMNS),
-            "rows": {name: [row[name] for row in page.rows] for name in COLUMNS},
-            "blobs": page.blob_of,
-        },
-        blobs=page.blobs,
-        warnings=reading.warnings,
-    )
+    rows, blobs = reading.opened(picks, max_bytes)
+    missing = sorted({*tickets} - {pick.ticket for pick in picks})
+    if missing:
+        reading.notes.append(f"Not among the recorded ones: ticket {', '.join(map(str, missing))}")
+    kept = f"{len(rows):,} of {total:,} completions are here"
+    if len(rows) < total:
+        kept += (
+            ", in whole groups: the longest, the least likely, the oldest, those with the largest "
+            "gaps, without a grade or an answer, truncated, or alone in being right or wrong; some "
+            "of every data set and every fate; and an even spread over the steps"
+        )
+    rows.sort(key=lambda row: (row["step"], row["ticket"], row["sample"]))
+    return Rollouts(rows, blobs, total, ". ".join([kept, *reading.notes]) + ".", reading.warnings)
 
 
 class _Reading:
-    """The files of a run's rollouts, and what could not be read of them."""
+    """The files of a run's rollouts, and notes of what could not be read of them."""
 
     def __init__(self, run: RunData, steps: tuple[int | None, int | None] | None) -> None:
         folder = run.path / "samples"
         self.run = run
         self.first, self.last = steps or (None, None)
         self.warnings: list[str] = []
-        self.skipped = 0
-        """Steps without an index that were not read, for there are too many."""
-
+        self.notes: list[str] = []
         self.samples = recorded.step_files(folder, ".jsonl")
         self.indexes = recorded.step_files(folder / "index", ".json")
         self.policy = recorded.step_files(folder / "policy", ".jsonl")
 
-    def is_wanted(self, step: int) -> bool:
-        """True if completions are to be chosen from it."""
-        return (self.first is None or self.first <= step) and (
-            self.last is None or step <= self.last
-        )
+    def chosen(self, num: int, tickets: frozenset[int]) -> tuple[list[Pick], int]:
+        """Return the chosen groups, and the number of completions that there were to choose from.
+        From steps that are not wanted only `tickets` are chosen."""
+        inspected = self.run.count("tracking.inspected_groups") or _INSPECTED
+        seen = [step for step in self.samples if tickets or self._is_wanted(step)]
+        readable = self._readable_without_index(seen)
+        indexes, damaged = {}, []
+        for step in seen:
+            if step in self.indexes:
+                index = recorded.read_index(self.indexes[step])
+            elif step in readable:
+                index = recorded.index_of_samples(self.samples[step], step)
+            else:
+                continue
+            if index is None:
+                damaged.append(step)
+            else:
+                indexes[step] = index
+        self._warn(damaged, "steps", "step")
+        if not any(map(self._is_wanted, self.samples)):
+            steps = _steps(min(self.samples), max(self.samples))
+            self.notes.append(
+                f"None was recorded of {_steps(self.first, self.last)}: this run's completions "
+                f"are of {steps}"
+            )
+        groups, completions = frames(indexes, inspected, self.policy)
+        groups = groups[groups["step"].map(self._is_wanted) | groups["ticket"].isin(tickets)]
+        completions = completions[completions["ticket"].isin(groups["ticket"])]
+        return choose(groups, completions, num, tickets, self._gaps()), len(completions)
 
-    def warn_of(self, numbers: Sequence[int], what: str, each: str) -> None:
-        """Note which ones cannot be read, if there are any."""
-        if numbers:
-            which = f"({each} {first_few(numbers)})"
-            self.warnings.append(f"samples: {len(numbers)} {what} cannot be read {which}")
+    def opened(self, picks: Sequence[Pick], max_bytes: int) -> tuple[list[Row], dict[int, bytes]]:
+        """Return the rows and blobs of the groups, the first ones first, until there are so many
+        bytes. Groups that were asked for are kept up to the size of a whole page."""
+        checkpoints = sorted((self.run.path / "checkpoints").glob("step_*"), reverse=True)
+        pieces = find_tokenizer(self.run.path, self.run.word("model.path"), checkpoints)
+        rows: list[Row] = []
+        blobs: dict[int, bytes] = {}
+        unreadable = []
+        num_bytes = 0
+        for pick in picks:
+            if num_bytes >= (MAX_BLOB_BYTES if pick.is_asked else max_bytes):
+                self.notes.append("The page has no room for more")
+                break
+            opened = self._open(pick, pieces)
+            if opened is None:
+                unreadable.append(pick.ticket)
+                continue
+            rows += opened[0]
+            blobs[pick.ticket] = opened[1]
+            num_bytes += len(zlib.compress(opened[1], 1))
+        self._warn(unreadable, "groups", "ticket")
+        if pieces is None:
+            self.notes.append("No tokenizer was found, so texts are shown whole, not by token")
+        return rows, blobs
 
-    def gaps(self) -> dict[int, int]:
-        """Ticket -> sample of the largest gaps, from the steps whose metrics show the largest."""
+    def _open(self, pick: Pick, pieces: Pieces | None) -> tuple[list[Row], bytes] | None:
+        """Return the rows and the blob of a group; None if it cannot be read."""
+        group = recorded.read_group(self.samples[pick.step], pick.offset, pick.ticket)
+        if group is None:
+            return None
+        path = self.policy.get(pick.step)
+        has_policy = path is not None and group["fate"] == "trained"
+        policy = recorded.policy_of(path, pick.ticket) if path and has_policy else {}
+        with suppress(*_NOT_READ):
+            rows = [
+                _row(pick, group, one, policy.get(one["sample"], {}))
+                for one in group["completions"]
+            ]
+            data = group_data(group, policy, pieces)
+            return rows, json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+        return None
+
+    def _is_wanted(self, step: int) -> bool:
+        """Return whether completions are to be chosen from a step."""
+        return (self.first or 0) <= step and (self.last is None or step <= self.last)
+
+    def _gaps(self) -> dict[int, int]:
+        """Return ticket -> sample of the largest gaps, from the steps whose metrics show the
+        largest."""
         metrics = self.run.metrics
         largest = dict(zip(metrics.steps, metrics.column("mismatch/gap_max")))
-        steps = filter(self.is_wanted, self.policy)
+        steps = filter(self._is_wanted, self.policy)
         order = sorted(steps, key=lambda step: -(largest.get(step) or 0.0))
         paths = (self.policy[step] for step in order)
         gaps = recorded.largest_gaps(paths, MAX_POLICY_BYTES, MAX_GAPS)
         return {ticket: sample for _, ticket, sample in gaps}
-
-    def chooser(self, wanted: Wanted) -> Chooser:
-        """One that has seen every step that can be read."""
-        seen = [step for step in self.samples if wanted.tickets or self.is_wanted(step)]
-        to_read = self._readable_without_index(seen)
-        chooser = Chooser(wanted, num_steps=sum(map(self.is_wanted, seen)))
-        damaged = []
-        for step in seen:
-            path = self.samples[step]
-            if step in self.indexes:
-                index = recorded.read_index(self.indexes[step], step)
-            elif step in to_read:
-                index = recorded.index_of_samples(path, step)
-            else:
-                self.skipped += 1
-                continue
-            if index is None:
-                damaged.append(step)
-            elif self.is_wanted(step):
-                chooser.see(index, has_policy=step in self.policy)
-            else:
-                chooser.see_asked(index)
-        self.warn_of(damaged, "steps", "step")
-        return chooser
 
     def _readable_without_index(self, steps: Sequence[int]) -> set[int]:
         """Return steps, evenly chosen so that their files are no more than MAX_READ_BYTES."""
@@ -158,107 +185,40 @@ class _Reading:
         num = len(steps)
         if num_bytes > MAX_READ_BYTES:
             num = max(1, num * MAX_READ_BYTES // num_bytes)
-        return {steps[place * len(steps) // num] for place in range(num)} if num else set()
+            self.notes.append(
+                f"This run recorded no index: {len(steps) - num:,} of {len(self.samples):,} steps "
+                "were not read"
+            )
+        return {steps[place * len(steps) // num] for place in range(num)}
+
+    def _warn(self, numbers: Sequence[int], what: str, each: str) -> None:
+        """Note the steps or groups that cannot be read, if there are any."""
+        if numbers:
+            which = f"({each} {first_few(numbers)})"
+            self.warnings.append(f"samples: {len(numbers)} {what} cannot be read {which}")
 
 
-class _Page:
-    """The rows of the table and the blobs, filled group by group until the room is full."""
-
-    def __init__(self, run: RunData, reading: _Reading) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.blobs: dict[str, bytes] = {}
-        self.blob_of: list[str] = []
-        self.is_full = False
-        """There was no room for all that was chosen."""
-        self._run, self._reading = run, reading
-        checkpoints = sorted((run.path / "checkpoints").glob("step_*"), reverse=True)
-        self.pieces = find_tokenizer(run.path, run.word("model.path"), checkpoints)
-        self._blob = self._new_blob()
-        self._num_bytes = 0
-
-    def fill(self, picks: Sequence[Pick], max_bytes: int) -> None:
-        """Read the groups and write their blobs, the first ones first, until there are so many
-        bytes of them; those asked for in any case, but for a size that no page can have."""
-        lost = []
-        for pick in picks:
-            rows = self._added(pick)
-            if rows is None:
-                lost.append(pick.group.ticket)
-                continue
-            self.rows += rows
-            self.blob_of.append(str(len(self.blobs)))
-            if self._blob.num_groups >= _GROUPS_PER_BLOB or self._blob.size >= _BYTES_PER_BLOB:
-                self._close_blob()
-                asked = pick.reasons.get(None) == [ASKED]
-                if self._num_bytes >= (MAX_BLOB_BYTES if asked else max_bytes):
-                    self.is_full = pick is not picks[-1]
-                    break
-        if self._blob.num_groups:
-            self._close_blob()
-        self._reading.warn_of(lost, "groups", "ticket")
-
-    def _added(self, pick: Pick) -> list[dict[str, Any]] | None:
-        """The rows of a group, which is then in the blob; None if it cannot be shown."""
-        group = self._read(pick)
-        if group is None:
-            return None
-        # It may be of another version, or damaged in a way that its form does not show.
-        with suppress(ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
-            return self._blob.add(len(self.blob_of), group, pick)
-        return None
-
-    def _read(self, pick: Pick) -> dict[str, Any] | None:
-        """The recorded line, with `policy`: what the policy said, by sample."""
-        wanted = pick.group
-        group = recorded.read_group(
-            self._reading.samples[wanted.step], wanted.offset, wanted.ticket
-        )
-        if group is not None:
-            path = self._reading.policy.get(wanted.step)
-            is_trained = group["fate"] == "trained"
-            group["policy"] = recorded.policy_of(path, wanted.ticket) if path and is_trained else {}
-        return group
-
-    def _new_blob(self) -> Blob:
-        return Blob(self._run, self.pieces)
-
-    def _close_blob(self) -> None:
-        data = json.dumps(self._blob.to_json(), separators=(",", ":"), allow_nan=False).encode()
-        self.blobs[str(len(self.blobs))] = data
-        self._num_bytes += len(zlib.compress(data, 1))
-        self._blob = self._new_blob()
-
-
-def _note(page: _Page, reading: _Reading, chooser: Chooser) -> str:
-    """Describe how much of the run is here, and what was chosen."""
-    said = [f"{len(page.rows):,} of {chooser.num_seen:,} completions are here"]
-    if len(page.rows) < chooser.num_seen:
-        said[0] += (
-            ", in whole groups: the longest, the least likely, the oldest, those with the largest "
-            "gaps, without a grade or an answer, truncated, or alone in being right or wrong; some "
-            "of every data set and every fate; and an even spread over the steps"
-        )
-    if not any(map(reading.is_wanted, reading.samples)):
-        steps = _steps(min(reading.samples), max(reading.samples))
-        asked = _steps(reading.first, reading.last)
-        said.append(f"None was recorded of {asked}: this run's completions are of {steps}")
-    if page.is_full or chooser.is_full:
-        said.append("The page has no room for more")
-    if reading.skipped:
-        said.append(
-            f"This run recorded no index: {reading.skipped:,} of {len(reading.samples):,} steps "
-            "were not read"
-        )
-    if chooser.missing:
-        tickets = ", ".join(map(str, chooser.missing))
-        said.append(f"Not among the recorded ones: ticket {tickets}")
-    if page.pieces is None:
-        said.append("No tokenizer was found, so texts are shown whole, not by token")
-    return ". ".join(said) + "."
+def _row(
+    pick: Pick, group: Mapping[str, Any], one: Mapping[str, Any], policy: Mapping[str, Any]
+) -> Row:
+    """Return the row of a completion in the table."""
+    brief = summary(pick.step, one)
+    graded = "wrong" if one["parsed"] else "no answer"
+    return {
+        "step": pick.step,
+        **{name: group[name] for name in ("ticket", "source", "fate", "verdict")},
+        **{name: one[name] for name in ("sample", "finish")},
+        **{name: brief[name] for name in ("num_tokens", "age", "logprob_mean", "logprob_min")},
+        "graded": "no grade" if one["score"] is None else "right" if one["correct"] else graded,
+        "reward": rounded(one.get("reward")),
+        "advantage": rounded(policy.get("advantage")),
+        "gap_max": significant(policy.get("gap_max")),
+        "why": pick.why(one["sample"]),
+    }
 
 
 def _steps(first: int | None, last: int | None) -> str:
-    """In words; None: no bound."""
+    """Write a range of steps in words; None: no bound."""
     if last is None:
         return f"step {first} or later"
     if first is None:

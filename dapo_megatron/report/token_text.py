@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,63 +30,39 @@ class Pieces:
         self._tokenizer = tokenizer
         decoder = json.loads(tokenizer.to_str()).get("decoder")
         self._is_byte_level = _is_byte_level(decoder)
-        self._bytes: dict[int, bytes] = {}
-        self._clean: dict[int, str] = {}
-        """Tokens that are whole characters: nearly all that occur."""
+        self._bytes_of = cache(self._to_bytes)
         added = tokenizer.get_added_tokens_decoder()
-        self.special = {token for token, one in added.items() if one.special}
-        """Tokens that steer, such as the end of the sequence."""
+        self.special = {token for token, entry in added.items() if entry.special}
+        """Control tokens, such as the end of the sequence."""
 
     @classmethod
     def of_file(cls, path: Path) -> Pieces | None:
-        """None if there is no such file, or the library cannot read it."""
+        """Return None if there is no such file, or the library cannot read it."""
         try:
-            if not path.is_file():
-                return None
-            return cls(Tokenizer.from_file(str(path)))
+            return cls(Tokenizer.from_file(str(path))) if path.is_file() else None
         except Exception:  # noqa: BLE001 - the library raises nothing more special
             return None
 
     def split(self, tokens: Sequence[int]) -> list[str]:
-        """A piece for each token, special ones included; together they are what the tokenizer
-        makes of all of them."""
-        if self._is_byte_level:
-            return self._split_bytes(tokens)
-        return self._split_stream(tokens)
-
-    def _split_bytes(self, tokens: Sequence[int]) -> list[str]:
-        pieces: list[str] = []
-        clean = self._clean
+        """Return a piece for each token, special ones included. Together they are what the
+        tokenizer makes of all tokens."""
+        if not tokens:
+            return []
+        if not self._is_byte_level:
+            return self._split_stream(tokens)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        is_between = True
-        """Between two characters."""
-        for token in tokens:
-            piece = clean.get(token) if is_between else None
-            if piece is None:
-                piece = decoder.decode(self._bytes_of(token))
-                is_between = decoder.getstate()[0] == b""
-            pieces.append(piece)
-        if not is_between and pieces:
-            pieces[-1] += decoder.decode(b"", final=True)
+        pieces = [decoder.decode(self._bytes_of(token)) for token in tokens]
+        pieces[-1] += decoder.decode(b"", final=True)
         return pieces
 
-    def _bytes_of(self, token: int) -> bytes:
-        found = self._bytes.get(token)
-        if found is None:
-            text = self._tokenizer.id_to_token(token) or ""
-            try:
-                found = bytes(_BYTES[letter] for letter in text)
-            except KeyError:  # an added token: it stands for itself
-                found = text.encode()
-            self._bytes[token] = found
-            with suppress(UnicodeDecodeError):
-                self._clean[token] = found.decode()
-        return found
+    def _to_bytes(self, token: int) -> bytes:
+        text = self._tokenizer.id_to_token(token) or ""
+        try:
+            return bytes(_BYTES[letter] for letter in text)
+        except KeyError:  # an added token: it stands for itself
+            return text.encode()
 
     def _split_stream(self, tokens: Sequence[int]) -> list[str]:
-        decode: Callable[[Sequence[int]], str] = lambda ids: self._tokenizer.decode(  # noqa: E731
-            list(ids), skip_special_tokens=False
-        )
         pieces: list[str] = []
         stream = decoders.DecodeStream(skip_special_tokens=False)
         held: list[int] = []
@@ -94,22 +70,23 @@ class Pieces:
             piece = stream.step(self._tokenizer, token)
             held = [*held, token] if piece is None else []
             if len(held) > _MAX_HELD:
-                piece, held = decode(held), []
+                piece, held = self._decode(held), []
                 stream = decoders.DecodeStream(skip_special_tokens=False)
             pieces.append(piece or "")
-        if held:
-            pieces[-1] += decode(held)
+        pieces[-1] += self._decode(held)
         return pieces
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def find_tokenizer(run: Path, model_path: str | None, checkpoints: Iterable[Path]) -> Pieces | None:
-    """The run's own tokenizer, else that of its model's folder, else that of the newest of its
-    checkpoints that has one. A relative model path is one of this folder, as it was for the run."""
-    places = [run / "tokenizer.json"]
-    if model_path:
-        places.append(Path(model_path) / "tokenizer.json")
-    places += [folder / "tokenizer.json" for folder in checkpoints]
-    return next((found for place in places if (found := Pieces.of_file(place))), None)
+    """Return the run's own tokenizer, else that of its model's folder, else that of the newest of
+    its checkpoints that has one. A relative model path starts at the working directory, as it did
+    for the run."""
+    folders = [run, *([Path(model_path)] if model_path else []), *checkpoints]
+    tokenizers = (Pieces.of_file(folder / "tokenizer.json") for folder in folders)
+    return next(filter(None, tokenizers), None)
 
 
 def _is_byte_level(decoder: Any) -> bool:
@@ -122,8 +99,8 @@ def _is_byte_level(decoder: Any) -> bool:
 
 
 def _byte_table() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes as: printable ones of Latin-1 as they are,
-    the others, in order, from U+0100 on (GPT-2's table)."""
+    """Return the letters that byte-level tokenizers write bytes as: printable ones of Latin-1 as
+    they are, the others, in order, from U+0100 on (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

@@ -12,8 +12,8 @@ _HIDDEN = re.compile(
     "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e"
     "\u2060-\u2069\ufeff]"
 )
-"""Controls, zero widths (except joiners) and overrides of direction, as in page/viewer.js. Tabs and
-ends of lines are visible."""
+"""Controls, zero widths (except joiners) and overrides of direction. Tabs and ends of lines are
+visible."""
 
 
 def visible(text: str) -> str:

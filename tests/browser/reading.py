@@ -107,8 +107,7 @@ CONTRASTS = """selector => {
     if (!says || element.disabled || !element.offsetParent) continue;
     const below = behind(element);
     const [a, b] = [light(below), light(over(getComputedStyle(element).color, below))];
-    const selected = element.closest("[aria-selected=true]") ? " selected" : "";
-    const name = `${element.tagName}.${element.className}${selected}`;
+    const name = `${element.tagName}.${element.className}`;
     lowest[name] = Math.min(lowest[name] ?? 21, Math.max(a, b) / Math.min(a, b));
   }
   return lowest;
@@ -116,44 +115,24 @@ CONTRASTS = """selector => {
 
 
 def shown_rows(page: Page) -> list[tuple[int, int]]:
-    """(ticket, sample) of every row of the table, scrolled through from the top."""
-    found = page.evaluate(ALL_ROWS)
-    return [(int(ticket), int(sample)) for ticket, sample in found]
-
-
-ALL_ROWS = """async () => {
-  const scroller = document.querySelector("#rollout-table .r-scroll");
-  const names = [...document.querySelectorAll("#rollout-table .r-head [data-name]")]
-    .filter(one => !one.hidden).map(one => one.dataset.name);
-  const places = ["ticket", "sample"].map(name => names.indexOf(name));
-  const found = new Map();
-  for (let at = 0; ; at += 750) {
-    scroller.scrollTop = at;
-    await new Promise(requestAnimationFrame);
-    for (const row of document.querySelectorAll("#rollout-table [data-row]")) {
-      found.set(Number(row.getAttribute("aria-rowindex")),
-        places.map(place => row.children[place].textContent));
-    }
-    if (at >= scroller.scrollHeight) break;
-  }
-  scroller.scrollTop = 0;
-  return [...found.keys()].sort((a, b) => a - b).map(at => found.get(at));
-}"""
+    """(ticket, sample) of every row of the table that is shown, from the top."""
+    links = page.locator("#rollouts tbody tr:not([hidden]) a").all_inner_texts()
+    return [(int(ticket), int(sample)) for ticket, sample in (text.split("/") for text in links)]
 
 
 def rollouts(page: Page) -> Locator:
     """The table, in sight."""
     page.locator("#rollouts").scroll_into_view_if_needed()
-    return page.locator("#rollout-table")
+    return page.locator("#rollouts table")
 
 
 def open_completion(page: Page, ticket: int, sample: int) -> Locator:
     """The viewer, with one completion in it, by way of the filter."""
     rollouts(page)
-    page.fill("#rollout-filter", f"ticket={ticket} {ticket}/{sample}")
-    page.locator("#rollout-table").focus()
+    page.fill("#rollouts [type=search]", f"{ticket}/{sample}")
+    page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     viewer = page.locator("#viewer")
     expect(viewer).to_be_visible()
-    expect(viewer.locator("h2")).to_contain_text(f"Ticket {ticket}")
+    expect(viewer.locator("h2")).to_have_text(f"Ticket {ticket} · sample {sample}")
     return viewer

@@ -15,6 +15,7 @@ import yaml
 
 from dapo_megatron.report.folder import read_run
 from dapo_megatron.report.page import Options, Payload, make_payload, packed
+from dapo_megatron.report.rollouts import Rollouts
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY
 
@@ -45,6 +46,12 @@ def written(folder: Path, options: Options | None = None) -> Payload:
     for blob in payload.blobs.values():
         json.loads(blob, parse_constant=pytest.fail)
     return payload
+
+
+def rollouts_of(payload: Payload) -> Rollouts:
+    kept = payload.views[0].rollouts
+    assert kept is not None
+    return kept
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +91,7 @@ CONFIGS: dict[str, Any] = {
 def test_a_config_value_of_another_type_is_as_if_it_were_not_there(folder: Path, key: str) -> None:
     section, name = key.split(".")
     changed(folder / "config.yaml", lambda config: config[section].update({name: CONFIGS[key]}))
-    assert written(folder).data["runs"][0]["rollouts"]["kept"] > 0
+    assert rollouts_of(written(folder)).rows
 
 
 # Each field is missing once, and has each wrong type once.
@@ -111,13 +118,12 @@ def test_a_group_that_cannot_be_shown_is_reported_and_the_others_are_shown(
     changed(path, hurt)
     payload = written(folder)
     assert f"samples: 1 groups cannot be read (ticket {ticket})" in payload.views[0].warnings
-    table, before = (one.data["runs"][0]["rollouts"] for one in (payload, whole))
-    size = before["rows"]["ticket"].count(ticket)
-    assert size and table["kept"] == before["kept"] - size
-    shown = [json.loads(blob)["groups"] for blob in payload.blobs.values()]
-    tickets = {place: one["ticket"] for groups in shown for place, one in groups.items()}
-    places = {str(place) for place in table["rows"]["group"]}
-    assert places == tickets.keys() and ticket not in tickets.values()
+    shown, before = rollouts_of(payload), rollouts_of(whole)
+    rows = [row for row in before.rows if row["ticket"] != ticket]
+    assert len(rows) < len(before.rows)
+    key = ("ticket", "sample")
+    assert [[row[k] for k in key] for row in shown.rows] == [[row[k] for k in key] for row in rows]
+    assert shown.blobs.keys() == {row["ticket"] for row in rows}
 
 
 @pytest.mark.parametrize("name", ["advantage", "gap_max", "logprobs", "entropy"])
@@ -126,12 +132,11 @@ def test_damaged_policy_values_of_a_sequence_are_left_out(folder: Path, name: st
     changed(path, lambda line: line.update({name: "x"}))
     payload = written(folder)
     assert payload.views[0].warnings == []
-    rows = payload.data["runs"][0]["rollouts"]["rows"]
     last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     key = (last["ticket"], last["sample"])
-    row = list(zip(rows["ticket"], rows["sample"], strict=True)).index(key)
-    assert rows["gap_max"][row] is None
-    assert rows["advantage"][row] is None
+    [row] = [row for row in rollouts_of(payload).rows if (row["ticket"], row["sample"]) == key]
+    assert row["gap_max"] is None
+    assert row["advantage"] is None
 
 
 # Each wrong value in one column, and one wrong value in each column.

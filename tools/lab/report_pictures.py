@@ -43,7 +43,7 @@ PICTURES = (
     Picture("report_groups", section="groups", height=690),
     Picture("report_time", section="timeline", height=560),
     Picture("report_rollouts", section="rollouts", height=640, dark=True),
-    Picture("report_viewer", anchor="#ticket=2&sample=2&beside=0", height=560),
+    Picture("report_viewer", anchor="#rollout-0-2-2", height=560),
     Picture("report_compared", section="training", height=1080, of_compared=True),
 )
 

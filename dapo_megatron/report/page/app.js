@@ -7,7 +7,7 @@
   const state = { run: 0, smoothing: 0, paper: "off", hidden: [], mark: null, theme: null };
   const charts = new Map(); // element -> {id, figures: of all runs or of each, zoom: kept until it is drawn, isNear}
   const waiting = new Set(); // elements to be drawn
-  let data, rollouts;
+  let data;
 
   // ---------------------------------------------------------------- data
 
@@ -20,12 +20,10 @@
     return new Response(stream).json();
   }
 
-  const openBlob = (id) => unpack($(`blob-${id}`));
-
   // ---------------------------------------------------------------- what was chosen, over a reload
 
   function remember() {
-    const kept = { ...state, mark: null, scroll: window.scrollY, focus: document.activeElement.id, rollouts: rollouts.save(), zooms: {}, open: {} };
+    const kept = { ...state, mark: null, scroll: window.scrollY, focus: document.activeElement.id, rollouts: Rollouts.save(), zooms: {}, open: {} };
     for (const [element, { id, zoom }] of charts) kept.zooms[id] = element.wholeRange ? Figures.zoom(element) : zoom;
     for (const one of document.querySelectorAll("details[id]")) kept.open[one.id] = one.open;
     try { sessionStorage.setItem(KEY, JSON.stringify(kept)); } catch { /* a private window */ }
@@ -102,7 +100,6 @@
     state.mark = null;
     for (const element of document.querySelectorAll("[data-run]")) element.hidden = Number(element.dataset.run) !== run;
     redraw();
-    rollouts.update(data.runs[run]);
   }
 
   // Hide the runs of a look in the charts that show all, or show them again.
@@ -172,14 +169,13 @@
     state.run = data.runs[kept.run] ? kept.run : 0;
     if (state.theme) document.documentElement.dataset.theme = state.theme;
     show();
-    rollouts = Rollouts.mount($("rollouts-view"), data.runs[state.run], openBlob);
+    Rollouts.mount((id) => unpack($(`blob-${id}`)), kept.rollouts);
     if (state.run) choose(state.run);
     for (const [id, figures] of Object.entries({ ...data.charts, ...data.timelines })) {
       const element = document.querySelector(`[data-chart="${id}"]`);
       charts.set(element, { id, figures, zoom: kept.zooms?.[id] ?? null, isNear: false });
       visible.observe(element);
     }
-    if (kept.rollouts) rollouts.restore(kept.rollouts);
     for (const [id, isOpen] of Object.entries(kept.open ?? {})) if ($(id)) $(id).open = isOpen;
     listen();
     if (kept.focus) $(kept.focus)?.focus({ preventScroll: true });
