@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
 TREND_LEAST_STEPS = 8  # steps; shorter series are not judged for trends
 TREND_WINDOW = 0.125  # share of the steps at each end whose median stands for it
-TREND_CHANCE = 0.0027  # probability that noise looks like this trend
+TREND_Z = 3.0  # Mann-Kendall statistic, in standard deviations, of a trend
 
+_MOST_PAIRED = 200  # longer series are thinned, because pairs grow with the square
 _LEAST_IN_WINDOW, _MOST_IN_WINDOW = 3, 20
 _BEFORE, _LEAST_BEFORE, _SPREADS = 20, 5, 10.0
 _QUARTILES = 1.349  # distance of a normal distribution's quartiles, in standard deviations
@@ -86,24 +88,20 @@ class Track:
         return growth if math.isfinite(growth) else 1.0
 
     @cached_property
-    def direction(self) -> float:
-        """Kendall's rank correlation with the step, 0 if it may be noise."""
-        from scipy.stats import kendalltau  # takes a second
-
-        if len(self) < 2 or self.series.nunique() < 2:
-            return 0.0
-        tau, chance = kendalltau(range(len(self)), self.series)
-        return float(tau) if chance < TREND_CHANCE else 0.0
+    def score(self) -> float:
+        """Mann-Kendall statistic in standard deviations, above 0 for a series that rises."""
+        thinned = self.series.groupby(np.arange(len(self)) * _MOST_PAIRED // len(self)).median()
+        return mann_kendall((thinned if len(self) > _MOST_PAIRED else self.series).to_numpy())
 
     @property
     def rises(self) -> bool:
         """True if it rises beyond chance."""
-        return self.is_long and self.direction > 0
+        return self.is_long and self.score >= TREND_Z
 
     @property
     def falls(self) -> bool:
         """True if it falls beyond chance."""
-        return self.is_long and self.direction < 0
+        return self.is_long and self.score <= -TREND_Z
 
     @property
     def is_apart(self) -> bool:
@@ -130,6 +128,15 @@ class Track:
         spread = (before.quantile(0.75) - before.quantile(0.25)) / _QUARTILES
         is_high = self.series > (middle + _SPREADS * spread)
         return list(self.series.index[is_high & (middle > 0) & (self.series > factor * middle)])
+
+
+def mann_kendall(values: Any) -> float:
+    """Compare all pairs of an array's values (Mann 1945, Kendall 1975). 0 for a constant."""
+    num, (_, ties) = len(values), np.unique(values, return_counts=True)
+    pairs = np.sign(np.subtract.outer(values, values))
+    score = float(np.tril(pairs).sum())
+    variance = float(num * (num - 1) * (2 * num + 5) - (ties * (ties - 1) * (2 * ties + 5)).sum())
+    return (score - np.sign(score)) / math.sqrt(variance / 18) if variance > 0 else 0.0
 
 
 def fall_from_best(series: pd.Series) -> tuple[int, float, float]:

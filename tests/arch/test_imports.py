@@ -74,7 +74,7 @@ ROOMS = {
     # owner.
     "report": room(
         "types files cluster rewards rollout doctor tracking",
-        "jinja2 msgspec numpy pandas plotly scipy tokenizers yaml markupsafe rich",
+        "jinja2 msgspec numpy pandas plotly tokenizers yaml markupsafe rich",
     ),
     "run": room(EVERYTHING, "torch transformers rich"),
     "__main__": room(EVERYTHING, "typer rich"),
