@@ -347,6 +347,19 @@ def _links(room: Path, server: str, experiment: str) -> list[dict[str, str | Non
     return [one for one in anchors if not str(one["href"]).startswith("#")]
 
 
+def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path: Path) -> None:
+    names = ("accuracy/raw", "policy/entropy", "policy/loss", "time/step", "time/update")
+    lines = [
+        {"step": step, **{name: 1 / (step + at) for at, name in enumerate(names)}}
+        for step in range(1, 10_001)
+    ]
+    run = read_run(write_run(tmp_path / "long", lines))
+    data = make_payload([run], Options()).data
+    lengths = {len(one["y"]) for each in data["charts"].values() for one in each[0]["data"]}
+    assert max(lengths) == 2000
+    assert len(page.packed(data)) < 1e6
+
+
 # ------------------------------------------------------------------ several runs
 
 
