@@ -1,22 +1,28 @@
-"""Curves of the charts: a run's (thinned, rounded), the DAPO paper's curves, and the colours
-that tell runs apart."""
+"""Curves of the charts: a run's (thinned), the DAPO paper's, and the looks that tell runs apart."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
-from statistics import fmean
 from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from dapo_megatron.report.folder import Evaluation, RunData
 
 MAX_POINTS = 2000
 """Longest curve that is not thinned."""
 
-Column = Sequence[float | None]
+PALETTE = (
+    *("#2f8fd0", "#e0702b", "#1fa37a", "#c56aa2"),
+    *("#b8920a", "#808080", "#7d70d8", "#58b4e0"),
+)
+"""Colours that can be read on light and dark ground."""
 
 
 def stride_of(num_steps: int) -> int:
@@ -24,53 +30,36 @@ def stride_of(num_steps: int) -> int:
     return max(1, -(-num_steps // MAX_POINTS))
 
 
-def thin_steps(steps: Sequence[int], stride: int) -> list[int]:
-    """Return the last step of each bucket."""
-    return [steps[min(at + stride, len(steps)) - 1] for at in range(0, len(steps), stride)]
+def thin(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each bucket of steps, at its last step: means, or maxima of maxima
+    (gap_max, tokens/max) so that no peak is lost."""
+    stride = stride_of(len(frame))
+    if stride == 1:
+        return frame
+    how = {name: "max" if re.search(r"(\b|_)max$", name) else "mean" for name in frame}
+    thinned = frame.groupby(np.arange(len(frame)) // stride).agg(how)
+    lasts = frame.index[np.minimum(np.arange(1, len(thinned) + 1) * stride, len(frame)) - 1]
+    return thinned.set_axis(lasts)
 
 
-def thin(name: str, column: Column, stride: int) -> list[float | None]:
-    """Return a value for each bucket of `stride` steps: the mean, or the maximum of a maximum
-    (gap_max, tokens/max) so that no peak is lost. Six digits."""
-    reduce = max if re.search(r"(\b|_)max$", name) else fmean
-    points: list[float | None] = []
-    for at in range(0, len(column), stride):
-        values = [value for value in column[at : at + stride] if value is not None]
-        points.append(short(reduce(values)) if values else None)
-    return points
-
-
-def short(value: float) -> float:
-    """Six digits: more than a screen shows, and half the bytes."""
-    return float(f"{value:.6g}")
-
-
-def evaluation_curves(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """[{set, figure, points: [[step, value, low, high], ...]}]. Among pass@1, pass@2, pass@4 only
-    the one with the most samples, which has an interval. Counts (`ungraded`) are left out."""
-    largest: dict[tuple[str, str], int] = {}
-    curves: dict[tuple[str, str, str, int], list[list[float | None]]] = {}
+def evaluation_curves(evaluations: Sequence[Evaluation]) -> dict[tuple[str, str], pd.DataFrame]:
+    """Return the points of each (set, figure), by step. Among pass@1, pass@2, pass@4 only the one
+    with the most samples. Counts (`ungraded`) are left out."""
+    curves: dict[tuple[str, str], dict[str, list[Evaluation]]] = {}
     for point in evaluations:
         kind, _, samples = point.figure.partition("@")
         if samples.isdigit():
-            num = int(samples)
-            largest[point.set, kind] = max(num, largest.get((point.set, kind), 0))
-            interval = (point.value, point.low, point.high)
-            values = [None if value is None else short(value) for value in interval]
-            curve = curves.setdefault((point.set, point.figure, kind, num), [])
-            curve.append([point.step, *values])
-    return [
-        {"set": of_set, "figure": figure, "points": points}
-        for (of_set, figure, kind, num), points in curves.items()
-        if num == largest[of_set, kind]
-    ]
+            curves.setdefault((point.set, kind), {}).setdefault(point.figure, []).append(point)
+    chosen = {}
+    for (name, _), by_figure in curves.items():
+        figure = max(by_figure, key=lambda figure: int(figure.partition("@")[2]))
+        points = pd.DataFrame(by_figure[figure]).set_index("step")[["value", "low", "high"]]
+        chosen[name, figure] = points.astype("float64")
+    return chosen
 
-
-# ---------------------------------------------------------------------------- the paper's curves
 
 GRADIENT_STEPS = 16
 """Gradient steps per rollout step, in the paper."""
-
 GHOSTS = {
     "aime_avg": ("fig1_aime24_accuracy_pct", "avg@32", "paper: AIME 2024 avg@32"),
     "aime_pass": ("fig1_aime24_accuracy_pct", "pass@32", "paper: AIME 2024 pass@32"),
@@ -79,48 +68,36 @@ GHOSTS = {
     "length": ("fig7a_mean_response_length", "DAPO", "paper: mean length"),
     "reward": ("fig7b_reward_score", "DAPO", "paper: reward"),
     "entropy": ("fig7c_entropy", "DAPO", "paper: DAPO"),
-    "entropy_collapse": (
-        "fig2b_entropy_clip_higher",
-        "w/o Clip-Higher",
-        "paper: without clip-higher, the collapse",
-    ),
+    "entropy_collapse": ("fig2b_entropy_clip_higher", "w/o Clip-Higher", "paper: no clip-higher"),
     "probability": ("fig7d_mean_probability", "DAPO", "paper: mean"),
 }
 """Key -> (figure and curve in data/paper_curves.json, label)."""
 
 
-def ghosts(keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the DAPO paper's own curves, to lay next to a run's: {key: {label, source, points:
-    [[rollout step, value], ...]}}.
+def ghost(key: str) -> tuple[str, list[tuple[float, float]]]:
+    """Return (label, [(rollout step, value), ...]) of a curve of the DAPO paper.
 
     data/paper_curves.json was read off the vector graphics of the paper's figures (arXiv
     2503.14476). Its x is in gradient steps. Figures 1 and 7 were scaled by the authors to end at
     5,280 gradient steps, 330 rollout steps. The run: Qwen2.5-32B, 512 prompts of 16 answers.
     """
+    figure, curve, label = GHOSTS[key]
+    scale = 0.01 if figure.endswith("_pct") else 1.0
+    points = _paper()[figure][curve]
+    source = figure.partition("_")[0].replace("fig", "figure ")
+    return f"{label} ({source})", [
+        (round(abs(step) / GRADIENT_STEPS, 2), round(value * scale, 5)) for step, value in points
+    ]
+
+
+@cache
+def _paper() -> Any:
     text = resources.files(__package__).joinpath("data/paper_curves.json").read_text("utf-8")
-    curves = json.loads(text)["curves"]
-    by_key = {}
-    for key in keys:
-        figure, curve, label = GHOSTS[key]
-        scale = 0.01 if figure.endswith("_pct") else 1.0
-        points = [
-            [round(abs(step) / GRADIENT_STEPS, 2), round(value * scale, 5)]
-            for step, value in curves[figure][curve]
-        ]
-        source = figure.partition("_")[0].replace("fig", "figure ")
-        by_key[key] = {"label": label, "source": source, "points": points}
-    return by_key
+    return json.loads(text)["curves"]
 
 
-# ---------------------------------------------------------------------------- runs in one chart
-
-COLORS = 8
-"""--series-0 to --series-7 of page/style.css."""
 WIDTHS = (1.8, 3.4, 1.0)
-"""Line widths in pixels of the first eight runs, the next eight, and so on. The dash is taken: it
-tells the metric."""
-WIDTH_OF_REPEATS = 0.7
-"""Relative to the width of one run."""
+"""Line widths in pixels of the first eight runs, the next eight, and so on."""
 
 _NUMBER = re.compile(r"[-_. ]*(?:seed|[-_. ])[-_. ]*\d+$", re.IGNORECASE)
 
@@ -130,7 +107,7 @@ class Look:
     """Runs drawn alike."""
 
     label: str
-    color: int
+    color: str
     width: float
     runs: list[int]
     """Positions of the runs."""
@@ -149,9 +126,9 @@ def looks(runs: Sequence[RunData]) -> list[Look]:
     members = list(sets.values()) if len(sets) > 1 else [[number] for number in range(len(runs))]
     drawn = []
     for place, numbers in enumerate(members):
-        width = WIDTHS[place // COLORS % len(WIDTHS)]
         name = runs[numbers[0]].name
         if len(numbers) > 1:
-            name, width = f"{_NUMBER.sub('', name)}, {len(numbers)} runs", width * WIDTH_OF_REPEATS
-        drawn.append(Look(name, place % COLORS, round(width, 2), numbers))
+            name = f"{_NUMBER.sub('', name)}, {len(numbers)} runs"
+        width = WIDTHS[place // len(PALETTE) % len(WIDTHS)]
+        drawn.append(Look(name, PALETTE[place % len(PALETTE)], width, numbers))
     return drawn

@@ -1,59 +1,43 @@
-"""Finding, and robust statistics of the noisy series that findings rest on.
-
-Mann-Kendall counts in how many pairs of steps the later value is larger, so that no single step
-and no unit matters (Mann 1945, Kendall 1975).
-"""
+"""Finding, and robust statistics of the noisy series that findings rest on."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
-from dapo_megatron.report.folder import RunData
+import numpy as np
+import pandas as pd
 
 TREND_LEAST_STEPS = 8  # steps; shorter series are not judged for trends
 TREND_WINDOW = 0.125  # share of the steps at each end whose median stands for it
 TREND_Z = 3.0  # Mann-Kendall statistic, in standard deviations, of a trend
 
-_MOST_POINTS = 200
-"""Longer series are thinned to medians of neighbours: pairs grow with the square."""
-_LEAST_IN_WINDOW = 3
-_MOST_IN_WINDOW = 20
-_BEFORE = 20
-_LEAST_BEFORE = 5
-_SPREADS = 10.0
-_DEVIATIONS_OF_SPREAD = 1.4826  # of a normal distribution
+_MOST_PAIRED = 200  # longer series are thinned, because pairs grow with the square
+_LEAST_IN_WINDOW, _MOST_IN_WINDOW = 3, 20
+_BEFORE, _LEAST_BEFORE, _SPREADS = 20, 5, 10.0
+_QUARTILES = 1.349  # distance of a normal distribution's quartiles, in standard deviations
 
-Column = Sequence[float | None]
-"""Values of a metric by step."""
 Level = Literal["good", "note", "warn", "bad"]
-
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
 """The worst first."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know of a run, with its evidence."""
+    """One thing to know about a run, with its evidence."""
 
     level: Level
     title: str
-    """One line, in plain words."""
     text: str
-    """The figures and steps it rests on."""
+    """Values and steps behind the title."""
     metric: str | None = None
-    steps: tuple[int, int] | None = None
-    """First and last rollout step it is about."""
     knob: str | None = None
     """Config keys to look at, and which way: "optimizer.lr: lower; loss.clip_high: higher"."""
     chart: str | None = None
-    """Id of the chart to jump to; None: the first that shows `metric`."""
+    """Id of the chart to jump to. None stands for the first that shows `metric`."""
 
     @property
     def knobs(self) -> list[tuple[str, str]]:
@@ -64,13 +48,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Track:
-    """Finite values of a series by rollout step. Steps without a value are left out."""
+    """Values of a series by rollout step, without its gaps."""
 
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
+    series: pd.Series
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.series)
 
     @property
     def is_long(self) -> bool:
@@ -86,12 +69,12 @@ class Track:
     @cached_property
     def early(self) -> float:
         """Median of the first window, 0 for an empty track."""
-        return median(self.values[: self.window]) if self.values else 0.0
+        return float(self.series.iloc[: self.window].median()) if len(self) else 0.0
 
     @cached_property
     def late(self) -> float:
         """Median of the last window, 0 for an empty track."""
-        return median(self.values[-self.window :]) if self.values else 0.0
+        return float(self.series.iloc[-self.window :].median()) if len(self) else 0.0
 
     @property
     def change(self) -> float:
@@ -100,9 +83,15 @@ class Track:
 
     @property
     def growth(self) -> float:
-        """late / early; 1 where that says nothing (early is not above 0)."""
+        """late / early, or 1 if `early` is not above 0."""
         growth = self.late / self.early if self.early > 0 else 1.0
         return growth if math.isfinite(growth) else 1.0
+
+    @cached_property
+    def score(self) -> float:
+        """Mann-Kendall statistic in standard deviations, above 0 for a series that rises."""
+        thinned = self.series.groupby(np.arange(len(self)) * _MOST_PAIRED // len(self)).median()
+        return mann_kendall((thinned if len(self) > _MOST_PAIRED else self.series).to_numpy())
 
     @property
     def rises(self) -> bool:
@@ -114,84 +103,52 @@ class Track:
         """True if it falls beyond chance."""
         return self.is_long and self.score <= -TREND_Z
 
-    @cached_property
-    def score(self) -> float:
-        """Mann-Kendall's statistic in standard deviations; above 0 it rises."""
-        return mann_kendall(_thinned(self.values, _MOST_POINTS))
-
     @property
-    def stands_apart(self) -> bool:
-        """True if it rises, and nearly all of its end lies above nearly all of its start."""
-        first = sorted(self.values[: self.window])
-        last = sorted(self.values[-self.window :])
-        return self.rises and last[len(last) // 4] > first[-1 - len(first) // 4]
+    def is_apart(self) -> bool:
+        """True if nearly all of its end lies outside nearly all of its start."""
+        first, last = self.series.iloc[: self.window], self.series.iloc[-self.window :]
+        if self.change > 0:
+            return bool(last.quantile(0.25) > first.quantile(0.75))
+        return bool(last.quantile(0.75) < first.quantile(0.25))
 
     @cached_property
     def half(self) -> Track:
-        """The second half: the track from the middle step on."""
-        middle = len(self) // 2
-        return Track(self.steps[middle:], self.values[middle:])
+        """Second half of the track."""
+        return Track(self.series.iloc[len(self) // 2 :])
 
-    def where(self, holds: Callable[[float], bool]) -> list[int]:
+    def where(self, holds: Callable[[pd.Series], pd.Series]) -> list[int]:
         """Return the steps whose value fulfils a condition."""
-        return [s for s, v in zip(self.steps, self.values, strict=True) if holds(v)]
+        return list(self.series.index[holds(self.series)])
 
     def spikes(self, factor: float) -> list[int]:
         """Return the steps of values above `factor` times the median of those before, and far
         outside their spread."""
-        spikes = []
-        for place in range(_LEAST_BEFORE, len(self)):
-            before = self.values[max(0, place - _BEFORE) : place]
-            middle = median(before)
-            spread = _DEVIATIONS_OF_SPREAD * median([abs(value - middle) for value in before])
-            value = self.values[place]
-            if middle > 0 and value > factor * middle and value > middle + _SPREADS * spread:
-                spikes.append(self.steps[place])
-        return spikes
+        before = self.series.shift().rolling(_BEFORE, min_periods=_LEAST_BEFORE)
+        middle = before.median()
+        spread = (before.quantile(0.75) - before.quantile(0.25)) / _QUARTILES
+        is_high = self.series > (middle + _SPREADS * spread)
+        return list(self.series.index[is_high & (middle > 0) & (self.series > factor * middle)])
 
 
-def track(run: RunData, name: str) -> Track:
-    """Return a metric of a run."""
-    return track_of(run.metrics.steps, run.metrics.column(name))
+def mann_kendall(values: Any) -> float:
+    """Compare all pairs of an array's values (Mann 1945, Kendall 1975). 0 for a constant."""
+    num, (_, ties) = len(values), np.unique(values, return_counts=True)
+    pairs = np.sign(np.subtract.outer(values, values))
+    score = float(np.tril(pairs).sum())
+    variance = float(num * (num - 1) * (2 * num + 5) - (ties * (ties - 1) * (2 * ties + 5)).sum())
+    return (score - np.sign(score)) / math.sqrt(variance / 18) if variance > 0 else 0.0
 
 
-def track_of(steps: Sequence[int], column: Column) -> Track:
-    """Return a column with its gaps left out."""
-    kept = [(s, v) for s, v in zip(steps, column, strict=True) if v is not None]
-    return Track(tuple(s for s, _ in kept), tuple(v for _, v in kept))
+def fall_from_best(series: pd.Series) -> tuple[int, float, float]:
+    """Return (step of the best stretch, fall of the last stretch below it, noise of that fall).
 
-
-def mann_kendall(values: Sequence[float]) -> float:
-    """Statistic in standard deviations; 0 for a constant or for fewer than 3 values."""
-    n = len(values)
-    if n < 3:
-        return 0.0
-    score = sum((b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :])
-    ties = sum(t * (t - 1) * (2 * t + 5) for t in Counter(values).values())
-    variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
-    if variance <= 0 or score == 0:
-        return 0.0
-    return (score - math.copysign(1, score)) / math.sqrt(variance)
-
-
-def fall_from_best(values: Sequence[float]) -> tuple[int, float, float]:
-    """(position of the best stretch, how far the last stretch is below it, noise of that
-    difference): stretches are medians of a tenth of the series, of at least 3 values."""
-    size = max(_LEAST_IN_WINDOW, len(values) // 10)
-    starts = range(0, len(values) - size + 1, size)
-    if len(starts) < 4:
+    A stretch is the median of a tenth of the series, of at least 3 values.
+    """
+    size = max(_LEAST_IN_WINDOW, len(series) // 10)
+    if len(series) < 4 * size:
         return 0, 0.0, 0.0
-    stretches = [median(values[start : start + size]) for start in starts]
-    best = max(range(len(stretches)), key=stretches.__getitem__)
+    stretches = series.rolling(size).median()
     # Half of the changes of white noise are within 0.954 of its deviations, and a median is 1.25
     # times as noisy as a mean.
-    deviation = median([abs(b - a) for a, b in pairwise(values)]) / 0.954
-    noise = deviation * 1.25 * math.sqrt(2 / size)
-    return best * size, stretches[best] - median(values[-size:]), noise
-
-
-def _thinned(values: Sequence[float], most: int) -> Sequence[float]:
-    if len(values) <= most:
-        return values
-    edges = [len(values) * i // most for i in range(most + 1)]
-    return [median(values[a:b]) for a, b in pairwise(edges)]
+    noise = series.diff().abs().median() / 0.954 * 1.25 * math.sqrt(2 / size)
+    return int(stretches.idxmax()), float(stretches.max() - stretches.iloc[-1]), float(noise)

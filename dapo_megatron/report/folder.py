@@ -4,6 +4,7 @@ its end, and how it got there, follows from what it left."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import yaml
 
 from dapo_megatron.doctor import run as last_attempt
@@ -31,32 +34,42 @@ _OF_YAML = (ValueError, TypeError, LookupError, AttributeError, OverflowError, R
 
 @dataclass(frozen=True)
 class Metrics:
-    """Columns, each as long as `steps`; a missing or non-finite value is None."""
+    """Metrics by rollout step. A missing or non-finite value is NaN."""
 
-    steps: list[int]
-    """Rollout steps from 1, ascending."""
-    columns: dict[str, list[float | None]]
+    frame: pd.DataFrame
+    """A column per metric. The index holds rollout steps from 1, ascending."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Rollout steps."""
+        return list(map(int, self.frame.index))
+
+    def series(self, name: str) -> pd.Series:
+        """Return a metric by step, all NaN if no step has it."""
+        if name in self.frame:
+            return self.frame[name]
+        return pd.Series(math.nan, self.frame.index)
 
     def column(self, name: str) -> list[float | None]:
-        """A metric by step; all None if no step has it."""
-        return self.columns.get(name) or [None] * len(self.steps)
+        """Return a metric by step, with None for NaN."""
+        return [None if value != value else value for value in self.series(name).tolist()]
 
     def values(self, name: str) -> list[float]:
-        """The values of a metric that there are, in step order."""
-        return [value for value in self.column(name) if value is not None]
+        """Return the recorded values of a metric, in step order."""
+        return list(self.series(name).dropna())
 
     def last(self, name: str) -> float | None:
-        """The newest value there is."""
+        """Return the newest recorded value."""
         return next(reversed(self.values(name)), None)
 
     def total(self, name: str) -> float:
-        """The sum of a metric over the steps that have it."""
-        return sum(self.values(name))
+        """Return the sum of a metric over the steps that have it."""
+        return float(self.series(name).sum())
 
     @property
     def last_step(self) -> int:
-        """The newest step; 0 before the first."""
-        return self.steps[-1] if self.steps else 0
+        """Newest step, 0 before the first."""
+        return next(reversed(self.steps), 0)
 
 
 @dataclass(frozen=True)
@@ -209,7 +222,16 @@ def read_metrics(lines: Iterable[Mapping[str, Any]]) -> tuple[Metrics, list[Eval
     names = dict.fromkeys(name for step in steps for name in by_step[step] if name != "step")
     columns = {name: [finite(by_step[step].get(name)) for step in steps] for name in names}
     evaluations = [point for step, line in by_step.items() for point in _evaluations(step, line)]
-    return Metrics(steps, columns), evaluations
+    return Metrics(frame_of(steps, columns)), evaluations
+
+
+def frame_of(steps: Sequence[int], columns: Mapping[str, Any]) -> pd.DataFrame:
+    """Return columns as a table by step. Values too large to compute with become NaN."""
+    values = np.full((len(steps), len(columns)), math.nan)
+    for place, column in enumerate(columns.values()):
+        values[:, place] = column
+    values[~(np.abs(values) <= MAX_NUMBER)] = math.nan
+    return pd.DataFrame(values, pd.Index(steps, dtype="int64"), list(columns))
 
 
 def finite(value: Any) -> float | None:

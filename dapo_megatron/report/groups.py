@@ -1,6 +1,6 @@
 """Outcome of every prompt that was issued, step by step and over the run.
 
-The ledger's books, step by step (rollout/ledger.py):
+The ledger's counts, step by step (rollout/ledger.py):
 
     issued + carried before
         =  trained + all_correct + all_wrong + overlong + abstained + expired + carried
@@ -12,16 +12,18 @@ where only ready groups expire,
     newly mixed  =  trained + expired + carried_ready - carried_ready of the step before
     decided      =  newly mixed + all_correct + all_wrong + overlong + abstained
 
-and the keep rate that came is newly mixed / decided, what the forecast (groups/keep_rate) is of.
-With on_policy nothing is carried, and what expires was mostly undecided: it is left out of both.
-
-Without dynamic_sampling a group need not be mixed to be trained on: nothing tells how many were,
-and the forecast is of groups with all their grades. Then there is no keep rate.
+The keep rate is newly mixed / decided, and groups/keep_rate is its forecast. With on_policy nothing
+is carried, and what expires was mostly undecided: it is left out of both. Without dynamic_sampling
+groups need not be mixed to be trained on, and there is no keep rate.
 """
 
 from __future__ import annotations
 
-from dapo_megatron.report.folder import RunData, finite
+import math
+
+import pandas as pd
+
+from dapo_megatron.report.folder import RunData
 from dapo_megatron.types import Fate
 
 FATES = tuple(Fate)
@@ -43,27 +45,27 @@ FORECAST = "groups/keep_rate"
 DECIDED = "derived/decided"
 
 
-def derived(run: RunData) -> dict[str, list[float | None]]:
-    """The keep rate that came, and the groups decided, by step; see above. Of a run that has no
-    keep rate also the forecast, emptied."""
-    newly_mixed = _newly_mixed(run)
-    judged = [run.metrics.column(f"groups/{fate}") for fate in _JUDGED]
-    decided: list[float | None] = []
-    kept: list[float | None] = []
-    for at, mixed in enumerate(newly_mixed):
-        others = [column[at] for column in judged]
-        total = None if mixed is None else mixed + sum(other or 0.0 for other in others)
-        total = finite(total)
-        decided.append(total)
-        kept.append(mixed / total if mixed is not None and total else None)
+def derived(run: RunData) -> dict[str, pd.Series]:
+    """Return keep rate and number of decided groups by step. Without dynamic sampling the keep
+    rate and its forecast are empty."""
+    column = run.metrics.series
+    mixed = column("groups/trained")
+    if not run.is_on_policy:
+        ready = column("groups/carried_ready")
+        # The first step has no carried groups. After a gap the number before is unknown.
+        before = ready.reindex(ready.index - 1).set_axis(ready.index)
+        before[before.index == 1] = 0.0
+        mixed = mixed + column("groups/expired") + ready - before
+        mixed = mixed.where(mixed >= 0)
+    decided = mixed + sum(column(f"groups/{fate}").fillna(0) for fate in _JUDGED)
     if not keeps_mixed_alone(run):
-        nothing: list[float | None] = [None] * len(decided)
+        nothing = decided * math.nan
         return {KEPT: nothing, FORECAST: nothing, DECIDED: decided}
-    return {KEPT: kept, DECIDED: decided}
+    return {KEPT: mixed / decided.where(decided > 0), DECIDED: decided}
 
 
 def keeps_mixed_alone(run: RunData) -> bool:
-    """True if groups are only trained on if they are mixed."""
+    """Return True if groups are only trained on if they are mixed."""
     return run.knob("rollout.dynamic_sampling") is not False
 
 
@@ -72,43 +74,24 @@ def note(run: RunData) -> str | None:
     if keeps_mixed_alone(run):
         return None
     return (
-        "rollout.dynamic_sampling is off in this run: groups are trained on whether they are mixed "
-        "or not, also those all right or all wrong, which teach nothing. So there is no keep rate."
+        "rollout.dynamic_sampling is off: groups that are all right or all wrong are trained on "
+        "too. There is no keep rate."
     )
 
 
-def _newly_mixed(run: RunData) -> list[float | None]:
-    steps, column = run.metrics.steps, run.metrics.column
-    trained_on, ready_after = column("groups/trained"), column("groups/carried_ready")
-    if run.is_on_policy:
-        return list(trained_on)
-    ready_before = {0: 0.0, **dict(zip(steps, ready_after, strict=True))}
-    newly_mixed: list[float | None] = []
-    rows = zip(steps, trained_on, column("groups/expired"), ready_after, strict=True)
-    for step, trained, expired, ready in rows:
-        before = ready_before.get(step - 1)
-        mixed = None
-        if not (trained is None or expired is None or ready is None or before is None):
-            mixed = finite(trained + expired + ready - before)
-        newly_mixed.append(mixed if mixed is not None and mixed >= 0 else None)
-    return newly_mixed
-
-
 def totals(run: RunData) -> dict[str, int]:
-    """Groups over the run: issued, each fate, open (carried by the last step) and unaccounted,
-    which is issued - fates - open: 0 unless steps are missing. Empty if nothing was recorded."""
+    """Return groups over the run: issued, each fate, open (carried by the last step) and
+    unaccounted, which is 0 unless steps are missing. Empty if nothing was recorded."""
     if not run.metrics.values("groups/issued"):
         return {}
-    sums = {
-        name: sum(map(round, run.metrics.values(f"groups/{name}"))) for name in ("issued", *FATES)
-    }
+    sums = {name: round(run.metrics.total(f"groups/{name}")) for name in ("issued", *FATES)}
     sums["open"] = round(run.metrics.last("groups/carried") or 0)
     sums["unaccounted"] = sums["issued"] - sum(sums[fate] for fate in FATES) - sums["open"]
     return sums
 
 
 def totals_table(run: RunData) -> list[tuple[str, int, float | None]]:
-    """(what, groups, share of the issued) of `totals`, in words; the first is what was issued."""
+    """Return `totals` as (what, groups, share of the issued), in words."""
     sums = totals(run)
     issued = sums.get("issued", 0)
     return [

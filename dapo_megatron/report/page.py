@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -24,18 +24,18 @@ from markupsafe import Markup
 
 import dapo_megatron
 from dapo_megatron.report import curves, figures, groups, phases, timeline
-from dapo_megatron.report.charts import Chart, chart_of, columns_of, defined, names_in, recorded
+from dapo_megatron.report.charts import CHARTS, Chart, chart_of, columns_of, recorded
 from dapo_megatron.report.curves import Look
-from dapo_megatron.report.figures import Drawing, RunCurves
+from dapo_megatron.report.figures import RunCurves
 from dapo_megatron.report.finding import Finding
-from dapo_megatron.report.findings import findings
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.provenance import facts, headline, provenance
 from dapo_megatron.report.rollouts import Rollouts, rollouts
 from dapo_megatron.report.rollouts_table import COLUMNS, Filter
+from dapo_megatron.report.rules import findings
 from dapo_megatron.report.wording import number, visible
 
-SCRIPTS = ("figures.js", "viewer.js", "rollouts.js", "app.js")
+SCRIPTS = ("viewer.js", "rollouts.js", "app.js")
 """After plotly, in this order."""
 STYLES = ("style.css", "rollouts.css")
 
@@ -97,12 +97,12 @@ class View:
 @dataclass(frozen=True)
 class Payload:
     data: dict[str, Any]
-    """For the scripts: {refresh_seconds, template, charts, runs}."""
+    """For the scripts: {refresh_seconds, templates, charts, timelines, runs}."""
     blobs: dict[str, bytes]
     """JSON that is opened one by one."""
     views: list[View]
     looks: list[Look]
-    charts: list[tuple[Chart, list[Drawing]]]
+    charts: list[Chart]
     missing: dict[str, list[str]]
     """Titles of the charts that no run has anything for, by section."""
 
@@ -110,17 +110,12 @@ class Payload:
 def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
     """Return the contents of the report of these runs, the first one chosen."""
     runs = _told_apart(runs)
-    columns = [
-        {name: column for name, column in columns_of(run).items() if _has_values(column)}
-        for run in runs
-    ]
-    charts = defined(runs)
+    frames = [columns_of(run).dropna(axis=1, how="all") for run in runs]
     names = {point.figure for run in runs for point in run.evaluations}
-    shown = recorded(charts, {name for of_run in columns for name in of_run}, names)
-    ids = {chart.id for chart in shown}
+    shown = recorded(CHARTS, {name for frame in frames for name in frame}, names)
     missing: dict[str, list[str]] = {}
-    for chart in charts:
-        if chart.id not in ids:
+    for chart in CHARTS:
+        if chart.id not in {chart.id for chart in shown}:
             missing.setdefault(chart.section, []).append(chart.title)
     share = -(-options.completions // len(runs))
     blobs: dict[str, bytes] = {}
@@ -129,60 +124,28 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
     for place, run in enumerate(runs):
         kept = rollouts(run, share, options.tickets, options.steps)
         views.append(_view(run, shown, kept))
-        findings_to_see = [{"chart": one.chart, "steps": one.steps} for one in views[-1].findings]
-        bodies.append({"name": run.name, "findings": findings_to_see})
+        bodies.append({"name": run.name})
         if kept is not None:
             blobs |= {f"{place}-{ticket}": blob for ticket, blob in kept.blobs.items()}
     looks = curves.looks(runs)
-    drawn = _curves(runs, columns, looks, names_in(shown))
-    drawings = [(chart, figures.draw(chart, drawn)) for chart in shown]
-    timelines = {
-        f"timeline-{place}-{one.step}": [one.figure]
-        for place, view in enumerate(views)
-        for one in view.timelines
-    }
+    drawn = [
+        RunCurves(run.name, curves.thin(frame), curves.evaluation_curves(run.evaluations), look, at)
+        for place, (run, frame) in enumerate(zip(runs, frames, strict=True))
+        for at, look in enumerate(looks)
+        if place in look.runs
+    ]
     data = {
         "refresh_seconds": options.refresh_seconds,
-        "template": figures.TEMPLATE,
-        "charts": {chart.id: [one.figure for one in of_chart] for chart, of_chart in drawings},
-        "timelines": timelines,
+        "templates": figures.TEMPLATES,
+        "charts": {chart.id: figures.draw(chart, drawn) for chart in shown},
+        "timelines": {
+            f"timeline-{place}-{one.step}": [one.figure]
+            for place, view in enumerate(views)
+            for one in view.timelines
+        },
         "runs": bodies,
     }
-    return Payload(data, blobs, views, looks, drawings, missing)
-
-
-def _curves(
-    runs: Sequence[RunData],
-    columns: Sequence[Mapping[str, curves.Column]],
-    looks: Sequence[Look],
-    names: set[str],
-) -> list[RunCurves]:
-    drawn = []
-    for place, (run, of_run) in enumerate(zip(runs, columns, strict=True)):
-        stride = curves.stride_of(len(run.metrics.steps))
-        look = next(at for at, look in enumerate(looks) if place in look.runs)
-        drawn.append(
-            RunCurves(
-                name=run.name,
-                steps=curves.thin_steps(run.metrics.steps, stride),
-                columns={
-                    name: curves.thin(name, column, stride)
-                    for name, column in of_run.items()
-                    if name in names
-                },
-                evaluations=[
-                    {**curve, "set": visible(curve["set"])}
-                    for curve in curves.evaluation_curves(run.evaluations)
-                ],
-                look=looks[look],
-                look_number=look,
-            )
-        )
-    return drawn
-
-
-def _has_values(column: curves.Column) -> bool:
-    return any(value is not None for value in column)
+    return Payload(data, blobs, views, looks, shown, missing)
 
 
 def _view(run: RunData, charts: Sequence[Chart], kept: Rollouts | None) -> View:

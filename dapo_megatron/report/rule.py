@@ -1,52 +1,74 @@
-"""Rule: one finding as data, and its evaluation on a run.
-
-Each threshold of a rule is a constant next to it. The table in docs/report.md lists them all, with
-the reason for each.
-"""
+"""Rule: one finding as data, and its evaluation on a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from string import Formatter
 from typing import Any
 
-from dapo_megatron.report.finding import Column, Finding, Level, Track, track_of
-from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.charts import columns_of
+from dapo_megatron.report.finding import Finding, Level, Track
+from dapo_megatron.report.folder import Metrics, RunData, frame_of
+from dapo_megatron.report.groups import DECIDED
 from dapo_megatron.report.wording import named, number, percent
+from dapo_megatron.types import STEP_PHASES, Phase
+
+CLIPPED_TOKENS = "derived/clipped_tokens"
+UNPARSED = "derived/unparsed_share"
+PLAIN_STEP = "derived/step_without_extras"
+PER_TOKEN = "derived/{}_per_token"
+
+EVERY_STEP = [p for p in STEP_PHASES if p not in (Phase.CHECKPOINT, Phase.EVALUATE)]
+
+
+def judged(run: RunData) -> RunData:
+    """Return the run with the columns that rules judge besides its metrics."""
+    run = replace(run, metrics=Metrics(columns_of(run)))
+    column, steps = run.metrics.series, run.metrics.steps
+    completions = column(DECIDED) * (run.count("rollout.samples_per_prompt") or 0)
+    tokens = column("throughput/tokens_per_second") * column("time/step")
+    extras = sum(column(f"time/{phase}").fillna(0) for phase in ("checkpoint", "evaluate"))
+    columns = {
+        CLIPPED_TOKENS: column("policy/clip_fraction_high") + column("policy/clip_fraction_low"),
+        UNPARSED: column("grading/unparsed") / completions.where(completions > 0),
+        PLAIN_STEP: column("time/step") - extras,
+    }
+    for phase in EVERY_STEP:
+        per_token = column(f"time/{phase}") / tokens.where(tokens > 0)
+        columns[PER_TOKEN.format(phase)] = per_token
+    columns |= dict(run.metrics.frame.items())
+    return replace(run, metrics=Metrics(frame_of(steps, columns)))
 
 
 @dataclass(frozen=True)
 class Case(Track):
-    """The series that a rule looks at, in its run."""
+    """Series that a rule looks at, in its run."""
 
     run: RunData
     bound: float = 0.0
     """Value of the rule's config key."""
     hits: tuple[int, ...] = ()
-    """The steps that the finding is about."""
+    """Steps that the finding is about."""
 
     @property
     def peak(self) -> int:
         """Step of the largest value among `hits`."""
-        return max(self.hits, key=self.at)
+        return int(self.series[list(self.hits)].idxmax())
 
     @property
     def most(self) -> float:
         """Largest value at `hits`."""
-        return self.at(self.peak)
-
-    def at(self, step: int) -> float:
-        """Return the value at a step."""
-        return self.values[self.steps.index(step)]
+        return float(self.series[self.peak])
 
     def other(self, metric: str) -> Track:
         """Return another metric of the run."""
-        return track_of(self.run.metrics.steps, self.run.metrics.column(metric))
+        return track(self.run, metric)
 
 
-Condition = Callable[[Case], bool]
+def track(run: RunData, metric: str) -> Track:
+    """Return a metric of a run."""
+    return Track(run.metrics.series(metric).dropna())
 
 
 def always(series: Case) -> bool:
@@ -54,37 +76,31 @@ def always(series: Case) -> bool:
     return True
 
 
-def lately(series: Case) -> Sequence[int]:
-    """Return the steps of the last window."""
-    return series.steps[-series.window :]
-
-
 @dataclass(frozen=True)
 class Rule:
     """A finding on one series.
 
-    Title and text are templates. `s` is the Case, `steps` names its `hits`, and `facts` gives more
-    fields. `!p` writes a share in percent, `!n` a number as a person would.
+    Title, text and knob are templates. `s` is the Case and `steps` names its `hits`. `!p` writes a
+    share in percent, `!n` a number as a person would.
     """
 
     metric: str
-    """Metric that is judged, and whose chart the finding leads to."""
-    when: Mapping[Level, Condition]
+    """Column of judged()."""
+    when: Mapping[Level, Callable[[Case], Any]]
     """The finding has the level of the first condition that holds."""
     title: str
     text: str
-    knob: str | Callable[[Case], str | None] | None = None
+    knob: str | None = None
     trend: bool = False
     """Judge only series that are long enough for trends (Track.is_long)."""
     only: Callable[[RunData], bool] = lambda run: True
     """Judge only these runs."""
     bound: str | None = None
     """Config key of a number above 0, `s.bound`. A run without it has no such finding."""
-    column: Callable[[RunData], Column] | None = None
-    """Values to judge, where they are not those of `metric`."""
-    steps: Callable[[Case], Sequence[int]] = attrgetter("steps")
+    steps: Callable[[Case], Sequence[int]] = lambda s: list(s.series.index)
     """Steps that the finding is about. Without any there is none."""
     facts: Callable[[Case], Mapping[str, Any]] = lambda series: {}
+    """More fields of the templates."""
     chart: str | None = None
 
     def __call__(self, run: RunData) -> Iterator[Finding]:
@@ -92,22 +108,16 @@ class Rule:
         bound = run.number(self.bound) if self.bound else 0.0
         if not self.only(run) or bound is None or (self.bound and bound <= 0):
             return
-        column = self.column(run) if self.column else run.metrics.column(self.metric)
-        values = track_of(run.metrics.steps, column)
-        series = Case(values.steps, values.values, run, bound)
+        series = Case(track(run, self.metric).series, run, bound)
         if not series or (self.trend and not series.is_long):
             return
         series = replace(series, hits=tuple(self.steps(series)))
-        if not series.hits:
-            return
-        for level, holds in self.when.items():
-            if holds(series):
-                fields = {"s": series, "steps": named(series.hits), **self.facts(series)}
-                title, text = (_WORDS.vformat(part, (), fields) for part in (self.title, self.text))
-                about = (series.hits[0], series.hits[-1])
-                knob = self.knob(series) if callable(self.knob) else self.knob
-                yield Finding(level, title, text, self.metric, about, knob, self.chart)
-                return
+        level = next((level for level, holds in self.when.items() if holds(series)), None)
+        if level and series.hits:
+            fields = {"s": series, "steps": named(series.hits), **self.facts(series)}
+            parts = (self.title, self.text, self.knob or "")
+            title, text, knob = (_WORDS.vformat(part, (), fields) for part in parts)
+            yield Finding(level, title, text, self.metric, knob or None, self.chart)
 
 
 RunRule = Callable[[RunData], Iterator[Finding]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.cluster.imports import COMPILER, UNUSED, quick_imports
+from dapo_megatron.cluster.launch import free_port
 from tests.helpers.configs import REPOSITORY, TINY
 
 HEAVY = {"torch", "transformers", "vllm", "megatron", "mlflow", "numpy", "reasoning_gym", "rich"}
@@ -73,12 +75,13 @@ def test_a_rank_imports_only_what_it_uses(tmp_path: Path) -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     modules = tmp_path / "modules"
     arguments = ("train", TINY, *short, *folder, *alone, modules)
-    run_python(RANK, *arguments, **place, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    run_python(RANK, *arguments, **place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     imported = set(modules.read_text().split())
     assert "vllm" in imported
     assert not NOT_ON_A_RANK & imported
 
 
+@pytest.mark.long
 def test_what_is_hidden_would_be_imported_otherwise() -> None:
     """If this fails, quick_imports has less to hide."""
     imported = set(run_python(PLAIN, TORCHDYNAMO_DISABLE="1").split())
@@ -94,8 +97,8 @@ def test_imports_are_hidden_and_come_back(monkeypatch: pytest.MonkeyPatch) -> No
         assert importlib.util.find_spec("sklearn") is None
         with pytest.raises(ModuleNotFoundError):
             import sklearn  # noqa: F401
-        with pytest.raises(ImportError):
-            from torch._inductor import lowering  # noqa: F401
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(COMPILER)
     assert gc.isenabled()
     assert importlib.util.find_spec("sklearn") is not None
     assert COMPILER not in sys.modules

@@ -18,8 +18,9 @@ from dapo_megatron.cluster import heartbeat
 from dapo_megatron.cluster.attempt import begin_attempt, end_attempt
 from dapo_megatron.cluster.heartbeat import Pulse, State
 from dapo_megatron.cluster.watchdog import hang_file
-from dapo_megatron.report.curves import evaluation_curves, stride_of, thin, thin_steps
-from dapo_megatron.report.folder import StateWord, read_metrics, read_run
+from dapo_megatron.report import curves
+from dapo_megatron.report.curves import evaluation_curves, stride_of, thin
+from dapo_megatron.report.folder import Metrics, StateWord, frame_of, read_metrics, read_run
 from dapo_megatron.types import ConfigError
 
 A_PULSE = Pulse(
@@ -117,9 +118,8 @@ def test_any_lines_make_columns_of_one_length(lines: list[dict[str, Any]]) -> No
     metrics, evaluations = read_metrics(lines)
     assert metrics.steps == sorted(set(metrics.steps))
     assert all(step >= 1 for step in metrics.steps)
-    for column in metrics.columns.values():
-        assert len(column) == len(metrics.steps)
-        assert all(value is None or math.isfinite(value) for value in column)
+    for name in metrics.frame:
+        assert all(value is None or math.isfinite(value) for value in metrics.column(name))
     assert all(math.isfinite(one.value) and one.step >= 0 for one in evaluations)
 
 
@@ -227,16 +227,17 @@ def test_a_folder_that_is_written_to_meanwhile(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ curves
 
 
-@given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50), st.integers(1, 7))
-def test_thinned_curves(column: list[float | None], stride: int) -> None:
-    steps = thin_steps(range(1, len(column) + 1), stride)
-    means, largest = thin("a/mean", column, stride), thin("a/gap_max", column, stride)
-    assert len(steps) == len(means) == len(largest) == -(-len(column) // stride)
-    assert steps[-1:] == ([len(column)] if column else [])
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50), st.integers(7, 50))
+def test_thinned_curves(column: list[float | None], most: int) -> None:
+    frame = frame_of(range(1, len(column) + 1), {"a/mean": column, "a/gap_max": column})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "MAX_POINTS", most)
+        thinned = Metrics(thin(frame))
+        assert len(thinned.steps) == -(-len(column) // stride_of(len(column)))
+    assert thinned.steps[-1:] == ([len(column)] if column else [])
     known = [value for value in column if value is not None]
-    if known:  # a peak is never lost
-        kept = max(value for value in largest if value is not None)
-        assert kept == pytest.approx(max(known), rel=1e-5)
+    means, largest = (thinned.column(name) for name in ("a/mean", "a/gap_max"))
+    assert max(thinned.values("a/gap_max"), default=None) == max(known, default=None)
     for mean, top in zip(means, largest, strict=True):
         assert (mean is None) == (top is None)
         assert mean is None or top is None or mean <= top + 1e-5 * abs(top) + 1e-5 * abs(mean)
@@ -249,6 +250,7 @@ def test_short_runs_are_not_thinned() -> None:
 def test_of_a_figure_the_one_of_most_samples_is_drawn() -> None:
     line = {"step": 0, "eval/a/pass@1": 0.1, "eval/a/pass@4": 0.4, "eval/a/ungraded": 2.0}
     _, evaluations = read_metrics([line, {**line, "step": 5, "eval/a/pass@4_low": 0.3}])
-    assert evaluation_curves(evaluations) == [
-        {"set": "a", "figure": "pass@4", "points": [[0, 0.4, None, None], [5, 0.4, 0.3, None]]}
-    ]
+    [(key, points)] = evaluation_curves(evaluations).items()
+    assert key == ("a", "pass@4")
+    assert points["value"].to_dict() == {0: 0.4, 5: 0.4}
+    assert points["low"].dropna().to_dict() == {5: 0.3}

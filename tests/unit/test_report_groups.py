@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.report.charts import CHARTS
-from dapo_megatron.report.folder import Metrics, RunData, RunState, StateWord
+from dapo_megatron.report.folder import Metrics, RunData, RunState, StateWord, frame_of
 from dapo_megatron.report.groups import (
     DECIDED,
     FATES,
@@ -81,7 +82,7 @@ def run_of(rows: list[dict[str, float]], steps: list[int] | None = None, **knobs
         name="made",
         config={"rollout": knobs},
         config_text="",
-        metrics=Metrics(steps or list(range(1, len(rows) + 1)), columns),
+        metrics=Metrics(frame_of(steps or range(1, len(rows) + 1), columns)),
         evaluations=[],
         state=RunState(StateWord.FINISHED, ""),
         summary=None,
@@ -96,6 +97,13 @@ def real() -> tuple[RunData, list[float]]:
     lines = [line.split() for line in REAL.strip().splitlines()]
     rows = [dict(zip(NAMES, map(float, line[:-1]), strict=True)) for line in lines]
     return run_of(rows), [float(line[-1]) for line in lines]
+
+
+def series_of(run: RunData) -> dict[str, list[float | None]]:
+    """Return the derived series, with None for what is not known."""
+    columns = derived(run)
+    metrics = Metrics(frame_of(run.metrics.steps, columns))
+    return {name: metrics.column(name) for name in columns}
 
 
 def test_the_real_runs_books_balance() -> None:
@@ -115,7 +123,7 @@ def test_the_totals_in_words_are_all_of_the_issued() -> None:
 
 def test_the_real_runs_own_fraction_says_how_many_were_decided() -> None:
     run, perfect = real()
-    decided = derived(run)[DECIDED]
+    decided = series_of(run)[DECIDED]
     assert len(decided) == 40
     for at, fraction in enumerate(perfect):
         all_correct = run.metrics.column("groups/all_correct")[at]
@@ -160,7 +168,7 @@ def test_the_keep_rate_that_came_is_what_the_ledger_saw(
     made: tuple[list[dict[str, float]], list[tuple[int, int]]],
 ) -> None:
     counts, truth = made
-    found = derived(run_of(counts))
+    found = series_of(run_of(counts))
     assert found[DECIDED] == [decided for _, decided in truth]
     assert found[KEPT] == [mixed / decided if decided else None for mixed, decided in truth]
     sums = totals(run_of(counts))
@@ -171,48 +179,44 @@ def test_the_keep_rate_that_came_is_what_the_ledger_saw(
 def test_on_policy_leaves_out_what_expired() -> None:
     row = {"issued": 20.0, "trained": 8.0, "all_wrong": 2.0, "expired": 10.0, "carried_ready": 0.0}
     row |= {"all_correct": 0.0, "overlong": 0.0, "abstained": 0.0, "carried": 0.0}
-    found = derived(run_of([row, row], on_policy=True))
+    found = series_of(run_of([row, row], on_policy=True))
     assert found[KEPT] == [0.8, 0.8]
-    assert derived(run_of([row, row], on_policy=False))[KEPT] == [0.9, 0.9]
+    assert series_of(run_of([row, row], on_policy=False))[KEPT] == [0.9, 0.9]
 
 
 def test_without_dynamic_sampling_there_is_no_keep_rate() -> None:
     row = {**dict.fromkeys(NAMES, 0.0), "issued": 4.0, "trained": 4.0}
     off = run_of([row, row], dynamic_sampling=False)
-    assert derived(off) == {KEPT: [None] * 2, FORECAST: [None] * 2, DECIDED: [4.0, 4.0]}
+    assert series_of(off) == {KEPT: [None] * 2, FORECAST: [None] * 2, DECIDED: [4.0, 4.0]}
     assert "no keep rate" in str(note(off))
     for run in (run_of([row, row], dynamic_sampling=True), run_of([row, row])):
-        assert derived(run)[KEPT] == [1.0, 1.0]
-        assert FORECAST not in derived(run)  # as recorded
+        assert series_of(run)[KEPT] == [1.0, 1.0]
+        assert FORECAST not in series_of(run)  # as recorded
         assert note(run) is None
 
 
 def test_a_step_after_a_gap_is_not_known() -> None:
     row = {**dict.fromkeys(NAMES, 0.0), "issued": 4.0, "trained": 4.0}
-    found = derived(run_of([row, row, row], steps=[2, 3, 5]))
+    found = series_of(run_of([row, row, row], steps=[2, 3, 5]))
     assert found[KEPT] == [None, 1.0, None]
 
 
 def test_a_run_that_did_not_record_them() -> None:
     run = run_of([{}, {}])
-    assert derived(run) == {KEPT: [None, None], DECIDED: [None, None]}
+    assert series_of(run) == {KEPT: [None, None], DECIDED: [None, None]}
     assert totals(run) == {}
 
 
 def test_a_lost_line_shows_in_the_totals() -> None:
     run, _ = real()
-    columns = {name: column[:5] + column[6:] for name, column in run.metrics.columns.items()}
-    lost = Metrics(run.metrics.steps[:5] + run.metrics.steps[6:], columns)
-    rows = [
-        {name: columns[f"groups/{name}"][at] or 0.0 for name in NAMES}
-        for at in range(len(lost.steps))
-    ]
-    rows[0]["issued"] += 3
-    assert totals(run_of(rows))["unaccounted"] == 3
+    frame = run.metrics.frame.copy()
+    frame.loc[1, "groups/issued"] += 3
+    frame = frame.drop(index=6)
+    assert totals(replace(run, metrics=Metrics(frame)))["unaccounted"] == 3
 
 
 def test_charts_name_what_the_coordinator_counts() -> None:
     stacked = next(chart for chart in CHARTS if chart.id == "groups_fates")
-    drawn = {series.metric for series in stacked.series}
+    drawn = set(stacked.series)
     assert drawn == {f"groups/{fate}" for fate in Fate} | {"groups/carried"}
     assert set(FATES) == set(Fate)

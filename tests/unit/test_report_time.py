@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.report import charts, phases, timeline
-from dapo_megatron.report.folder import Metrics, RunData, RunState, StateWord
-from dapo_megatron.report.timeline import PhaseSeconds
+from dapo_megatron.report.curves import PALETTE
+from dapo_megatron.report.folder import Metrics, RunData, RunState, StateWord, frame_of
 
 
 def run_of(
@@ -36,8 +36,14 @@ def run_of(
         "provenance": None,
         "warnings": [],
     }
-    metrics = Metrics(steps or list(range(1, length + 1)), columns)
+    metrics = Metrics(frame_of(steps or range(1, length + 1), columns))
     return RunData(path=path, metrics=metrics, **standing | changes)
+
+
+def derived(run: RunData) -> dict[str, list[float | None]]:
+    """Return all columns of the charts, with None for what is not known."""
+    metrics = Metrics(charts.columns_of(run))
+    return {name: metrics.column(name) for name in metrics.frame}
 
 
 # ---------------------------------------------------------------------------- phases
@@ -56,11 +62,10 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
         "time/evaluate": [1.5, None],
     }
     run = run_of(columns=columns)
-    found = phases.derived(run)
-    everything = {**columns, **found}
+    found = derived(run)
     [chart] = [one for one in charts.CHARTS if one.id == "time_phases"]
     for at in range(2):
-        drawn = (everything.get(one.metric, [0.0, 0.0])[at] for one in chart.series)
+        drawn = (found.get(metric, [0.0, 0.0])[at] for metric in chart.series)
         assert sum(value or 0.0 for value in drawn) == columns["time/step"][at]
     assert found[phases.REST] == [1.5, 1.0]
     assert found[phases.MOVED] == [1.25, 0.75]
@@ -71,20 +76,20 @@ def test_the_idle_share_of_engines() -> None:
         "time/generate": [10.0, 0.0, None, 4.0],
         "time/engine_idle": [2.5, 0.0, 1.0, 5.0],
     }
-    assert phases.derived(run_of(columns=columns))[phases.IDLE] == [0.25, None, None, 1.0]
+    assert derived(run_of(columns=columns))[phases.IDLE] == [0.25, None, None, 1.0]
 
 
 def test_figures_too_large_to_add_are_missing() -> None:
     columns: dict[str, list[float | None]] = {"time/step": [-1e308], "time/update": [1e308]}
     columns |= {"time/sync": [1e308], "time/generate": [1e308], "time/grade": [-1e308]}
-    found = phases.derived(run_of(columns=columns))
-    assert found[phases.REST] == [0.0]
+    found = derived(run_of(columns=columns))
+    assert found[phases.REST] == [None]
     assert found[phases.GENERATE] == [None]
 
 
 def test_a_run_that_recorded_no_times() -> None:
-    found = phases.derived(run_of(columns={"accuracy/raw": [0.5]}))
-    assert set(map(tuple, found.values())) == {(None,)}
+    found = derived(run_of(columns={"accuracy/raw": [0.5]}))
+    assert [name for name, column in found.items() if column != [None]] == ["accuracy/raw"]
 
 
 # ---------------------------------------------------------------------------- memory
@@ -97,36 +102,19 @@ def test_the_plan_lies_over_what_was_measured() -> None:
     }
     plan = {"device": "gpu", "phases": {"update": 62, "sync": 40.0, "generate": 0}, "note": "Why."}
     run = run_of(columns=columns, plan=plan)
-    assert phases.derived(run)["derived/plan_update_gib"] == [62.0, 62.0]
-    assert phases.derived(run)["derived/plan_sync_gib"] == [40.0, None]
-    [chart] = charts.memory_charts([run])
+    assert derived(run)["derived/plan_update_gib"] == [62.0, 62.0]
+    assert derived(run)["derived/plan_sync_gib"] == [40.0, None]
     assert phases.note(run) == "The plan of memory: Why."
-    by_metric = {series.metric: series for series in chart.series}
-    level = by_metric["derived/plan_update_gib"]
-    assert level.dash
-    assert level.color == by_metric["memory/update_gib"].color
-    assert "derived/plan_generate_gib" not in by_metric
+    [chart] = [chart for chart in charts.CHARTS if chart.id == "memory"]
+    assert "derived/plan_update_gib" in chart.series
+    assert chart.colors["derived/plan_update_gib"] == chart.colors["memory/update_gib"]
 
 
 def test_no_plan_no_level() -> None:
     run = run_of(columns={"memory/update_gib": [60.0]})
     assert phases.memory_plan(run) == {}
-    assert not [name for name in phases.derived(run) if "plan" in name]
+    assert not [name for name in derived(run) if "plan" in name]
     assert phases.note(run) is None
-    [chart] = charts.memory_charts([run])
-    assert "plan" not in chart.help
-    assert charts.memory_charts([run_of(columns={"accuracy/raw": [0.5]})]) == []
-
-
-def test_of_several_runs_all_that_any_measured_or_planned_is_in_one_chart() -> None:
-    columns: dict[str, list[float | None]] = {"memory/update_gib": [60.0]}
-    ours = run_of(columns=columns, plan={"phases": {"update": 62}})
-    theirs = run_of(columns=columns, plan={"phases": {"generate": 50}})
-    bare = run_of(columns=columns)
-    [chart] = charts.memory_charts([bare, ours, theirs, bare])
-    drawn = [series.metric for series in chart.series if "plan" in series.metric]
-    assert drawn == ["derived/plan_generate_gib", "derived/plan_update_gib"]
-    assert "plan" in chart.help
 
 
 @pytest.mark.parametrize("plan", [{}, {"phases": []}, {"phases": {"update": "much"}}])
@@ -159,37 +147,19 @@ def test_a_timeline_as_it_is_drawn(tmp_path: Path) -> None:
     write(tmp_path, 3)
     [found] = timeline.timelines(run_of(tmp_path))
     assert (found.step, found.seconds) == (3, 19)
-    assert [one.label for one in found.phases] == ["generate", "update"]
-    assert found.phases[1] == PhaseSeconds("update", phases.COLORS["update"], 6.5, 4, 9, slowest=1)
-    generate, update, together, each = found.figure["data"]
-    assert (generate["base"], generate["x"], generate["y"]) == ([0, 0], [10, 10], [0, 1])
-    assert (update["base"], update["x"], update["y"]) == ([10, 10], [4, 9], [0, 1])
+    assert [one["label"] for one in found.phases] == ["generate", "update"]
+    update = {"label": "update", "color": PALETTE[phases.COLORS["update"]]}
+    assert found.phases[1] == {**update, "mean": 6.5, "least": 4, "most": 9, "slowest": 1}
+    generate, update, each = found.figure["data"]
+    ranks = ["rank 0", "rank 1"]
+    assert (generate["base"], generate["x"], generate["y"]) == ([0, 0], [10, 10], ranks)
+    assert (update["base"], update["x"], update["y"]) == ([10, 10], [4, 9], ranks)
     assert update["hovertext"][1] == "rank 1 on n2: update, 9 s (10 to 19)"
-    assert (together["x"][0], together["x"][-1]) == (0, 10)
-    assert together["y"][0] == 16 and each["y"] == ["replica 0", "replica 1"]
+    assert each["y"] == ["replica 0", "replica 1"]
     assert [len(row) for row in each["z"]] == [timeline.CELLS] * 2
+    assert each["x0"] == pytest.approx(5 / timeline.CELLS, abs=1e-4)
+    assert each["z"][0][0] == 8 and each["z"][0][-1] == 0
     assert timeline.note(run_of(tmp_path)) is None
-
-
-def test_what_a_timeline_shows_in_words(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    [found] = timeline.timelines(run_of(tmp_path))
-    assert found.sentences == [
-        "generate takes 10 of 19 s (53%); ranks are in no phase for 2.5 s.",
-        # From 8 s on one request of 16 runs.
-        "For 20% of generate (2 of 10 s) fewer than a tenth of the most requests (16) were "
-        "running.",
-        "Replica 0 has nothing to run from 4 s on, replica 1 works until 10 s.",
-        "Ranks differ most in update: by 5 s; rank 1 (n2) takes longest, 9 s.",
-    ]
-
-
-def test_time_in_no_phase_is_told(tmp_path: Path) -> None:
-    spans = [["generate", 0, 4], ["sync", 9, 10]]
-    write(tmp_path, 1, ranks=[{"rank": 0, "host": "n", "spans": spans}], replicas=[])
-    [found] = timeline.timelines(run_of(tmp_path))
-    assert found.sentences == ["generate takes 4 of 10 s (40%); ranks are in no phase for 5 s."]
-    assert [trace["name"] for trace in found.figure["data"]] == ["generate", "sync"]
 
 
 POINTS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), min_size=1, max_size=30).map(
@@ -205,26 +175,9 @@ def test_cells_hold_the_integral(points: list[tuple[float, float]]) -> None:
     assert max(cells) <= max(count for _, count in points)
 
 
-@given(st.lists(POINTS, min_size=1, max_size=3))
-def test_the_tail_by_looking_at_each_second(replicas: list[list[tuple[float, float]]]) -> None:
-    def running(at: float) -> float:
-        total = 0.0
-        for points in replicas:
-            total += sum(c for (a, c), (b, _) in pairwise(points) if a <= at < b)
-        return total
-
-    counts = [running(second) for second in range(100)]
-    most = max(counts)
-    after = counts[counts.index(most) :]
-    found = timeline.tail(replicas, 0, 100)
-    assert found == (most, sum(count < 0.1 * most for count in after) if most else 0)
-
-
 def test_runs_without_timelines_say_why(tmp_path: Path) -> None:
     assert timeline.timelines(run_of(tmp_path)) == []
     assert "recorded none (tracking.timeline_every" in (timeline.note(run_of(tmp_path)) or "")
-    off = run_of(tmp_path, config={"tracking": {"timeline_every": 0}})
-    assert "is 0" in (timeline.note(off) or "")
 
 
 def test_what_is_damaged_is_left_out_and_named(tmp_path: Path) -> None:
@@ -270,11 +223,3 @@ def test_of_many_the_slowest_first_and_last_are_kept(tmp_path: Path) -> None:
     assert len(steps) == timeline.MAX_TIMELINES
     assert steps == sorted(steps)
     assert f"{len(steps)} of 100" in (timeline.note(run) or "")
-
-
-def test_a_file_written_anew_is_read_anew(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    assert timeline.timelines(run_of(tmp_path))[0].seconds == 19
-    spans = [["generate", 0, 4]]
-    write(tmp_path, 1, ranks=[{"rank": 0, "host": "n", "spans": spans}])
-    assert timeline.timelines(run_of(tmp_path))[0].seconds == 4

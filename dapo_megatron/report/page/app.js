@@ -3,10 +3,10 @@
 // What the reader chooses: run, smoothing, the paper's curves, theme; and what is drawn when.
 (() => {
   const KEY = `dapo_megatron report ${location.pathname}`;
+  const CONFIG = { displayModeBar: false, responsive: true };
   const $ = (id) => document.getElementById(id);
-  const state = { run: 0, smoothing: 0, paper: "off", hidden: [], mark: null, theme: null };
-  const charts = new Map(); // element -> {id, figures: of all runs or of each, zoom: kept until it is drawn, isNear}
-  const waiting = new Set(); // elements to be drawn
+  const state = { run: 0, smoothing: 0, paper: false, hidden: [], theme: null };
+  const charts = new Map(); // element -> {id, figures: of all runs or of each, zoom}
   let data;
 
   // ---------------------------------------------------------------- data
@@ -20,12 +20,14 @@
     return new Response(stream).json();
   }
 
-  // ---------------------------------------------------------------- what was chosen, over a reload
+  // ---------------------------------------------------------------- state over a reload
+
+  const zoomOf = ({ xaxis }) => (xaxis.autorange ? null : xaxis.range);
 
   function remember() {
-    const kept = { ...state, mark: null, scroll: window.scrollY, focus: document.activeElement.id, rollouts: Rollouts.save(), zooms: {}, open: {} };
-    for (const [element, { id, zoom }] of charts) kept.zooms[id] = element.wholeRange ? Figures.zoom(element) : zoom;
-    for (const one of document.querySelectorAll("details[id]")) kept.open[one.id] = one.open;
+    const kept = { ...state, scroll: window.scrollY, focus: document.activeElement.id, rollouts: Rollouts.save(), zooms: {}, open: {} };
+    for (const [element, { id, zoom }] of charts) kept.zooms[id] = element.layout ? zoomOf(element.layout) : zoom;
+    for (const details of document.querySelectorAll("details[id]")) kept.open[details.id] = details.open;
     try { sessionStorage.setItem(KEY, JSON.stringify(kept)); } catch { /* a private window */ }
   }
 
@@ -35,126 +37,89 @@
 
   // ---------------------------------------------------------------- drawing
 
-  // A chart is drawn when it is scrolled near, and drawn again only while it is; one in a frame, so
-  // that scrolling goes on in between.
-  const visible = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) {
-      charts.get(target).isNear = isIntersecting;
-      if (isIntersecting) soon(target);
-    }
+  // A chart is drawn when it is scrolled near.
+  const near = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) if (isIntersecting) draw(target);
   }, { rootMargin: "400px" });
 
-  function soon(element) {
+  function draw(element) {
     if (element.dataset.drawn === "true") return;
-    if (!waiting.size) requestAnimationFrame(drawNext);
-    waiting.add(element);
-  }
-
-  function drawNext() {
-    const [element] = [...waiting].filter((one) => charts.get(one).isNear);
-    if (element) drawn(element);
-    else waiting.clear();
-    if (waiting.size) requestAnimationFrame(drawNext);
-  }
-
-  function drawn(element) {
     const entry = charts.get(element);
-    waiting.delete(element);
-    const marked = state.mark?.chart === entry.id ? state.mark.steps : null;
-    Figures.draw(element, entry.figures[state.run] ?? entry.figures[0], data.template, state, marked);
-    if (entry.zoom) Plotly.relayout(element, entry.zoom);
+    const figure = entry.figures[state.run] ?? entry.figures[0];
+    const shown = figure.data.filter(({ meta }) => !state.hidden.includes(meta?.look)).flatMap(chosen);
+    const template = data.templates[isDark() ? "dark" : "light"];
+    Plotly.react(element, shown, { ...figure.layout, template, uirevision: state.run }, CONFIG);
+    if (entry.zoom) Plotly.relayout(element, { "xaxis.range": entry.zoom });
     entry.zoom = null;
+    element.dataset.drawn = "true";
+  }
+
+  // A trace as it is drawn: the paper's if they are asked for, lines also smoothed.
+  function chosen(trace) {
+    if (trace.meta?.paper) return [{ ...trace, visible: state.paper }];
+    if (!state.smoothing || trace.mode !== "lines" || trace.stackgroup) return [trace];
+    return [{ ...trace, opacity: 0.28, showlegend: false }, { ...trace, y: average(trace.y, state.smoothing), hoverinfo: "skip" }];
+  }
+
+  // Exponential moving average, as if what came before the first value were like it.
+  function average(values, weight) {
+    let sum = 0, norm = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      sum = weight * sum + (1 - weight) * value;
+      norm = weight * norm + (1 - weight);
+      return sum / norm;
+    });
   }
 
   function redraw() {
-    for (const [element, { isNear }] of charts) {
-      element.dataset.drawn = "false";
-      if (isNear) soon(element);
-    }
-  }
-
-  // Paper is light, and nobody scrolls it.
-  function print(isPrinting) {
-    const kept = document.documentElement.dataset;
-    if (isPrinting) kept.theme = "light";
-    else if (state.theme) kept.theme = state.theme;
-    else delete kept.theme;
+    near.disconnect();
     for (const element of charts.keys()) {
-      if (!element.checkVisibility()) continue;
-      drawn(element);
-      Plotly.relayout(element, isPrinting ? { width: 640 } : { width: null, autosize: true });
+      element.dataset.drawn = "false";
+      near.observe(element);
     }
   }
 
   function isDark() {
-    return state.theme ? state.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    const theme = document.documentElement.dataset.theme;
+    return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   }
 
-  function applyTheme() {
-    if (state.theme) document.documentElement.dataset.theme = state.theme;
+  function setTheme(theme) {
+    if (theme) document.documentElement.dataset.theme = theme;
+    else delete document.documentElement.dataset.theme;
     redraw();
   }
 
-  function choose(run) {
-    state.run = run;
-    state.mark = null;
-    for (const element of document.querySelectorAll("[data-run]")) element.hidden = Number(element.dataset.run) !== run;
-    redraw();
-  }
-
-  // Hide the runs of a look in the charts that show all, or show them again.
-  function toggle(look) {
-    state.hidden = state.hidden.includes(look) ? state.hidden.filter((one) => one !== look) : [...state.hidden, look];
-    show();
-    redraw();
-  }
-
-  function see(finding) {
-    const { chart, steps } = data.runs[state.run].findings[finding];
-    state.mark = { chart, steps };
-    const card = $(`chart-${chart}`);
-    for (const one of document.querySelectorAll(".marked")) one.classList.remove("marked");
-    card.classList.add("marked");
-    card.scrollIntoView({ block: "center" });
-    card.focus({ preventScroll: true });
-    redraw();
-    drawn(card.querySelector("[data-chart]"));
+  // Paper is light, and nobody scrolls it.
+  function print() {
+    setTheme("light");
+    for (const element of charts.keys()) if (element.checkVisibility()) draw(element);
   }
 
   // ---------------------------------------------------------------- controls
 
-  function listen() {
-    $("theme").addEventListener("click", () => { state.theme = isDark() ? "light" : "dark"; applyTheme(); });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
-    $("run")?.addEventListener("change", (event) => choose(Number(event.target.value)));
-    $("smoothing").addEventListener("input", (event) => { state.smoothing = Number(event.target.value); show(); redraw(); });
-    $("paper").addEventListener("change", (event) => { state.paper = event.target.value; show(); redraw(); });
-    document.addEventListener("click", (event) => {
-      const button = event.target.closest("[data-see]");
-      if (button) see(Number(button.dataset.see));
-      const chip = event.target.closest("[data-chip]");
-      if (chip) toggle(Number(chip.dataset.chip));
-    });
-    window.addEventListener("pagehide", remember);
-    window.addEventListener("beforeprint", () => print(true));
-    window.addEventListener("afterprint", () => print(false));
-    const sections = new IntersectionObserver((entries) => {
-      for (const { target, isIntersecting } of entries) {
-        const link = document.querySelector(`nav a[href="#${target.id}"]`);
-        if (isIntersecting) link.setAttribute("aria-current", "true"); else link.removeAttribute("aria-current");
-      }
-    }, { rootMargin: "-30% 0px -69% 0px" });
-    for (const section of document.querySelectorAll("main > section")) sections.observe(section);
+  function chooseRun(run) {
+    state.run = run;
+    for (const element of document.querySelectorAll("[data-run]")) element.hidden = Number(element.dataset.run) !== run;
+    redraw();
   }
 
-  // The controls say what the state is.
-  function show() {
-    $("smoothing").value = state.smoothing;
-    $("smoothing-value").textContent = state.smoothing.toFixed(2);
-    $("paper").value = state.paper;
-    if ($("run")) $("run").value = state.run;
-    for (const chip of document.querySelectorAll("[data-chip]")) chip.setAttribute("aria-pressed", !state.hidden.includes(Number(chip.dataset.chip)));
-    for (const row of document.querySelectorAll("[data-look]")) row.hidden = state.hidden.includes(Number(row.dataset.look));
+  function listen() {
+    $("theme").addEventListener("click", () => { state.theme = isDark() ? "light" : "dark"; setTheme(state.theme); });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+    $("run")?.addEventListener("change", (event) => chooseRun(Number(event.target.value)));
+    $("smoothing").addEventListener("change", (event) => { state.smoothing = Number(event.target.value); redraw(); });
+    $("paper").addEventListener("change", (event) => { state.paper = event.target.checked; redraw(); });
+    for (const chip of document.querySelectorAll("[data-chip]")) {
+      chip.addEventListener("change", () => {
+        state.hidden = [...document.querySelectorAll("[data-chip]:not(:checked)")].map((box) => Number(box.dataset.chip));
+        redraw();
+      });
+    }
+    addEventListener("pagehide", remember);
+    addEventListener("beforeprint", print);
+    addEventListener("afterprint", () => setTheme(state.theme));
   }
 
   // ---------------------------------------------------------------- start
@@ -162,20 +127,19 @@
   async function start() {
     data = await unpack($("data"));
     const kept = recall();
-    state.smoothing = kept.smoothing ?? Number($("smoothing").value);
-    state.paper = kept.paper ?? "off";
-    state.theme = kept.theme ?? null;
-    state.hidden = kept.hidden ?? [];
-    state.run = data.runs[kept.run] ? kept.run : 0;
-    if (state.theme) document.documentElement.dataset.theme = state.theme;
-    show();
+    state.smoothing = Number($("smoothing").value);
+    for (const name of Object.keys(state)) state[name] = kept[name] ?? state[name];
+    if (!data.runs[state.run]) state.run = 0;
+    $("smoothing").value = state.smoothing;
+    $("paper").checked = state.paper;
+    if ($("run")) $("run").value = state.run;
+    for (const chip of document.querySelectorAll("[data-chip]")) chip.checked = !state.hidden.includes(Number(chip.dataset.chip));
     Rollouts.mount((id) => unpack($(`blob-${id}`)), kept.rollouts);
-    if (state.run) choose(state.run);
     for (const [id, figures] of Object.entries({ ...data.charts, ...data.timelines })) {
-      const element = document.querySelector(`[data-chart="${id}"]`);
-      charts.set(element, { id, figures, zoom: kept.zooms?.[id] ?? null, isNear: false });
-      visible.observe(element);
+      charts.set(document.querySelector(`[data-chart="${id}"]`), { id, figures, zoom: kept.zooms?.[id] });
     }
+    setTheme(state.theme);
+    if (state.run) chooseRun(state.run);
     for (const [id, isOpen] of Object.entries(kept.open ?? {})) if ($(id)) $(id).open = isOpen;
     listen();
     if (kept.focus) $(kept.focus)?.focus({ preventScroll: true });
@@ -184,17 +148,16 @@
     document.body.dataset.ready = "true";
   }
 
-  // A file cannot ask whether it has changed: it is loaded again in any case, but not under the
-  // hands of a reader.
+  // A file cannot ask whether it has changed: it is loaded again in any case, but not while a reader
+  // uses it.
   function reloadAfter(seconds) {
-    let touched = 0;
+    let touched = -Infinity;
     for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) {
       addEventListener(kind, () => { touched = performance.now(); }, { passive: true, capture: true });
     }
-    const still = Math.min(3000, 1000 * seconds);
     const attempt = () => {
-      const rest = touched + still - performance.now();
-      if (touched && rest > 0) setTimeout(attempt, rest);
+      const rest = touched + Math.min(3000, 1000 * seconds) - performance.now();
+      if (rest > 0) setTimeout(attempt, rest);
       else location.reload();
     };
     setTimeout(attempt, 1000 * seconds);
