@@ -246,18 +246,24 @@ def _keep_process_groups() -> None:
     core.cleanup_dist_env_and_memory = cleanup
 
 
-def _adapt_cpu_platform() -> None:
-    """Mend three things of vLLM on CPU, before they are used.
+def compile_nothing() -> None:
+    """Let vLLM run its one-line functions on CPU as they are.
 
-    It compiles one-line functions with inductor, which takes 14 s and needs a C++ compiler: they
-    are run as they are. And under `external_launcher` it names the memory that the ranks of an
-    engine share after the ranks alone, so that two jobs on one machine would open each other's:
-    user and port go into the name.
+    It would compile them with inductor, which takes 14 s and needs a C++ compiler. It decides when
+    it imports them, so this comes first.
     """
     from vllm.platforms import current_platform
 
     type(current_platform).simple_compile_backend = "eager"
 
+
+def _adapt_cpu_platform() -> None:
+    """Mend vLLM on CPU, before it is used.
+
+    Under `external_launcher` it names the memory that the ranks of an engine share after the ranks
+    alone, so that two jobs on one machine would open each other's. User and port go into the name.
+    """
+    compile_nothing()
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     plain = _CPUSHMDistributed.make_group_name
