@@ -1,8 +1,9 @@
 """Commands of this project in processes that need no imports (warm.py), launched ranks too.
 
-`python -m dapo_megatron ...` and `python tools/... ...` run as the real program would, in a process of
-their own, with its arguments, folder, environment, signals and exit code. Only exec is left out, and
-with it 10 s of CPU for imports in each process. tests/unit/test_cli.py starts the real thing.
+`python -m dapo_megatron ...` and `python tools/... ...` run in processes of their own, with their
+arguments, folder, environment, signals and exit codes. Only exec is left out, and with it the
+imports: 10 s of CPU per process. tests/unit/test_cli.py and tests/learning/test_train.py start the
+real thing.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def _exit_after(program: Callable[..., None], *arguments: Any) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - Python itself would print it and end, too
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     with contextlib.suppress(BaseException):
