@@ -16,8 +16,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.files import parse_json
-from dapo_megatron.types import ConfigError
+from dapo_megatron.files import parse_json, read_json
+from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 
 STOPPED = 75
 """Exit code: stopped by a signal, saved; start again with resume=auto (EX_TEMPFAIL of sysexits)."""
@@ -30,6 +30,9 @@ MAX_CRASHES = 3
 """Starts of one Slurm job in a row that may crash or hang without a newer checkpoint."""
 MAX_CUT_SHORT = 20
 """Starts in a row that may be cut short (preempted without time to save) without one."""
+
+OWNER = ".owner"
+"""File in a run's folder that names the attempt which owns it."""
 
 _ATTEMPT = "DAPO_MEGATRON_ATTEMPT"
 _BEGAN = time.strftime("%Y%m%d-%H%M%S")  # of this process: its start has one name
@@ -51,6 +54,24 @@ def attempt(environ: Mapping[str, str] = os.environ) -> str:
 def attempt_variable() -> dict[str, str]:
     """For the environment of ranks that this process starts."""
     return {_ATTEMPT: attempt()}
+
+
+def check_owner(folder: Path, attempt: str) -> None:
+    """Raise Fenced if another attempt has taken the run's folder: nothing may be written into it
+    any more.
+
+    Reads one small file. One that is missing or cannot be read proves nothing: who takes the folder
+    replaces it as a whole.
+    """
+    try:
+        owner = read_json(folder / OWNER).get("attempt")
+    except CheckpointError:
+        return
+    if owner is not None and owner != attempt:
+        raise Fenced(
+            f"{folder} was taken by attempt {owner}; this is attempt {attempt}, cut off meanwhile: "
+            "it publishes nothing and ends"
+        )
 
 
 def begin_attempt(book: Path, step: int, environ: Mapping[str, str] = os.environ) -> None:

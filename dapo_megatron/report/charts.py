@@ -1,24 +1,11 @@
-"""Chart definitions: what is drawn of which metric, and what it tells.
-
-A definition is plain JSON, drawn by page/charts.js:
-    id, section ("dynamics", "groups", "time"), title, help (a sentence for a newcomer)
-    y           axis title with unit
-    kind        lines | stacked_area | stacked_bars
-    overlay     true: all runs in one chart; false: only the chosen run's
-    series      [{metric, label, dash?, axis?: "y2", color?: slot 0..7, line?: true}]
-                line: over what is stacked, not part of it
-    evaluations figures by prefix ("avg@"): points with 95% intervals, one trace per set
-    ghosts      keys of curves.GHOSTS, drawn when asked for
-    y_range, y_tick_format, y2 (title of the second axis), y2_tick_format, log_y
-    from_zero   the axis starts at 0
-    smooth      false: never smoothed
-"""
+"""The report's charts: which metrics each shows, and what it means. figures.py draws them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from dapo_megatron.report import groups, phases
 from dapo_megatron.report.folder import RunData
@@ -26,44 +13,60 @@ from dapo_megatron.report.groups import DECIDED, FORECAST, IN_WORDS, KEPT
 from dapo_megatron.report.phases import COLORS, GENERATE, IDLE, LABELS, MOVED, REST
 from dapo_megatron.types import STEP_PHASES
 
-Chart = dict[str, Any]
-
 _IN_NO_METRIC = {"generate": GENERATE, "rest": REST}
 
 
-def _chart(
-    name: str,
-    title: str,
-    explanation: str,
-    y: str,
-    *series: dict[str, Any],
-    section: str,
-    overlay: bool = False,
-    **more: Any,
-) -> Chart:
-    """A chart of lines over rollout steps."""
-    return {
-        "id": name,
-        "section": section,
-        "title": title,
-        "help": explanation,
-        "y": y,
-        "kind": "lines",
-        "overlay": overlay,
-        "series": list(series),
-        **more,
-    }
+@dataclass(frozen=True)
+class Series:
+    """One curve of a chart."""
+
+    metric: str
+    label: str
+    dash: bool = False
+    axis: Literal["y", "y2"] = "y"
+    color: int | None = None
+    """Number of a series colour; None: its place in the chart."""
+    line: bool = False
+    """A line over what is stacked, not part of it."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn over the rollout steps, with a sentence for a newcomer."""
+
+    id: str
+    title: str
+    help: str
+    y: str
+    """Title of the axis, with its unit."""
+    series: tuple[Series, ...]
+    section: Literal["dynamics", "groups", "time"]
+    overlay: bool = False
+    """All runs in one figure, not only the chosen one."""
+    stacked: Literal["", "area", "bars"] = ""
+    evaluations: tuple[str, ...] = ()
+    """Prefixes of evaluation figures ("avg@"): points with 95% intervals, a trace for each set."""
+    ghosts: tuple[str, ...] = ()
+    """Keys of curves.GHOSTS, drawn when the reader asks for them."""
+    y_range: tuple[float, float] | None = None
+    y_tick_format: str = ""
+    y2: str = ""
+    """Title of a second axis."""
+    y2_tick_format: str = ""
+    log_y: bool = False
+    from_zero: bool = False
+    smooth: bool = True
+    """The reader may smooth its lines."""
+
+
+def _chart(id: str, title: str, help: str, y: str, *series: Series, **more: Any) -> Chart:
+    return Chart(id, title, help, y, series, **more)
 
 
 training = partial(_chart, section="dynamics", overlay=True)
 of_groups = partial(_chart, section="groups")
 of_time = partial(_chart, section="time")
-
-
-def line(metric: str, label: str, **more: Any) -> dict[str, Any]:
-    """One series of a chart."""
-    return {"metric": metric, "label": label, **more}
-
+line = Series
 
 CHARTS: list[Chart] = [
     training(
@@ -72,8 +75,8 @@ CHARTS: list[Chart] = [
         "The figure that counts: problems never trained on, each answered several times. "
         "Whiskers are 95% intervals.",
         "mean accuracy",
-        evaluations=["avg@"],
-        ghosts=["aime_avg"],
+        evaluations=("avg@",),
+        ghosts=("aime_avg",),
         y_tick_format=".0%",
     ),
     training(
@@ -84,7 +87,7 @@ CHARTS: list[Chart] = [
         "share",
         line("accuracy/raw", "answers right"),
         line("accuracy/perfect_fraction", "groups all right", dash=True),
-        ghosts=["perfect"],
+        ghosts=("perfect",),
         y_tick_format=".0%",
     ),
     training(
@@ -93,8 +96,14 @@ CHARTS: list[Chart] = [
         "pass@k: at least one of k answers is right. cons@k: the answer most often given is. "
         "Above the mean accuracy they show what sampling still finds.",
         "share of problems",
-        evaluations=["pass@", "cons@"],
-        ghosts=["aime_pass", "aime_cons"],
+        evaluations=(
+            "pass@",
+            "cons@",
+        ),
+        ghosts=(
+            "aime_pass",
+            "aime_cons",
+        ),
         y_tick_format=".0%",
     ),
     training(
@@ -103,7 +112,7 @@ CHARTS: list[Chart] = [
         "Mean reward of the answers, penalties for length included: 1 is right, -1 is wrong.",
         "reward",
         line("reward/mean", "mean reward"),
-        ghosts=["reward"],
+        ghosts=("reward",),
     ),
     training(
         "length",
@@ -113,7 +122,7 @@ CHARTS: list[Chart] = [
         "tokens",
         line("response_tokens/mean", "mean"),
         line("response_tokens/max", "longest", dash=True),
-        ghosts=["length"],
+        ghosts=("length",),
     ),
     training(
         "too_long",
@@ -133,7 +142,10 @@ CHARTS: list[Chart] = [
         "more: the collapse that clip-higher is there to prevent.",
         "nats per token",
         line("policy/entropy", "entropy"),
-        ghosts=["entropy", "entropy_collapse"],
+        ghosts=(
+            "entropy",
+            "entropy_collapse",
+        ),
         from_zero=True,
     ),
     training(
@@ -142,7 +154,7 @@ CHARTS: list[Chart] = [
         "Mean probability that the policy gives to the tokens it sampled; the mirror of entropy.",
         "probability",
         line("policy/mean_prob", "mean"),
-        ghosts=["probability"],
+        ghosts=("probability",),
     ),
     training(
         "clipping",
@@ -224,7 +236,7 @@ CHARTS: list[Chart] = [
         line("groups/abstained", IN_WORDS["abstained"], color=6),
         line("groups/expired", IN_WORDS["expired"], color=7),
         line("groups/carried", "carried on", color=4, line=True),
-        kind="stacked_bars",
+        stacked="bars",
     ),
     of_groups(
         "groups_keep_rate",
@@ -235,7 +247,7 @@ CHARTS: list[Chart] = [
         "share of decided groups",
         line(KEPT, "came", color=2),
         line(FORECAST, "forecast", dash=True, color=0),
-        y_range=[0, 1.05],
+        y_range=(0, 1.05),
         y_tick_format=".0%",
     ),
     of_groups(
@@ -272,7 +284,7 @@ CHARTS: list[Chart] = [
             dash=True,
             color=1,
         ),
-        y_range=[0, 1.05],
+        y_range=(0, 1.05),
         y_tick_format=".0%",
         y2="completions",
     ),
@@ -287,7 +299,7 @@ CHARTS: list[Chart] = [
         line("grading/crash", "crash", color=1),
         line("grading/memory", "memory", color=3),
         line("grading/error", "error", color=6),
-        kind="stacked_bars",
+        stacked="bars",
     ),
     of_time(
         "time_phases",
@@ -299,7 +311,7 @@ CHARTS: list[Chart] = [
             line(_IN_NO_METRIC.get(phase, f"time/{phase}"), LABELS.get(phase, phase), color=color)
             for phase, color in COLORS.items()
         ),
-        kind="stacked_area",
+        stacked="area",
     ),
     of_time(
         "time_tokens",
@@ -334,7 +346,7 @@ CHARTS: list[Chart] = [
         "share",
         line(IDLE, "idle", color=1),
         line("throughput/running_mean", "running", color=2),
-        y_range=[0, 1.05],
+        y_range=(0, 1.05),
         y_tick_format=".0%",
     ),
     of_time(
@@ -347,7 +359,7 @@ CHARTS: list[Chart] = [
         line("time/sync_verify", "verify", color=0),
         line("time/sync_turns", "turns in memory", color=3),
         line("sync/bytes", "bytes moved", axis="y2", color=7, line=True),
-        kind="stacked_area",
+        stacked="area",
         y2="bytes",
         y2_tick_format=".3s",
     ),
@@ -366,7 +378,7 @@ def memory_charts(runs: Sequence[RunData]) -> list[Chart]:
     planned = [phase for phase in STEP_PHASES if any(phase in plan for plan in plans)]
     against = " Dashed: what the plan said before the run." if planned else ""
 
-    def levels(names: Iterable[str], metric: str, what: str, **more: Any) -> list[dict[str, Any]]:
+    def levels(names: Iterable[str], metric: str, what: str, **more: Any) -> list[Series]:
         return [
             line(metric.format(name), LABELS.get(name, name) + what, color=COLORS[name], **more)
             for name in names
@@ -401,7 +413,7 @@ def columns_of(run: RunData) -> dict[str, list[float | None]]:
 
 def names_in(charts: Iterable[Chart]) -> set[str]:
     """The metrics that these charts draw."""
-    return {series["metric"] for chart in charts for series in chart["series"]}
+    return {series.metric for chart in charts for series in chart.series}
 
 
 def recorded(charts: Iterable[Chart], names: set[str], figures: set[str]) -> list[Chart]:
@@ -411,10 +423,9 @@ def recorded(charts: Iterable[Chart], names: set[str], figures: set[str]) -> lis
     """
     shown = []
     for chart in charts:
-        series = [series for series in chart["series"] if series["metric"] in names]
-        prefixes = tuple(chart.get("evaluations", ()))
-        if series or any(figure.startswith(prefixes) for figure in figures):
-            shown.append({**chart, "series": series})
+        series = tuple(series for series in chart.series if series.metric in names)
+        if series or any(figure.startswith(chart.evaluations) for figure in figures):
+            shown.append(replace(chart, series=series))
     return shown
 
 
@@ -422,10 +433,9 @@ def chart_of(metric: str | None, charts: Iterable[Chart]) -> str | None:
     """The id of the first chart that shows a metric or, by its name, an evaluation."""
     if metric is None:
         return None
+    prefix, _, figure = metric.rpartition("/")
+    is_evaluation = prefix.startswith("eval/")
     for chart in charts:
-        if metric in names_in([chart]):
-            return str(chart["id"])
-        figure = metric.rpartition("/")[2] if metric.startswith("eval/") else None
-        if figure is not None and figure.startswith(tuple(chart.get("evaluations", ()))):
-            return str(chart["id"])
+        if metric in names_in([chart]) or (is_evaluation and figure.startswith(chart.evaluations)):
+            return chart.id
     return None

@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dapo_megatron.files import read_json, write_text
+from dapo_megatron.cluster.attempt import check_owner
+from dapo_megatron.files import write_text
 from dapo_megatron.report.folder import MARKS, RunData, read_run
 from dapo_megatron.report.page import Options, make_payload, render
-from dapo_megatron.types import CheckpointError, ConfigError, DapoError, Fenced
+from dapo_megatron.types import ConfigError, DapoError
 
 NAME = "report.html"
 LIMIT_SECONDS = 600.0
@@ -88,7 +89,7 @@ def _write(runs: Sequence[RunData], target: Path, options: Options, attempt: str
     _remove_partial(target)
     text = render(make_payload(runs, options))
     if attempt:
-        _check_owner(runs[0].path, attempt)
+        check_owner(runs[0].path, attempt)
     try:
         write_text(target, text, durable=False)
     except OSError as error:
@@ -105,16 +106,6 @@ def _remove_partial(target: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > LIMIT_SECONDS:
                 path.unlink()
-
-
-def _check_owner(folder: Path, attempt: str) -> None:
-    """See RunFolder.check_owner."""
-    try:
-        owner = read_json(folder / ".owner").get("attempt")
-    except CheckpointError:
-        return
-    if owner is not None and owner != attempt:
-        raise Fenced(f"{folder} was taken by attempt {owner}: no report of attempt {attempt}")
 
 
 def _stamps(folder: Path) -> list[tuple[int, int] | None]:

@@ -2,16 +2,13 @@
 
 Mann-Kendall counts in how many pairs of steps the later value is larger, so that no single step
 and no unit matters (Mann 1945, Kendall 1975).
-
-Each threshold of a rule is a constant next to it. The table in docs/report.md lists them all, with
-the reason for each.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -33,6 +30,8 @@ _LEAST_BEFORE = 5
 _SPREADS = 10.0
 _DEVIATIONS_OF_SPREAD = 1.4826  # of a normal distribution
 
+Column = Sequence[float | None]
+"""Values of a metric by step."""
 Level = Literal["good", "note", "warn", "bad"]
 
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
@@ -63,16 +62,12 @@ class Finding:
         return [(key, way) for key, _, way in pairs]
 
 
-Rule = Callable[[RunData], Iterator[Finding]]
-
-
 @dataclass(frozen=True)
 class Track:
     """Finite values of a series by rollout step. Steps without a value are left out."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
-    metric: str | None = None
 
     def __len__(self) -> int:
         return len(self.values)
@@ -88,25 +83,20 @@ class Track:
         share = int(len(self) * TREND_WINDOW)
         return max(1, min(len(self) // 2, max(_LEAST_IN_WINDOW, min(_MOST_IN_WINDOW, share))))
 
-    @property
+    @cached_property
     def early(self) -> float:
         """Median of the first window, 0 for an empty track."""
         return median(self.values[: self.window]) if self.values else 0.0
 
-    @property
+    @cached_property
     def late(self) -> float:
         """Median of the last window, 0 for an empty track."""
         return median(self.values[-self.window :]) if self.values else 0.0
 
     @property
-    def span(self) -> tuple[int, int]:
-        """First and last step."""
-        return self.steps[0], self.steps[-1]
-
-    @property
-    def late_span(self) -> tuple[int, int]:
-        """First and last step of the last window."""
-        return self.steps[-self.window], self.steps[-1]
+    def change(self) -> float:
+        """late - early."""
+        return self.late - self.early
 
     @property
     def growth(self) -> float:
@@ -129,18 +119,26 @@ class Track:
         """Mann-Kendall's statistic in standard deviations; above 0 it rises."""
         return mann_kendall(_thinned(self.values, _MOST_POINTS))
 
-    def second_half(self) -> Track:
-        """Return the track from the middle step on."""
-        half = len(self) // 2
-        return Track(self.steps[half:], self.values[half:], self.metric)
+    @property
+    def stands_apart(self) -> bool:
+        """True if it rises, and nearly all of its end lies above nearly all of its start."""
+        first = sorted(self.values[: self.window])
+        last = sorted(self.values[-self.window :])
+        return self.rises and last[len(last) // 4] > first[-1 - len(first) // 4]
 
-    def steps_where(self, holds: Callable[[float], bool]) -> list[int]:
+    @cached_property
+    def half(self) -> Track:
+        """The second half: the track from the middle step on."""
+        middle = len(self) // 2
+        return Track(self.steps[middle:], self.values[middle:])
+
+    def where(self, holds: Callable[[float], bool]) -> list[int]:
         """Return the steps whose value fulfils a condition."""
         return [s for s, v in zip(self.steps, self.values, strict=True) if holds(v)]
 
     def spikes(self, factor: float) -> list[int]:
-        """Positions of values above `factor` times the median of those before, and far outside
-        their spread."""
+        """Return the steps of values above `factor` times the median of those before, and far
+        outside their spread."""
         spikes = []
         for place in range(_LEAST_BEFORE, len(self)):
             before = self.values[max(0, place - _BEFORE) : place]
@@ -148,35 +146,19 @@ class Track:
             spread = _DEVIATIONS_OF_SPREAD * median([abs(value - middle) for value in before])
             value = self.values[place]
             if middle > 0 and value > factor * middle and value > middle + _SPREADS * spread:
-                spikes.append(place)
+                spikes.append(self.steps[place])
         return spikes
-
-    def finding(
-        self,
-        level: Level,
-        title: str,
-        text: str,
-        knob: str | None = None,
-        *,
-        steps: Sequence[int] = (),
-        chart: str | None = None,
-    ) -> Finding:
-        """Return a finding on this metric, from the first to the last of `steps` (default: all)."""
-        steps = steps or self.span
-        return Finding(level, title, text, self.metric, (steps[0], steps[-1]), knob, chart)
 
 
 def track(run: RunData, name: str) -> Track:
     """Return a metric of a run."""
-    return track_of(run.metrics.steps, run.metrics.column(name), name)
+    return track_of(run.metrics.steps, run.metrics.column(name))
 
 
-def track_of(
-    steps: Sequence[int], column: Sequence[float | None], metric: str | None = None
-) -> Track:
+def track_of(steps: Sequence[int], column: Column) -> Track:
     """Return a column with its gaps left out."""
     kept = [(s, v) for s, v in zip(steps, column, strict=True) if v is not None]
-    return Track(tuple(s for s, _ in kept), tuple(v for _, v in kept), metric)
+    return Track(tuple(s for s, _ in kept), tuple(v for _, v in kept))
 
 
 def mann_kendall(values: Sequence[float]) -> float:

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from dapo_megatron.doctor import run as last_attempt
-from dapo_megatron.files import check_depth, parse_json
+from dapo_megatron.files import check_depth
+from dapo_megatron.report.models import MAX_NUMBER, Attempt, Plan, Provenance, Summary, T, decode
 from dapo_megatron.report.wording import first_few
 from dapo_megatron.types import ConfigError
 
@@ -25,8 +26,6 @@ MARKS = ("config.yaml", "metrics.jsonl", "attempts.jsonl", "summary.json")
 _EVALUATIONS = "eval/"
 _LOW, _HIGH = "_low", "_high"
 _MAX_STEP = 1_000_000
-_MAX_NUMBER = 1e100
-"""Larger figures are as good as missing: their sums and squares are infinite."""
 _OF_YAML = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
@@ -110,12 +109,12 @@ class RunData:
     metrics: Metrics
     evaluations: list[Evaluation]
     state: RunState
-    summary: dict[str, Any] | None
+    summary: Summary | None
     """Written by the run at its end; None before."""
-    attempts: list[dict[str, Any]]
-    """Its starts, oldest first: attempt, job, step, time and, if noted, end."""
-    plan: dict[str, Any] | None
-    provenance: dict[str, Any] | None
+    attempts: list[Attempt]
+    """Its starts, oldest first."""
+    plan: Plan | None
+    provenance: Provenance | None
     warnings: list[str]
     """Files and lines that could not be read."""
 
@@ -139,11 +138,17 @@ class RunData:
         value = self.knob(key)
         return value if isinstance(value, str) else None
 
-    def entries(self, key: str) -> list[dict[str, Any]]:
-        """The objects in a config value that is a list, else none."""
-        value = self.knob(key)
-        entries = value if isinstance(value, list) else []
-        return [entry for entry in entries if isinstance(entry, dict)]
+    @property
+    def is_on_policy(self) -> bool:
+        """True if each step trains on what its own weights sampled."""
+        return self.knob("rollout.on_policy") is True
+
+    def sources(self) -> list[dict[str, Any]]:
+        """Return the data sets in data.train, as far as they are objects."""
+        value = self.knob("data.train")
+        return (
+            [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+        )
 
 
 def read_run(path: Path) -> RunData:
@@ -155,10 +160,13 @@ def read_run(path: Path) -> RunData:
     warnings: list[str] = []
     config_text = _text(path / "config.yaml", warnings)
     config = _yaml(config_text, warnings)
-    lines = _json_lines(path / "metrics.jsonl", warnings)
-    metrics, evaluations = read_metrics(lines)
-    attempts = _attempts(_json_lines(path / "attempts.jsonl", warnings))
-    summary = _json_object(path / "summary.json", warnings)
+    metrics, evaluations = read_metrics(
+        _json_lines(path / "metrics.jsonl", dict[str, Any], warnings)
+    )
+    # A later note of an attempt replaces earlier ones.
+    lines = _json_lines(path / "attempts.jsonl", Attempt, warnings)
+    attempts = list({line.attempt: line for line in lines}.values())
+    summary = _json(path / "summary.json", Summary, warnings)
     name = _knob(config, "run.name")
     planned = _knob(config, "train.rollout_steps")
     return RunData(
@@ -168,11 +176,11 @@ def read_run(path: Path) -> RunData:
         config_text=config_text,
         metrics=metrics,
         evaluations=evaluations,
-        state=_state(path, summary, attempts, planned if isinstance(planned, int) else None),
+        state=_state(path, summary, attempts, finite(planned)),
         summary=summary,
         attempts=attempts,
-        plan=_json_object(path / "plan.json", warnings),
-        provenance=_json_object(path / "provenance.json", warnings),
+        plan=_json(path / "plan.json", Plan, warnings),
+        provenance=_json(path / "provenance.json", Provenance, warnings),
         warnings=warnings,
     )
 
@@ -208,18 +216,15 @@ def finite(value: Any) -> float | None:
     """A number as a float; None for what is none to compute with: null, NaN, text, 1e300."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) <= _MAX_NUMBER else None  # false for NaN
+    return float(value) if abs(value) <= MAX_NUMBER else None  # false for NaN
 
 
-def clock(seconds: Any, form: str = "%Y-%m-%d %H:%M:%S") -> str | None:
-    """A recorded time.time() as this machine's clock shows it; None for what is none."""
-    number = finite(seconds)
-    if number is None:
-        return None
-    try:
-        return time.strftime(form, time.localtime(number))
-    except (OverflowError, ValueError, OSError):  # beyond the years that there are
-        return None
+def clock(seconds: float | None, form: str = "%Y-%m-%d %H:%M:%S") -> str | None:
+    """Return a recorded time.time() as this machine's clock shows it, None without one."""
+    if seconds is not None:
+        with suppress(OverflowError, ValueError, OSError):  # beyond the years that there are
+            return time.strftime(form, time.localtime(seconds))
+    return None
 
 
 def size_of(path: Path) -> int:
@@ -243,27 +248,20 @@ def _check_is_run(path: Path) -> None:
     if _is_run(path):
         return
     what = "is not a run's folder" if path.is_dir() else "is not a folder"
-    if not path.exists():
-        what = "does not exist"
     inside = path if path.is_dir() else path.parent
-    folders = [inside] if not path.is_dir() else []
+    folders = []
     with suppress(OSError):
-        folders += sorted(folder for folder in inside.iterdir() if folder.is_dir())
+        folders = [inside, *sorted(folder for folder in inside.iterdir() if folder.is_dir())]
     runs = [str(folder) for folder in folders if _is_run(folder)]
-    more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""
-    way_out = f"such as {', '.join(runs[:5])}{more}" if runs else "runs/<name>"
     raise ConfigError(
-        f"RUN_FOLDER: {path} {what} (it would have {MARKS[0]} and {MARKS[1]}); name one, {way_out}"
+        f"RUN_FOLDER: {path} {what if path.exists() else 'does not exist'} (it would have "
+        f"{MARKS[0]} and {MARKS[1]}); name one, "
+        + (f"such as {first_few(runs)}" if runs else "runs/<name>")
     )
 
 
 def _is_run(path: Path) -> bool:
     return any((path / mark).exists() for mark in MARKS)
-
-
-def _attempts(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Starts as cluster.attempt writes them. A later note of an attempt replaces earlier ones."""
-    return list({str(line["attempt"]): line for line in lines if "attempt" in line}.values())
 
 
 def _text(path: Path, warnings: list[str]) -> str:
@@ -292,40 +290,35 @@ def _yaml(text: str, warnings: list[str]) -> dict[str, Any]:
     return value
 
 
-def _json_object(path: Path, warnings: list[str]) -> dict[str, Any] | None:
+def _json(path: Path, form: type[T], warnings: list[str]) -> T | None:
     if not path.exists():
         return None  # of an older version, or not yet
-    value = _parsed(_text(path, warnings))
-    if value is None:
-        warnings.append(f"{path.name}: not a JSON object; left out")
-    return value
+    try:
+        return decode(_text(path, warnings), form)
+    except ValueError as error:
+        warnings.append(f"{path.name}: left out ({error})")
+        return None
 
 
-def _json_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. A last line without an end is being written: no warning."""
+def _json_lines(path: Path, form: type[T], warnings: list[str]) -> list[T]:
+    """Return the records of a JSONL file. A last line without an end is being written: no
+    warning."""
     lines = _text(path, warnings).split("\n")
-    values = {at: _parsed(line) for at, line in enumerate(lines, start=1) if line.strip()}
-    wrong = [at for at, value in values.items() if value is None and at < len(lines)]
-    if wrong:
+    values, damaged = [], []
+    for at, line in enumerate(lines, start=1):
+        try:
+            values += [decode(line, form)] if line.strip() else []
+        except ValueError:
+            damaged += [at] if at < len(lines) else []
+    if damaged:
         warnings.append(
-            f"{path.name}: {len(wrong)} damaged lines left out (line {first_few(wrong)})"
+            f"{path.name}: {len(damaged)} damaged lines left out (line {first_few(damaged)})"
         )
-    return [value for value in values.values() if value is not None]
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    """A JSON object, None for anything else."""
-    with suppress(ValueError):
-        value = parse_json(text)
-        return value if isinstance(value, dict) else None
-    return None
+    return values
 
 
 def _state(
-    folder: Path,
-    summary: Mapping[str, Any] | None,
-    attempts: Sequence[Mapping[str, Any]],
-    planned_steps: int | None,
+    folder: Path, summary: Summary | None, attempts: Sequence[Attempt], planned_steps: float | None
 ) -> RunState:
     """`planned_steps`: train.rollout_steps; a summary of fewer is of an earlier, shorter run."""
     report, ago = None, ""
@@ -335,11 +328,11 @@ def _state(
         newest = max((one.time for one in report.pulses if one is not None), default=report.time)
         ago = last_attempt.ago_text(time.time() - newest)
     # What a run says of its end comes first: it writes its report while its ranks still live.
-    done = finite((summary or {}).get("steps"))
+    done = summary.steps if summary is not None else None
     if summary is not None and (done is None or planned_steps is None or done >= planned_steps):
-        steps = f" after step {done:.0f}" if done is not None else ""
+        steps = f" after step {done}" if done is not None else ""
         return RunState(StateWord.FINISHED, f"it wrote its summary{steps}")
-    end = attempts[-1].get("end") if attempts else None
+    end = attempts[-1].end if attempts else None
     if report is not None and report.is_alive and not end:
         return RunState(StateWord.RUNNING, f"a rank gave a sign of life {ago} ago")
     where = f"`doctor run {folder}` tells where its ranks were"

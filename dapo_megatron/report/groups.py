@@ -22,9 +22,9 @@ and the forecast is of groups with all their grades. Then there is no keep rate.
 from __future__ import annotations
 
 from dapo_megatron.report.folder import RunData, finite
+from dapo_megatron.types import Fate
 
-FATES = ("trained", "all_correct", "all_wrong", "overlong", "abstained", "expired")
-"""Same as in rollout/ledger.py."""
+FATES = tuple(Fate)
 IN_WORDS = {
     "issued": "issued",
     "trained": "trained on",
@@ -36,7 +36,7 @@ IN_WORDS = {
     "open": "carried on, open",
     "unaccounted": "of steps without metrics",
 }
-_JUDGED = ("all_correct", "all_wrong", "overlong", "abstained")
+_JUDGED = (Fate.ALL_CORRECT, Fate.ALL_WRONG, Fate.OVERLONG, Fate.ABSTAINED)
 
 KEPT = "derived/keep_rate"
 FORECAST = "groups/keep_rate"
@@ -80,7 +80,7 @@ def note(run: RunData) -> str | None:
 def _newly_mixed(run: RunData) -> list[float | None]:
     steps, column = run.metrics.steps, run.metrics.column
     trained_on, ready_after = column("groups/trained"), column("groups/carried_ready")
-    if run.knob("rollout.on_policy") is True:
+    if run.is_on_policy:
         return list(trained_on)
     ready_before = {0: 0.0, **dict(zip(steps, ready_after, strict=True))}
     newly_mixed: list[float | None] = []

@@ -4,78 +4,92 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
-from dapo_megatron.report.finding import Finding, Track, track, track_of
+from dapo_megatron.report.finding import Column, Finding, Track, track
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.groups import KEPT
 from dapo_megatron.report.phases import IDLE, memory_plan
-from dapo_megatron.report.wording import named, number, percent
+from dapo_megatron.report.rule import Case, Rule, RunRule, always, lately
+from dapo_megatron.report.wording import number, percent
 from dapo_megatron.types import STEP_PHASES, Phase
 
 _LEAST_GIB = 0.5
-_RARE = (Phase.CHECKPOINT, Phase.EVALUATE)
+_EVERY_STEP = [p for p in STEP_PHASES if p not in (Phase.CHECKPOINT, Phase.EVALUATE)]
 
 ENGINES_IDLE = 0.3  # of generation: a note
 ENGINES_IDLE_MUCH = 0.5  # of generation: a warning
 
-
-def engines(run: RunData) -> Iterator[Finding]:
-    """Engines without work while the run generates."""
-    idle = track(run, IDLE)
-    if not idle or idle.late < ENGINES_IDLE:
-        return
-    on_policy = run.knob("rollout.on_policy") is True
-    waits = "; rollout.on_policy waits for the longest answer of a step" if on_policy else ""
-    yield idle.finding(
-        "warn" if idle.late >= ENGINES_IDLE_MUCH else "note",
-        f"Engines are idle for {percent(idle.late)} of generation",
-        f"{percent(idle.early)} → {percent(idle.late)} of time/generate, mean over "
-        f"replicas{waits}.",
-        "rollout.on_policy: false"
-        if on_policy
-        else "rollout.lookahead: higher; engine.max_sequences: lower",
-        steps=idle.late_span,
-    )
-
+_CARRY = "rollout.lookahead: higher; engine.max_sequences: lower"
+engines = Rule(
+    IDLE,
+    {"warn": lambda s: s.late >= ENGINES_IDLE_MUCH, "note": lambda s: s.late >= ENGINES_IDLE},
+    "Engines are idle for {s.late!p} of generation",
+    "{s.early!p} → {s.late!p} of time/generate, mean over replicas{waits}.",
+    lambda s: "rollout.on_policy: false" if s.run.is_on_policy else _CARRY,
+    steps=lately,
+    facts=lambda s: {
+        "waits": "; rollout.on_policy waits for the longest answer of a step"
+        if s.run.is_on_policy
+        else ""
+    },
+)
 
 TIME_GROWTH = 1.5  # times its start, in seconds and in seconds for each token: a note
 TIME_GROWTH_MUCH = 3.0  # times its start: a warning
 TIME_SHARE = 0.1  # of a step; phases below it are not judged
 
 _GROWTH_KNOBS = {
-    "generate": "engine.max_sequences: higher; rollout.lookahead: higher",
-    "logprobs": "train.max_tokens_per_microbatch: higher",
-    "update": "train.max_tokens_per_microbatch: higher; policy.recompute",
-    "sync": "sync.fingerprint_every: higher",
+    Phase.GENERATE: "engine.max_sequences: higher; rollout.lookahead: higher",
+    Phase.LOGPROBS: "train.max_tokens_per_microbatch: higher",
+    Phase.UPDATE: "train.max_tokens_per_microbatch: higher; policy.recompute",
+    Phase.SYNC: "sync.fingerprint_every: higher",
 }
 
 
-def growth(run: RunData) -> Iterator[Finding]:
-    """A phase that takes longer than it did, for as many tokens."""
-    step = track(run, "time/step")
-    if not step.is_long or step.late <= 0:
-        return
-    for phase in STEP_PHASES:
-        seconds = track(run, f"time/{phase}")
-        if phase in _RARE or not seconds.is_long:
-            continue
-        per_token = track_of(run.metrics.steps, _per_token(run, phase))
-        by_token = per_token.growth if per_token.is_long else seconds.growth
-        least = min(seconds.growth, by_token)
-        is_small = seconds.late < TIME_SHARE * step.late or least < TIME_GROWTH
-        if is_small or not _stands_apart(seconds):
-            continue
-        meanwhile = _keep_rate(run) if phase is Phase.GENERATE else ""
-        if phase is Phase.SYNC:
-            meanwhile = " `doctor nodes` measures the network."
-        again = f", {by_token:.1f} times for each token" if per_token.is_long else ""
-        yield seconds.finding(
-            "warn" if least >= TIME_GROWTH_MUCH else "note",
-            f"{phase} takes {seconds.growth:.1f} times as long as at first",
-            f"{number(seconds.early)} → {number(seconds.late)} s a step{again}; "
-            f"{percent(seconds.late / step.late)} of the step.{meanwhile}",
-            _GROWTH_KNOBS.get(phase),
-        )
+def growth(phase: Phase) -> Rule:
+    """Return the rule on a phase that takes longer than it did, for as many tokens."""
+
+    def grew(seconds: Case, times: float) -> bool:
+        step, per_token = seconds.other("time/step"), _per_token(seconds, phase)
+        is_large = step.is_long and step.late > 0 and seconds.late >= TIME_SHARE * step.late
+        has_grown = min(seconds.growth, per_token.growth) >= times
+        return is_large and has_grown and seconds.stands_apart
+
+    def facts(seconds: Case) -> dict[str, Any]:
+        per_token = _per_token(seconds, phase)
+        again = f", {per_token.growth:.1f} times for each token"
+        return {
+            "again": again if per_token is not seconds else "",
+            "share": seconds.late / seconds.other("time/step").late,
+            "meanwhile": _keep_rate(seconds.run) if phase is Phase.GENERATE else "",
+        }
+
+    return Rule(
+        f"time/{phase}",
+        {"warn": lambda s: grew(s, TIME_GROWTH_MUCH), "note": lambda s: grew(s, TIME_GROWTH)},
+        f"{phase} takes {{s.growth:.1f}} times as long as at first",
+        "{s.early!n} → {s.late!n} s a step{again}; {share!p} of the step.{meanwhile}"
+        + (" `doctor nodes` measures the network." if phase is Phase.SYNC else ""),
+        _GROWTH_KNOBS.get(phase),
+        trend=True,
+        facts=facts,
+    )
+
+
+def _per_token(seconds: Case, phase: Phase) -> Track:
+    """Return the seconds of a phase for each token trained on, or `seconds` where too few are
+    known."""
+    column = seconds.run.metrics.column
+    names = (f"time/{phase}", "throughput/tokens_per_second", "time/step")
+    rows = zip(seconds.run.metrics.steps, *map(column, names), strict=True)
+    known = [
+        (at, spent / tokens)
+        for at, spent, pace, step in rows
+        if spent is not None and (tokens := (pace or 0.0) * (step or 0.0)) > 0
+    ]
+    per_token = Track(tuple(at for at, _ in known), tuple(value for _, value in known))
+    return per_token if per_token.is_long else seconds
 
 
 def _keep_rate(run: RunData) -> str:
@@ -86,101 +100,77 @@ def _keep_rate(run: RunData) -> str:
     return f" Meanwhile mixed groups went {percent(kept.early)} → {percent(kept.late)}."
 
 
-def _per_token(run: RunData, phase: str) -> list[float | None]:
-    """Seconds of a phase for each token trained on in the step."""
-    column = run.metrics.column
-    rows = zip(
-        column(f"time/{phase}"),
-        column("throughput/tokens_per_second"),
-        column("time/step"),
-        strict=True,
-    )
-    per_token: list[float | None] = []
-    for seconds, pace, whole in rows:
-        tokens = pace * whole if pace and whole else 0.0
-        per_token.append(seconds / tokens if seconds is not None and tokens > 0 else None)
-    return per_token
-
-
-def _stands_apart(series: Track) -> bool:
-    """True if it rises, and nearly all of its end lies above nearly all of its start."""
-    first, last = sorted(series.values[: series.window]), sorted(series.values[-series.window :])
-    return series.rises and last[len(last) // 4] > first[-1 - len(first) // 4]
-
-
 TIME_SLOW_STEP = 3.0  # times the median of the 20 steps before
 
 
-def slow_steps(run: RunData) -> Iterator[Finding]:
-    """Single steps that took many times as long as those before."""
-    column = run.metrics.column
-    rows = zip(column("time/step"), column("time/checkpoint"), column("time/evaluate"), strict=True)
-    own = [None if whole is None else whole - (c or 0.0) - (e or 0.0) for whole, c, e in rows]
-    series = track_of(run.metrics.steps, own, "time/step")
-    slow = series.spikes(TIME_SLOW_STEP)
-    if not slow:
-        return
-    steps = [series.steps[place] for place in slow]
-    worst = max(slow, key=series.values.__getitem__)
-    at = run.metrics.steps.index(series.steps[worst])
-    phase = max(STEP_PHASES, key=lambda phase: column(f"time/{phase}")[at] or 0.0)
-    yield series.finding(
-        "note",
-        f"Slow at {named(steps)}",
-        f"Step {series.steps[worst]} took {number(series.values[worst])} s, most of it {phase}; "
-        f"the median is {number(median(series.values))} s.",
-        steps=steps,
-        chart="time_phases",
-    )
+def _without_extras(run: RunData) -> Column:
+    """Return the seconds of steps without checkpoint and evaluation."""
+    names = ("time/step", "time/checkpoint", "time/evaluate")
+    rows = zip(*map(run.metrics.column, names), strict=True)
+    return [None if step is None else step - (c or 0.0) - (e or 0.0) for step, c, e in rows]
 
+
+def _in_slow_step(seconds: Case) -> dict[str, Any]:
+    metrics = seconds.run.metrics
+    at_peak = metrics.steps.index(seconds.peak)
+    phase = max(STEP_PHASES, key=lambda phase: metrics.column(f"time/{phase}")[at_peak] or 0.0)
+    return {"phase": phase, "median": median(seconds.values)}
+
+
+slow_steps = Rule(
+    "time/step",
+    {"note": always},
+    "Slow at {steps}",
+    "Step {s.peak} took {s.most!n} s, most of it {phase}; the median is {median!n} s.",
+    column=_without_extras,
+    steps=lambda s: s.spikes(TIME_SLOW_STEP),
+    facts=_in_slow_step,
+    chart="time_phases",
+)
 
 THROUGHPUT_DROP = 0.7  # of its start: a note
 THROUGHPUT_DROP_MUCH = 0.5  # of its start: a warning
 
 
-def throughput(run: RunData) -> Iterator[Finding]:
-    """Fewer tokens per second than at first."""
-    series = track(run, "throughput/tokens_per_second")
-    upside_down = Track(series.steps, tuple(-value for value in series.values))
-    has_dropped = series.is_long and series.growth <= THROUGHPUT_DROP
-    if not has_dropped or not _stands_apart(upside_down):
-        return
-    yield series.finding(
-        "warn" if series.growth <= THROUGHPUT_DROP_MUCH else "note",
-        f"Throughput is down to {percent(series.growth)} of its start",
-        f"{number(series.early)} → {number(series.late)} tokens per second.{_what_grew(run)}",
-    )
+def _drops(pace: Case, share: float) -> bool:
+    upside_down = Track(pace.steps, tuple(-value for value in pace.values))
+    return pace.growth <= share and upside_down.stands_apart
 
 
-def _what_grew(run: RunData) -> str:
-    """The phase that takes so many seconds more than at first, as none does."""
-    tracks = {phase: track(run, f"time/{phase}") for phase in STEP_PHASES if phase not in _RARE}
-    phase, most = max(tracks.items(), key=lambda item: item[1].late - item[1].early)
-    if most.late <= most.early:
-        return ""
-    kept = _keep_rate(run) if phase is Phase.GENERATE else ""
+def _what_grew(pace: Case) -> dict[str, str]:
+    """Name the phase that takes most seconds more than at first, if one does."""
+    tracks = {phase: pace.other(f"time/{phase}") for phase in _EVERY_STEP}
+    phase = max(tracks, key=lambda phase: tracks[phase].change)
+    most = tracks[phase]
+    if most.change <= 0:
+        return {"grew": ""}
+    kept = _keep_rate(pace.run) if phase is Phase.GENERATE else ""
     figures = f"{number(most.early)} → {number(most.late)} s a step"
-    return f" Of all phases {phase} grew most, {figures}.{kept}"
+    return {"grew": f" Of all phases {phase} grew most, {figures}.{kept}"}
 
+
+throughput = Rule(
+    "throughput/tokens_per_second",
+    {
+        "warn": lambda s: _drops(s, THROUGHPUT_DROP_MUCH),
+        "note": lambda s: _drops(s, THROUGHPUT_DROP),
+    },
+    "Throughput is down to {s.growth!p} of its start",
+    "{s.early!n} → {s.late!n} tokens per second.{grew}",
+    facts=_what_grew,
+)
 
 MEMORY_OVER_PLAN = 1.1  # times the plan, and 0.5 GiB above it
 MEMORY_LEAK = 0.1  # of its size, and 0.5 GiB, over the second half of the run
 
 
-def memory(run: RunData) -> Iterator[Finding]:
-    """More memory than planned, or ever more."""
-    planned = memory_plan(run)
-    over, leaks = [], []
-    for phase in STEP_PHASES:
-        series = track(run, f"memory/{phase}_gib")
-        if not series:
-            continue
-        most = max(series.values)
-        gib = planned.get(phase, float("inf"))
+def over_plan(run: RunData) -> Iterator[Finding]:
+    """Compare the memory of each phase with the plan."""
+    over = []
+    for phase, gib in memory_plan(run).items():
+        most = max(run.metrics.values(f"memory/{phase}_gib"), default=0.0)
         if most > max(MEMORY_OVER_PLAN * gib, gib + _LEAST_GIB):
             over.append((most / gib, phase, most, gib))
-        if _leaks(series):
-            leaks.append((phase, series.second_half()))
     if over:
         _, phase, most, gib = max(over)
         others = ", ".join(name for _, name, *_ in over if name != phase)
@@ -193,24 +183,35 @@ def memory(run: RunData) -> Iterator[Finding]:
             knob="engine.memory_fraction: lower, if it comes near the device's memory; "
             "train.max_tokens_per_microbatch: lower",
         )
-    if leaks:
-        phase, half = max(leaks, key=lambda leak: leak[1].values[-1] - leak[1].values[0])
-        yield half.finding(
+
+
+def leaks(run: RunData) -> Iterator[Finding]:
+    """Find phases that take ever more memory over the second half, and in each half of that: caches
+    reach their size once."""
+    leaking = {}
+    for phase in STEP_PHASES:
+        half = track(run, f"memory/{phase}_gib").half
+        least = max(_LEAST_GIB, MEMORY_LEAK * half.early)
+        if half.rises and half.change >= least and half.half.change >= least / 4:
+            leaking[phase] = half
+    if leaking:
+        phase = max(leaking, key=lambda phase: leaking[phase].change)
+        half = leaking[phase]
+        yield Finding(
             "warn",
-            f"Memory keeps growing: {', '.join(name for name, _ in leaks)}",
+            f"Memory keeps growing: {', '.join(leaking)}",
             f"{phase}: {number(half.early)} → {number(half.late)} GiB since step "
             f"{half.steps[0]}. A leak ends a long run.",
+            f"memory/{phase}_gib",
+            (half.steps[0], half.steps[-1]),
         )
 
 
-def _leaks(series: Track) -> bool:
-    """Ever more over the second half, and in each half of that: caches reach their size once."""
-    half = series.second_half()
-    if not half.is_long or not half.rises:
-        return False
-    least = max(_LEAST_GIB, MEMORY_LEAK * half.early)
-    again = half.second_half()
-    return half.late - half.early >= least and again.late - again.early >= least / 4
-
-
-RULES = (engines, growth, slow_steps, throughput, memory)
+RULES: tuple[RunRule, ...] = (
+    engines,
+    *map(growth, _EVERY_STEP),
+    slow_steps,
+    throughput,
+    over_plan,
+    leaks,
+)

@@ -3,107 +3,109 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from dapo_megatron.report.finding import Finding, Level, track, track_of
+from dapo_megatron.report.finding import Column, Finding, Level, track
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.groups import DECIDED, FATES, KEPT, totals
-from dapo_megatron.report.wording import named, number, percent, times
+from dapo_megatron.report.rule import Case, Rule, RunRule, always, first_of, lately
+from dapo_megatron.report.wording import number, percent, times
+from dapo_megatron.rewards.pool import CAUSES
+from dapo_megatron.types import Fate
 
-FAILURES = ("timeout", "crash", "memory", "error")
-"""Causes of a missing grade: nothing is known of the completion."""
-
-_WORDS = {"all_correct": "all right", "all_wrong": "all wrong"}
+_WORDS: dict[str, str] = {Fate.ALL_CORRECT: "all right", Fate.ALL_WRONG: "all wrong"}
 
 GROUPS_STARVED = 0.1  # of the steps: bad; any: a warning
 
+starved = Rule(
+    "groups/trained",
+    {"bad": lambda s: len(s.hits) >= GROUPS_STARVED * len(s) > 0 and len(s) > 1, "warn": always},
+    "Starved: {length} trained on fewer than {s.bound:,.0f} groups",
+    "At {steps}; the fewest {fewest:,.0f}. {why}",
+    "data.train: problems of the right difficulty; rollout.max_prompts_per_step: higher; "
+    "rollout.at_bound",
+    bound="rollout.prompts_per_step",
+    steps=lambda s: s.where(lambda trained: trained < s.bound),
+    facts=lambda s: {
+        "length": times(len(s.hits), "step"),
+        "fewest": min(s.values),
+        "why": _why_not_kept(s.run),
+    },
+)
 
-def starved(run: RunData) -> Iterator[Finding]:
-    """Steps that trained on fewer groups than they should."""
-    wanted = run.count("rollout.prompts_per_step")
-    trained = track(run, "groups/trained")
-    if not trained or wanted is None:
-        return
-    short = trained.steps_where(lambda num: num < wanted)
-    if not short:
-        return
-    much = len(short) >= GROUPS_STARVED * len(trained) and len(trained) > 1
-    yield trained.finding(
-        "bad" if much else "warn",
-        f"Starved: {times(len(short), 'step')} trained on fewer than {wanted:,} groups",
-        f"{named(short).capitalize()}; the fewest {min(trained.values):,.0f}. {_why_not_kept(run)}",
-        "data.train: problems of the right difficulty; rollout.max_prompts_per_step: higher; "
-        "rollout.at_bound",
-        steps=short,
-    )
+
+def _why_not_kept(run: RunData) -> str:
+    """Count the groups at the end of the run that were not trained on, by outcome."""
+    sums = Counter[str]()
+    for fate in FATES[1:]:
+        ended = track(run, f"groups/{fate}")
+        sums[fate] = round(sum(ended.values[-ended.window :]))
+    ends = ", ".join(f"{num:,} {_WORDS.get(fate, fate)}" for fate, num in sums.most_common() if num)
+    return f"Lately not trained on: {ends}." if ends else ""
 
 
 KEEP_LOW = 0.2  # of decided groups are mixed
 KEEP_FALL = 0.6  # of its start: a note
 
-
-def keep_rate(run: RunData) -> Iterator[Finding]:
-    """Few groups are mixed: a step costs more prompts."""
-    kept = track(run, KEPT)
-    if not kept.is_long:
-        return
-    low = kept.late < KEEP_LOW
-    fell = kept.falls and kept.growth <= KEEP_FALL
-    if not low and not fell:
-        return
-    cost = 1 / kept.late if kept.late > 0 else float("inf")
-    yield kept.finding(
-        "warn" if low else "note",
-        f"{'Only' if low else 'Down to'} {percent(kept.late)} of groups are mixed",
-        f"{percent(kept.early)} → {percent(kept.late)}: each group trained on now costs "
-        f"{cost:.1f} prompts. {_why_not_kept(run)}",
-        "data.train: harder problems if most are all right, easier ones if all wrong",
-        steps=kept.late_span,
-    )
-
-
-def _why_not_kept(run: RunData) -> str:
-    """Count the groups at the end of the run that were not trained on, by outcome."""
-    sums = {}
-    for fate in FATES[1:]:
-        ended = track(run, f"groups/{fate}")
-        if total := sum(ended.values[-ended.window :]):
-            sums[fate] = total
-    said = [
-        f"{total:,.0f} {_WORDS.get(fate, fate)}"
-        for fate, total in sorted(sums.items(), key=lambda item: -item[1])
-    ]
-    return f"Lately not trained on: {', '.join(said)}." if said else ""
-
+_keep_rate = partial(
+    Rule,
+    KEPT,
+    text="{s.early!p} → {s.late!p}: each group trained on now costs {cost:.1f} prompts. {why}",
+    knob="data.train: harder problems if most are all right, easier ones if all wrong",
+    trend=True,
+    steps=lately,
+    facts=lambda s: {
+        "cost": 1 / s.late if s.late > 0 else float("inf"),
+        "why": _why_not_kept(s.run),
+    },
+)
+keep_rate = first_of(
+    _keep_rate({"warn": lambda s: s.late < KEEP_LOW}, "Only {s.late!p} of groups are mixed"),
+    _keep_rate(
+        {"note": lambda s: s.falls and s.growth <= KEEP_FALL},
+        "Down to {s.late!p} of groups are mixed",
+    ),
+)
 
 GROUPS_LOST = 0.01  # of issued groups
 
 
-def lost(run: RunData) -> Iterator[Finding]:
-    """Groups that expired or abstained, and books that do not balance."""
-    sums = totals(run)
-    if not sums or not sums["issued"]:
-        return
-    knobs = {
-        "abstained": "rewards.timeout_seconds: higher; rewards.memory_mib: higher; "
-        "data.train: its grader",
-        "expired": "rollout.max_age: higher; rollout.lookahead: lower",
-    }
-    for fate, knob in knobs.items():
-        if fate == "expired" and run.knob("rollout.on_policy") is True:
-            continue  # what is open at the end of a step expires
-        ended = track(run, f"groups/{fate}")
-        steps = ended.steps_where(lambda num: num > 0)
-        share = sums[fate] / sums["issued"]
-        if steps and share >= GROUPS_LOST:
-            text = f"{sums[fate]:,} of {sums['issued']:,}, at {named(steps)}."
-            title = f"{percent(share)} of groups {fate}"
-            yield ended.finding("warn", title, text, knob, steps=steps)
+def lost(fate: Fate, knob: str, **more: Any) -> Rule:
+    """Return the rule on groups that ended as `fate` without being trained on."""
+
+    def facts(ended: Case) -> dict[str, Any]:
+        sums = totals(ended.run) or {"issued": 0, fate: 0}
+        share = sums[fate] / sums["issued"] if sums["issued"] else 0.0
+        return {"num": sums[fate], "issued": sums["issued"], "share": share}
+
+    return Rule(
+        f"groups/{fate}",
+        {"warn": lambda s: facts(s)["share"] >= GROUPS_LOST},
+        f"{{share!p}} of groups {fate}",
+        "{num:,} of {issued:,}, at {steps}.",
+        knob,
+        steps=lambda s: s.where(lambda num: num > 0),
+        facts=facts,
+        **more,
+    )
 
 
-def books(run: RunData) -> Iterator[Finding]:
-    """Every prompt is accounted for, or is not."""
+abstained = lost(
+    Fate.ABSTAINED,
+    "rewards.timeout_seconds: higher; rewards.memory_mib: higher; data.train: its grader",
+)
+expired = lost(
+    Fate.EXPIRED,
+    "rollout.max_age: higher; rollout.lookahead: lower",
+    only=lambda run: not run.is_on_policy,  # there what is open at the end of a step expires
+)
+
+
+def ledger(run: RunData) -> Iterator[Finding]:
+    """Check that every prompt is accounted for."""
     sums = totals(run)
     steps = run.metrics.steps
     # Older versions had other fates; without the first steps the sums cannot match.
@@ -111,45 +113,36 @@ def books(run: RunData) -> Iterator[Finding]:
     has_all = all(f"groups/{fate}" in run.metrics.columns for fate in FATES)
     if not sums or not sums["issued"] or not is_whole or not has_all:
         return
-    said = ", ".join(
+    ends = ", ".join(
         f"{sums[name]:,} {_WORDS.get(name, name)}" for name in (*FATES, "open") if sums[name]
     )
     if sums["unaccounted"]:
         yield Finding(
             "warn",
             f"{abs(sums['unaccounted']):,} groups are unaccounted for",
-            f"{sums['issued']:,} issued = {said} and {sums['unaccounted']:,} of which nothing is "
+            f"{sums['issued']:,} issued = {ends} and {sums['unaccounted']:,} of which nothing is "
             "known: metrics.jsonl is not whole.",
             "groups/issued",
         )
     else:
-        yield Finding(
-            "good",
-            "Every prompt is accounted for",
-            f"{sums['issued']:,} groups issued = {said}.",
-            "groups/trained",
-        )
+        title, text = "Every prompt is accounted for", f"{sums['issued']:,} groups issued = {ends}."
+        yield Finding("good", title, text, "groups/trained")
 
 
 GROUPS_STALE = 2.0  # times rollout.lookahead, of the mean age
 
-
-def stale(run: RunData) -> Iterator[Finding]:
-    """Groups older than lookahead says."""
-    age = track(run, "groups/age_mean")
-    ahead = run.number("rollout.lookahead")
-    if run.knob("rollout.on_policy") is True or ahead is None:
-        return
-    if age.is_long and age.late > GROUPS_STALE * ahead:
-        yield age.finding(
-            "note",
-            f"What is trained on is {age.late:.1f} versions old",
-            f"Mean age {number(age.early)} → {number(age.late)}; rollout.lookahead is {ahead:g}, "
-            "which should be the mean age.",
-            "rollout.max_overtake: lower; rollout.max_response_tokens: lower",
-            steps=age.late_span,
-        )
-
+stale = Rule(
+    "groups/age_mean",
+    {"note": lambda s: s.late > GROUPS_STALE * s.bound},
+    "What is trained on is {s.late:.1f} versions old",
+    "Mean age {s.early!n} → {s.late!n}; rollout.lookahead is {s.bound:g}, which should be the mean "
+    "age.",
+    "rollout.max_overtake: lower; rollout.max_response_tokens: lower",
+    trend=True,
+    only=lambda run: not run.is_on_policy,
+    bound="rollout.lookahead",
+    steps=lately,
+)
 
 # ------------------------------------------------------------------------------- grading
 
@@ -159,12 +152,12 @@ GRADING_UNPARSED = 0.5  # of completions
 
 
 def grading(run: RunData) -> Iterator[Finding]:
-    """Completions whose grader failed, by cause and data set."""
+    """Count the completions whose grader failed, by cause and data set."""
     completions = run.metrics.total(DECIDED) * (run.count("rollout.samples_per_prompt") or 0)
-    sums = {cause: run.metrics.total(f"grading/{cause}") for cause in FAILURES}
+    sums = {cause: run.metrics.total(f"grading/{cause}") for cause in CAUSES}
     failed = sum(sums.values())
     if not failed:
-        if completions and any(f"grading/{cause}" in run.metrics.columns for cause in FAILURES):
+        if completions and any(f"grading/{cause}" in run.metrics.columns for cause in CAUSES):
             yield Finding(
                 "good",
                 "Every completion was graded",
@@ -189,77 +182,88 @@ def grading(run: RunData) -> Iterator[Finding]:
 
 
 def _by_source(run: RunData) -> str:
-    sums: dict[str, float] = {}
+    sums = Counter[str]()
     for name in run.metrics.columns:
-        match = re.fullmatch(r"grading/(.+)/(\w+)", name)
-        if match and match[2] in FAILURES:
-            sums[match[1]] = sums.get(match[1], 0.0) + run.metrics.total(name)
-    said = ", ".join(f"{source} {count:,.0f}" for source, count in sums.items() if count)
-    return f" By data set: {said}." if said else ""
+        if match := re.fullmatch(rf"grading/(.+)/({'|'.join(CAUSES)})", name):
+            sums[match[1]] += round(run.metrics.total(name))
+    sources = ", ".join(f"{source} {count:,}" for source, count in sums.items() if count)
+    return f" By data set: {sources}." if sources else ""
 
 
-def unparsed(run: RunData) -> Iterator[Finding]:
-    """Texts in which the grader found no answer."""
+def _unparsed_share(run: RunData) -> Column:
     samples = run.count("rollout.samples_per_prompt")
-    if not samples:
-        return
-    name = "grading/unparsed"
-    counts = zip(run.metrics.column(name), run.metrics.column(DECIDED), strict=True)
-    column = [None if c is None or not d else c / (d * samples) for c, d in counts]
-    shares = track_of(run.metrics.steps, column, name)
-    if shares.is_long and shares.late >= GRADING_UNPARSED:
-        yield shares.finding(
-            "warn",
-            f"No answer is found in {percent(shares.late)} of completions",
-            f"{percent(shares.early)} → {percent(shares.late)}. They are graded wrong; read some.",
-            "data.train: what its prompts ask for, and its grader; "
-            "rollout.max_response_tokens: higher, if they are cut off",
-            steps=shares.late_span,
-        )
+    counts = zip(run.metrics.column("grading/unparsed"), run.metrics.column(DECIDED), strict=True)
+    return [
+        num / (of * samples) if num is not None and of and samples else None for num, of in counts
+    ]
 
+
+unparsed = Rule(
+    "grading/unparsed",
+    {"warn": lambda s: s.late >= GRADING_UNPARSED},
+    "No answer is found in {s.late!p} of completions",
+    "{s.early!p} → {s.late!p}. They are graded wrong; read some.",
+    "data.train: what its prompts ask for, and its grader; rollout.max_response_tokens: higher, "
+    "if they are cut off",
+    trend=True,
+    column=_unparsed_share,
+    steps=lately,
+)
 
 # ------------------------------------------------------------------------------- weights
 
-
-def syncs(run: RunData) -> Iterator[Finding]:
-    """Proof that the engines sample from the weights that are trained."""
-    compared, unread = track(run, "sync/fingerprinted"), track(run, "sync/unread_tensors")
-    largest = track(run, "mismatch/gap_max")
-    if unread and (worst := max(unread.values)) > 0:
-        steps = unread.steps_where(lambda num: num > 0)
-        yield unread.finding(
-            "note",
-            f"{times(round(worst), 'tensor')} of the engines cannot be read back",
-            f"At {named(steps)}: their fingerprints are not compared; the fixed sequences after "
-            "each sync still are.",
-            "engine.quantization: none, to have all of them compared",
-            steps=steps,
-        )
-    if not compared:
-        return
-    compared = replace(compared, metric=largest.metric)  # drawn there
-    done = len(compared.steps_where(lambda value: value > 0))
-    gap = f"; largest gap to the policy {number(max(largest.values))} nats" if largest else ""
-    if done == 0 and compared.is_long:
-        yield compared.finding(
-            "note",
-            "The engines' weights were never compared with the policy's",
-            f"At none of {times(len(compared), 'sync')} on record{gap}.",
-            "sync.fingerprint_every: lower",
-        )
-    elif done:
-        where = "each" if done == len(compared) else f"{done:,}"
-        title = f"Sync verified at {where} of {times(len(compared), 'sync')}"
-        yield compared.finding("good", title, f"Fingerprints of all weights agreed{gap}.")
+unread = Rule(
+    "sync/unread_tensors",
+    {"note": always},
+    "{num} of the engines cannot be read back",
+    "At {steps}: their fingerprints are not compared; the fixed sequences after each sync still "
+    "are.",
+    "engine.quantization: none, to have all of them compared",
+    steps=lambda s: s.where(lambda num: num > 0),
+    facts=lambda s: {"num": times(round(s.most), "tensor")},
+)
 
 
-RULES = (
+def _compared(run: RunData) -> Column:
+    return run.metrics.column("sync/fingerprinted")
+
+
+def _verified(syncs: Case) -> dict[str, str]:
+    num, gaps = len(syncs.where(lambda value: value > 0)), syncs.other("mismatch/gap_max").values
+    return {
+        "which": "each" if num == len(syncs) else f"{num:,}",
+        "syncs": times(len(syncs), "sync"),
+        "gap": f"; largest gap to the policy {number(max(gaps))} nats" if gaps else "",
+    }
+
+
+# Drawn with the gap of engine and policy.
+_syncs = partial(Rule, "mismatch/gap_max", column=_compared, facts=_verified)
+syncs = first_of(
+    _syncs(
+        {"good": lambda s: max(s.values) > 0},
+        "Sync verified at {which} of {syncs}",
+        "Fingerprints of all weights agreed{gap}.",
+    ),
+    _syncs(
+        {"note": always},
+        "The engines' weights were never compared with the policy's",
+        "At none of {syncs} on record{gap}.",
+        "sync.fingerprint_every: lower",
+        trend=True,
+    ),
+)
+
+
+RULES: tuple[RunRule, ...] = (
     starved,
-    lost,
+    abstained,
+    expired,
     grading,
     unparsed,
     keep_rate,
     stale,
+    unread,
     syncs,
-    books,
+    ledger,
 )

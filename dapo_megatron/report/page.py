@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -23,24 +23,23 @@ import jinja2
 from markupsafe import Markup
 
 import dapo_megatron
-from dapo_megatron.report import curves, groups, phases, timeline
+from dapo_megatron.report import curves, figures, groups, phases, timeline
 from dapo_megatron.report.charts import Chart, chart_of, columns_of, defined, names_in, recorded
+from dapo_megatron.report.curves import Look
+from dapo_megatron.report.figures import Drawing, RunCurves
 from dapo_megatron.report.finding import Finding
 from dapo_megatron.report.findings import findings
 from dapo_megatron.report.folder import RunData
 from dapo_megatron.report.provenance import facts, headline, provenance
 from dapo_megatron.report.rollouts import Rollouts, rollouts
-from dapo_megatron.report.wording import visible
+from dapo_megatron.report.wording import number, visible
 
-SCRIPTS = (
-    *("charts.js", "timeline.js"),
-    *("search.js", "viewer.js", "columns.js", "rollouts.js", "app.js"),
-)
+SCRIPTS = ("figures.js", "search.js", "viewer.js", "columns.js", "rollouts.js", "app.js")
 """After plotly, in this order."""
 STYLES = ("style.css", "rollouts.css")
 
-SECTIONS = ("dynamics", "groups", "time")
-"""Sections that have charts."""
+SMOOTHING, SMOOTHED_STEPS = 0.6, 100
+"""Weight of the smoothing at first, and the steps from which runs are smoothed at all."""
 
 LEVELS = {
     "good": ("✓", "good"),
@@ -88,16 +87,20 @@ class View:
     totals: list[tuple[str, int, float | None]]
     notes: dict[str, str]
     """Notes to read before a section's charts, by section."""
+    timelines: list[timeline.Timeline]
+    timeline_note: str | None
     has_rollouts: bool
 
 
 @dataclass(frozen=True)
 class Payload:
     data: dict[str, Any]
-    """For the scripts: {refresh_seconds, charts, paper, looks, runs}."""
+    """For the scripts: {refresh_seconds, template, charts, runs}."""
     blobs: dict[str, bytes]
     """JSON that is opened one by one."""
     views: list[View]
+    looks: list[Look]
+    charts: list[tuple[Chart, list[Drawing]]]
     missing: dict[str, list[str]]
     """Titles of the charts that no run has anything for, by section."""
 
@@ -110,33 +113,73 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
         for run in runs
     ]
     charts = defined(runs)
-    figures = {point.figure for run in runs for point in run.evaluations}
-    shown = recorded(charts, {name for of_run in columns for name in of_run}, figures)
-    ids = {chart["id"] for chart in shown}
+    names = {point.figure for run in runs for point in run.evaluations}
+    shown = recorded(charts, {name for of_run in columns for name in of_run}, names)
+    ids = {chart.id for chart in shown}
     missing: dict[str, list[str]] = {}
     for chart in charts:
-        if chart["id"] not in ids:
-            missing.setdefault(chart["section"], []).append(chart["title"])
+        if chart.id not in ids:
+            missing.setdefault(chart.section, []).append(chart.title)
     share = -(-options.completions // len(runs))
     blobs: dict[str, bytes] = {}
-    views, bodies = [], []
-    for number, (run, of_run) in enumerate(zip(runs, columns, strict=True)):
+    views: list[View] = []
+    bodies: list[dict[str, Any]] = []
+    for place, run in enumerate(runs):
         kept = rollouts(run, share, options.tickets, options.steps)
         views.append(_view(run, shown, kept))
-        bodies.append({**_body(views[-1], of_run, names_in(shown)), "rollouts": None})
+        findings_to_see = [{"chart": one.chart, "steps": one.steps} for one in views[-1].findings]
+        bodies.append({"name": run.name, "findings": findings_to_see, "rollouts": None})
         if kept is not None:
             # Ids of blobs are of one run; on the page they are of all.
-            ids_on_page = [f"{number}-{name}" for name in kept.table["blobs"]]
+            ids_on_page = [f"{place}-{name}" for name in kept.table["blobs"]]
             bodies[-1]["rollouts"] = {**kept.table, "blobs": ids_on_page}
-            blobs |= {f"{number}-{name}": blob for name, blob in kept.blobs.items()}
+            blobs |= {f"{place}-{name}": blob for name, blob in kept.blobs.items()}
+    looks = curves.looks(runs)
+    drawn = _curves(runs, columns, looks, names_in(shown))
+    drawings = [(chart, figures.draw(chart, drawn)) for chart in shown]
+    timelines = {
+        f"timeline-{place}-{one.step}": [one.figure]
+        for place, view in enumerate(views)
+        for one in view.timelines
+    }
     data = {
         "refresh_seconds": options.refresh_seconds,
-        "charts": shown,
-        "paper": curves.ghosts(key for chart in shown for key in chart.get("ghosts", ())),
-        "looks": [asdict(look) for look in curves.looks(runs)],
+        "template": figures.TEMPLATE,
+        "charts": {chart.id: [one.figure for one in of_chart] for chart, of_chart in drawings},
+        "timelines": timelines,
         "runs": bodies,
     }
-    return Payload(data, blobs, views, missing)
+    return Payload(data, blobs, views, looks, drawings, missing)
+
+
+def _curves(
+    runs: Sequence[RunData],
+    columns: Sequence[Mapping[str, curves.Column]],
+    looks: Sequence[Look],
+    names: set[str],
+) -> list[RunCurves]:
+    drawn = []
+    for place, (run, of_run) in enumerate(zip(runs, columns, strict=True)):
+        stride = curves.stride_of(len(run.metrics.steps))
+        look = next(at for at, look in enumerate(looks) if place in look.runs)
+        drawn.append(
+            RunCurves(
+                name=run.name,
+                steps=curves.thin_steps(run.metrics.steps, stride),
+                columns={
+                    name: curves.thin(name, column, stride)
+                    for name, column in of_run.items()
+                    if name in names
+                },
+                evaluations=[
+                    {**curve, "set": visible(curve["set"])}
+                    for curve in curves.evaluation_curves(run.evaluations)
+                ],
+                look=looks[look],
+                look_number=look,
+            )
+        )
+    return drawn
 
 
 def _has_values(column: curves.Column) -> bool:
@@ -158,28 +201,10 @@ def _view(run: RunData, charts: Sequence[Chart], kept: Rollouts | None) -> View:
         stride=curves.stride_of(len(run.metrics.steps)),
         totals=groups.totals_table(run),
         notes={section: note for section, note in notes.items() if note},
+        timelines=timeline.timelines(run),
+        timeline_note=timeline.note(run),
         has_rollouts=kept is not None,
     )
-
-
-def _body(view: View, columns: Mapping[str, curves.Column], names: set[str]) -> dict[str, Any]:
-    run, stride = view.run, view.stride
-    return {
-        "name": run.name,
-        "findings": [{"steps": one.steps, "chart": one.chart} for one in view.findings],
-        "steps": curves.thin_steps(run.metrics.steps, stride),
-        "metrics": {
-            name: curves.thin(name, column, stride)
-            for name, column in columns.items()
-            if name in names
-        },
-        "evaluations": [
-            {**curve, "set": visible(curve["set"])}
-            for curve in curves.evaluation_curves(run.evaluations)
-        ],
-        "timelines": timeline.timelines(run),
-        "timeline_note": timeline.note(run),
-    }
 
 
 def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
@@ -204,15 +229,15 @@ def render(payload: Payload) -> str:
         lstrip_blocks=True,
     )
     names = [view.run.name for view in payload.views]
+    longest = max(len(view.run.metrics.steps) for view in payload.views)
     text = environment.from_string(_part("page.html.j2")).render(
         title=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
         views=payload.views,
-        charts={
-            section: [chart for chart in payload.data["charts"] if chart["section"] == section]
-            for section in SECTIONS
-        },
+        charts=payload.charts,
         missing=payload.missing,
-        looks=payload.data["looks"],
+        looks=payload.looks,
+        smoothing=SMOOTHING if longest >= SMOOTHED_STEPS else 0,
+        number=number,
         levels=LEVELS,
         states=STATES,
         nonce=secrets.token_urlsafe(16),

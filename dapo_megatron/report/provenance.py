@@ -3,18 +3,18 @@ made with and what it left (code, versions, layout, starts, checkpoints, data, M
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from dapo_megatron.files import read_json
-from dapo_megatron.report.folder import RunData, clock, finite, size_of
-from dapo_megatron.report.wording import span
+from dapo_megatron.report.folder import RunData, clock, size_of
+from dapo_megatron.report.models import Provenance, Summary
+from dapo_megatron.report.wording import span, times
+from dapo_megatron.tracking.provenance import flatten
 from dapo_megatron.tracking.uri import without_password
 from dapo_megatron.types import CheckpointError
 
@@ -22,6 +22,8 @@ Rows = list[tuple[str, str]]
 
 _CHECKPOINT = re.compile(r"step_\d+")
 _MAX_TEXT = 400
+_MAX_NAMES = 4
+_NO_PROVENANCE, _NO_SUMMARY = Provenance(), Summary()
 
 
 def headline(run: RunData) -> str:
@@ -40,6 +42,14 @@ def headline(run: RunData) -> str:
     return f"nothing measured yet ({progress})"
 
 
+def _progress(run: RunData) -> str:
+    done = run.metrics.last_step
+    planned = run.count("train.rollout_steps")
+    steps = f"{done:,} of {planned:,} steps" if planned is not None else f"{done:,} steps"
+    seconds = run.summary.seconds if run.summary and run.state.has_ended else None
+    return f"{steps}, {span(run.metrics.total('time/step') if seconds is None else seconds)}"
+
+
 def facts(run: RunData) -> list[tuple[str, str]]:
     """(label, text), the ones that name the run; what its folder does not say is left out."""
     return [(label, text) for label, text in _facts(run) if text]
@@ -47,47 +57,27 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
 def _facts(run: RunData) -> Iterator[tuple[str, str]]:
     yield "model", run.word("model.path") or ""
-    yield "trained on", _named(run.entries("data.train"))
+    names = [str(source["name"]) for source in run.sources() if source.get("name")]
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    yield "trained on", ", ".join(names[:_MAX_NAMES]) + more
     keys = ("prompts_per_step", "samples_per_prompt", "max_response_tokens")
     prompts, samples, limit = (run.count(f"rollout.{key}") for key in keys)
     if prompts is not None and samples is not None and limit is not None:
         yield "a step", f"{prompts} prompts, {samples} answers each, of up to {limit} tokens"
     yield "optimizer", _optimizer(run)
-    given, summary = run.provenance or {}, run.summary or {}
-    processes = given.get("num_processes") or summary.get("num_processes")
-    processes = processes or run.count("run.processes")
+    made, summary = run.provenance or _NO_PROVENANCE, run.summary or _NO_SUMMARY
+    processes = made.num_processes or summary.num_processes or run.count("run.processes") or 0
     counted = f"{processes} process{'' if processes == 1 else 'es'}" if processes else ""
-    yield "on", ", ".join(str(part) for part in (counted, given.get("devices")) if part)
-    yield "layout", str(_dict_in(run.provenance, "facts").get("policy", ""))
-    started = clock(run.attempts[0].get("time"), "%Y-%m-%d %H:%M") if run.attempts else None
+    yield "on", ", ".join(filter(None, (counted, made.devices)))
+    yield "layout", made.facts.get("policy", "")
+    started = clock(run.attempts[0].time, "%Y-%m-%d %H:%M") if run.attempts else None
     if started is not None:
         starts = f", {len(run.attempts)} starts" if len(run.attempts) > 1 else ""
         yield "started", started + starts
     speed = run.metrics.last("throughput/tokens_per_second")
     yield "speed", f"{speed:,.0f} tokens/s in the last step" if speed is not None else ""
-    peak = finite(summary.get("peak_memory_gib"))
+    peak = summary.peak_memory_gib
     yield "host memory", f"{peak:.1f} GiB at most, all processes" if peak is not None else ""
-
-
-def _dict_in(values: Mapping[str, Any] | None, key: str) -> dict[str, Any]:
-    """The dictionary at a key; empty if there is none."""
-    value = (values or {}).get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _progress(run: RunData) -> str:
-    done = run.metrics.last_step
-    planned = run.count("train.rollout_steps")
-    steps = f"{done:,} of {planned:,} steps" if planned is not None else f"{done:,} steps"
-    seconds = finite((run.summary or {}).get("seconds"))
-    if seconds is None or not run.state.has_ended:
-        seconds = run.metrics.total("time/step")
-    return f"{steps}, {span(seconds)}"
-
-
-def _named(sources: list[dict[str, Any]]) -> str:
-    names = [str(source["name"]) for source in sources if source.get("name")]
-    return ", ".join(islice(names, 4)) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _optimizer(run: RunData) -> str:
@@ -96,7 +86,7 @@ def _optimizer(run: RunData) -> str:
         return ""
     low, high = run.number("loss.clip_low"), run.number("loss.clip_high")
     clip = f", clip {low:g} / {high:g}" if low is not None and high is not None else ""
-    return f"learning rate {lr:g}, {updates:,} updates a step{clip}"
+    return f"learning rate {lr:g}, {times(updates, 'update')} a step{clip}"
 
 
 def provenance(run: RunData) -> list[dict[str, Any]]:
@@ -120,47 +110,44 @@ def provenance(run: RunData) -> list[dict[str, Any]]:
 
 
 def _code(run: RunData) -> Rows:
-    tags, summary = _dict_in(run.provenance, "tags"), run.summary or {}
-    commit = str(tags.get("git.commit") or summary.get("commit") or "")
+    tags = (run.provenance or _NO_PROVENANCE).tags
+    summary = run.summary or _NO_SUMMARY
+    commit = tags.get("git.commit") or summary.commit or ""
     if commit and tags.get("git.dirty") == "true":
         commit += ", with changes that are not committed"
-    versions = {
-        key.removeprefix("version."): value
-        for key, value in tags.items()
-        if key.startswith("version.")
+    versions = {key: value for key, value in tags.items() if key.startswith("version.")}
+    rows = {
+        "commit": commit,
+        **{key.removeprefix("version."): text for key, text in versions.items()},
+        **({} if versions else summary.versions),
+        "config.sha256": tags.get("config.sha256", ""),
     }
-    rows = [("commit", commit)] if commit else []
-    rows += _rows(versions or _dict_in(summary, "versions"))
-    return rows + [(key, str(tags[key])) for key in ("config.sha256",) if key in tags]
+    return [(key, text) for key, text in rows.items() if text]
 
 
 def _machines(run: RunData) -> Rows:
-    given = run.provenance or {}
-    rows = _rows(_dict_in(run.provenance, "facts"))
-    for key in ("devices", "num_processes"):
-        if given.get(key) is not None:
-            rows.append((key.replace("num_", ""), str(given[key])))
+    made = run.provenance or _NO_PROVENANCE
+    rows = [*made.facts.items()]
+    rows += [("devices", made.devices)] if made.devices else []
+    rows += [("processes", str(made.num_processes))] if made.num_processes else []
     # "computed by" of the facts says what was chosen.
     shown = ("host", "slurm.") if rows else ("host", "slurm.", "chosen.")
-    tags = _dict_in(run.provenance, "tags")
-    rows += [(key, str(value)) for key, value in tags.items() if key.startswith(shown)]
+    rows += [(key, value) for key, value in made.tags.items() if key.startswith(shown)]
     if not rows and run.knob("policy.tensor_parallel") is not None:
-        rows = [
-            (key, str(run.knob(f"policy.{key}")))
-            for key in ("tensor_parallel", "pipeline_parallel", "context_parallel")
-        ]
-    return rows
+        parallel = [f"{kind}_parallel" for kind in ("tensor", "pipeline", "context")]
+        rows = [(key, str(run.knob(f"policy.{key}"))) for key in parallel]
+    return [(key, _shortened(text)) for key, text in rows]
 
 
 def _starts(run: RunData) -> Rows:
     rows = []
     for start in run.attempts:
-        end = start.get("end") or (run.state.word if start is run.attempts[-1] else "cut short")
-        at = clock(start.get("time")) or "?"
-        job = f", Slurm job {start['job']}" if start.get("job") else ""
-        what = "ended" if start.get("end") else "began"
-        text = f"from step {start.get('step', '?')}; {what} {at}{job}; {end}"
-        rows.append((str(start["attempt"]), text))
+        end = start.end or (run.state.word if start is run.attempts[-1] else "cut short")
+        at = clock(start.time) or "?"
+        job = f", Slurm job {start.job}" if start.job else ""
+        step = "?" if start.step is None else start.step
+        text = f"from step {step}; {'ended' if start.end else 'began'} {at}{job}; {end}"
+        rows.append((start.attempt, text))
     return rows
 
 
@@ -187,7 +174,7 @@ def _mlflow(run: Mapping[str, Any]) -> Rows:
 
 
 def _mlflow_links(run: Mapping[str, Any]) -> dict[str, str]:
-    """To the run's page on a server; of another address (a file, a script) no link is made."""
+    """Link to the run's page on a server. Another address (a file, a script) gets no link."""
     server = _server(run)
     try:
         parts = urlsplit(server)
@@ -202,7 +189,8 @@ def _mlflow_links(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _server(run: Mapping[str, Any]) -> str:
-    """The server without a password: a report is passed on, and older versions stored some."""
+    """Return the server without a password: a report is passed on, and older versions stored
+    some."""
     return without_password(str(run.get("server", "")))
 
 
@@ -211,26 +199,18 @@ def _data_reports(folder: Path) -> dict[str, Rows]:
     tables = {}
     for path in _listed(folder, "*.report.json"):
         report = _read(path)
+        shown = {key: report[key] for key in keys if key in report}
         name = path.name.removesuffix(".report.json")
-        tables[f"Data: {name}"] = _rows({key: report[key] for key in keys if key in report})
+        tables[f"Data: {name}"] = [(key, _shortened(text)) for key, text in flatten(shown)]
     return tables
 
 
-def _rows(values: Mapping[str, Any]) -> Rows:
-    return [(key, text) for key, value in values.items() for key, text in _flat(key, value)]
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
 
 
-def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for inner, part in value.items():
-            yield from _flat(f"{key}.{inner}", part)
-        return
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    yield key, text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
-
-
-def _listed(folder: Path, pattern: str) -> Iterable[Path]:
-    """The matching files, sorted; none without a folder, or one that goes while it is listed."""
+def _listed(folder: Path, pattern: str) -> list[Path]:
+    """Return the matching files, sorted; none without a folder, or one that goes meanwhile."""
     with suppress(OSError):
         return sorted(folder.glob(pattern))
     return []

@@ -17,7 +17,6 @@ from typing import Any
 from dapo_megatron.report import recorded
 from dapo_megatron.report.choosing import ASKED, Chooser, Pick, Wanted
 from dapo_megatron.report.folder import RunData, size_of
-from dapo_megatron.report.grades import Rules
 from dapo_megatron.report.token_text import find_tokenizer
 from dapo_megatron.report.viewer_data import Blob
 from dapo_megatron.report.wording import first_few
@@ -221,7 +220,7 @@ class _Page:
         return group
 
     def _new_blob(self) -> Blob:
-        return Blob(self._run, Rules.of(self._run), self.pieces)
+        return Blob(self._run, self.pieces)
 
     def _close_blob(self) -> None:
         data = json.dumps(self._blob.to_json(), separators=(",", ":"), allow_nan=False).encode()

@@ -1,21 +1,13 @@
-"""The recorded timelines (timeline/step_*.json) as page/timeline.js draws them: phases of every
-rank as coloured spans, below them the requests that run on every replica while it generates.
+"""The recorded timelines (timeline/step_*.json) as figures: phases of every rank as coloured bars,
+below them the requests that run on every replica while it generates.
 
-A timeline for the page:
-    step, seconds (of the step)
-    phases      [{name, label, color: slot, mean, least, most, slowest: rank}], those that occur,
-                with what they take over the ranks
-    ranks       [{rank, host, spans: [[place in phases, begin, end], ...]}]
-    engines     null | {begin, end, most, replicas: [{replica, cells: [mean requests, ...]}]};
-                cells are equal parts of begin..end, `most` is the highest cell
-    sentences   what it shows, in words
-All times in seconds since the step began.
+All times are in seconds since the step began.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -23,7 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from plotly import graph_objects as go
+from plotly.subplots import make_subplots
+
 from dapo_megatron.files import parse_json
+from dapo_megatron.report.figures import Figure, plain, slot
 from dapo_megatron.report.folder import RunData, finite
 from dapo_megatron.report.phases import COLORS, LABELS
 from dapo_megatron.report.wording import number, percent
@@ -36,11 +32,38 @@ CELLS = 240
 TAIL = 0.1
 """Share of the most requests below which the tail of a generation lies."""
 
+ROW, LABEL, TOTAL, GAP, MAX_HEIGHT = 20, 12, 56, 24, 300
+"""Pixels: a row, the lowest row with a label, the panel of all requests, the space between panels,
+and all rows, each of which has at least 3."""
 SPREAD = 0.05
 """Share of a step below which a difference of ranks, or time in no phase, is not reported."""
 
 Point = tuple[float, float]
 """(seconds, requests from then on)."""
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """What a phase takes over the ranks."""
+
+    label: str
+    color: int
+    mean: float
+    least: float
+    most: float
+    slowest: int
+    """Rank."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A recorded step, to draw and to tell."""
+
+    step: int
+    seconds: float
+    phases: list[PhaseSeconds]
+    sentences: list[str]
+    figure: Figure
 
 
 class Span(NamedTuple):
@@ -93,7 +116,7 @@ class Recorded:
         return (begin, end) if end > begin else None
 
 
-def timelines(run: RunData) -> list[dict[str, Any]]:
+def timelines(run: RunData) -> list[Timeline]:
     """Timelines to draw, by step."""
     return [_shown(one) for path in _chosen(run) if (one := _read(path)) is not None]
 
@@ -173,8 +196,7 @@ def _points(values: Any) -> Iterator[Point]:
 
 
 def _chosen(run: RunData) -> list[Path]:
-    """At most MAX_TIMELINES files: that of the slowest step, and the others evenly, from the first
-    to the last."""
+    """At most MAX_TIMELINES files: the slowest step's, and others evenly from first to last."""
     files = _files(run)
     if len(files) <= MAX_TIMELINES:
         return files
@@ -190,53 +212,128 @@ def _step(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _shown(one: Recorded) -> dict[str, Any]:
-    places = {phase: place for place, phase in enumerate(one.took)}
-    return {
-        "step": one.step,
-        "seconds": round(one.seconds, 4),
-        "phases": [
-            {
-                "name": phase,
-                "label": LABELS.get(phase, phase),
-                "color": COLORS.get(phase, COLORS["rest"]),
-                "mean": round(fmean(by_rank.values()), 4),
-                "least": round(min(by_rank.values()), 4),
-                "most": round(max(by_rank.values()), 4),
-                "slowest": max(by_rank, key=by_rank.__getitem__),
-            }
-            for phase, by_rank in one.took.items()
-        ],
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "host": rank.host,
-                "spans": [
-                    [places[phase], round(begin, 4), round(end, 4)]
-                    for phase, begin, end in rank.spans
-                ],
-            }
-            for rank in one.ranks
-        ],
-        "engines": _engines(one),
-        "sentences": [*_longest(one), *_tail(one), *_first_dry(one), *_straggler(one)],
-    }
+# ---------------------------------------------------------------------------- drawing
 
 
-def _engines(one: Recorded) -> dict[str, Any] | None:
-    window = one.generation
-    if window is None or not one.replicas:
-        return None
-    rows = [cells(replica.points, *window) for replica in one.replicas]
-    return {
-        "begin": round(window[0], 4),
-        "end": round(window[1], 4),
-        "most": max(map(max, rows)),
-        "replicas": [
-            {"replica": replica.replica, "cells": row}
-            for replica, row in zip(one.replicas, rows, strict=True)
-        ],
-    }
+def _shown(one: Recorded) -> Timeline:
+    phases = [
+        PhaseSeconds(
+            LABELS.get(phase, phase),
+            COLORS.get(phase, COLORS["rest"]),
+            mean=fmean(by_rank.values()),
+            least=min(by_rank.values()),
+            most=max(by_rank.values()),
+            slowest=max(by_rank, key=by_rank.__getitem__),
+        )
+        for phase, by_rank in one.took.items()
+    ]
+    sentences = [*_longest(one), *_tail(one), *_first_dry(one), *_straggler(one)]
+    return Timeline(one.step, one.seconds, phases, sentences, _figure(one, sentences))
+
+
+def _figure(one: Recorded, sentences: Sequence[str]) -> Figure:
+    """Draw a row per rank; below, the requests of all replicas together and of each."""
+    window = one.generation if one.replicas else None
+    ranks = [f"rank {rank.rank}" for rank in one.ranks]
+    replicas = [f"replica {replica.replica}" for replica in one.replicas if window]
+    heights = [_height(ranks)] + [TOTAL] * bool(replicas)
+    heights += [_height(replicas)] * (len(replicas) > 1)
+    height, num = sum(heights) + GAP * (len(heights) - 1), len(heights)
+    spacing = GAP / height if num > 1 else 0
+    figure = make_subplots(num, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
+    for phase in one.took:
+        figure.add_trace(_bars(one, phase), row=1, col=1)
+    figure.update_yaxes(_rows(ranks, [rank.host for rank in one.ranks]), row=1, col=1)
+    end = max(one.seconds, window[1] if window else 0.0, 1e-3)
+    if window:
+        for row, trace in enumerate(_requests(one, replicas, *window), 2):
+            figure.add_trace(trace, row=row, col=1)
+        figure.update_yaxes(title_text="requests", nticks=3, row=2, col=1)
+        if num > 2:
+            figure.update_yaxes(_rows(replicas), row=3, col=1)
+        figure.update_layout(updatemenus=[_zooms({"whole step": (0, end), "generation": window})])
+    figure.update_xaxes(range=[0, end], showgrid=True)
+    figure.update_xaxes(title_text="seconds", row=num, col=1)
+    figure.update_yaxes(fixedrange=True)
+    figure.update_layout(barmode="overlay", bargap=0.12, showlegend=False, template=None)
+    margin = {"l": 92, "t": 40, "b": 42}
+    figure.update_layout(height=40 + height + 42, margin=margin, hovermode="closest")
+    label = f"Timeline of step {one.step}. {' '.join(sentences)}"
+    return {**figure.to_plotly_json(), "label": label}
+
+
+def _height(names: Sequence[str]) -> int:
+    return max(1, len(names)) * max(3, min(ROW, MAX_HEIGHT // max(1, len(names))))
+
+
+def _rows(names: Sequence[str], hosts: Sequence[str] = ()) -> dict[str, Any]:
+    """Axis of rows. Of rows too low for a label, the first of each host has one."""
+    labels = dict(enumerate(names))
+    if len(names) * LABEL > _height(names):
+        labels = {at: name for at, name in labels.items() if at % LABEL == 0}
+        if any(hosts):
+            firsts = {host: at for at, host in reversed([*enumerate(hosts)])}
+            labels = {at: plain(host) for host, at in firsts.items()}
+    ticks = {"tickvals": [*labels], "ticktext": [*labels.values()]}
+    return {"range": [len(names) - 0.5, -0.5], "showgrid": False, **ticks}
+
+
+def _bars(one: Recorded, phase: str) -> go.Bar:
+    rows = [(row, span) for row, rank in enumerate(one.ranks) for span in rank.spans]
+    rows = [(row, span) for row, span in rows if span.phase == phase]
+    color, label = slot(COLORS.get(phase, COLORS["rest"])), plain(LABELS.get(phase, phase))
+    hovertext = [
+        f"rank {one.ranks[row].rank} on {plain(one.ranks[row].host)}: {label}, "
+        f"{number(span.end - span.begin)} s ({number(span.begin)} to {number(span.end)})"
+        for row, span in rows
+    ]
+    return go.Bar(
+        orientation="h",
+        name=label,
+        hovertext=hovertext,
+        hoverinfo="text",
+        base=[round(span.begin, 4) for _, span in rows],
+        x=[round(span.end - span.begin, 4) for _, span in rows],
+        y=[row for row, _ in rows],
+        marker={"color": color, "line": {"color": color, "width": 0.5}},
+    )
+
+
+def _requests(one: Recorded, names: Sequence[str], begin: float, end: float) -> list[Any]:
+    """Requests of all replicas together as an area, and those of each, if there are several, as a
+    strip of heat."""
+    rows = [cells(replica.points, begin, end) for replica in one.replicas]
+    width = (end - begin) / CELLS
+    total = [round(sum(column), 1) for column in zip(*rows, strict=True)]
+    area = go.Scatter(
+        x=[round(begin + cell * width, 4) for cell in range(CELLS + 1)],
+        y=[*total, total[-1]],
+        fill="tozeroy",
+        mode="lines",
+        line={"color": slot(0), "width": 1, "shape": "hv"},
+        hovertemplate="%{y} requests running at %{x} s<extra></extra>",
+    )
+    heat = go.Heatmap(
+        z=rows,
+        y=names,
+        x0=round(begin + width / 2, 4),
+        dx=width,
+        zmin=0,
+        colorscale=[[0, "var(--line)"], [1, slot(0)]],
+        showscale=False,
+        hovertemplate="%{y}: %{z} requests running at %{x:.4~g} s<extra></extra>",
+    )
+    return [area, heat] if len(rows) > 1 else [area]
+
+
+def _zooms(ranges: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    buttons = [
+        {"label": label, "method": "relayout", "args": [{"xaxis.range": [*ends]}]}
+        for label, ends in ranges.items()
+    ]
+    colors = {"showactive": False, "bgcolor": "var(--panel)", "bordercolor": "var(--line)"}
+    place = {"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 6}}
+    return {"type": "buttons", "direction": "right", "buttons": buttons, **place, **colors}
 
 
 def cells(points: Sequence[Point], begin: float, end: float, count: int = CELLS) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_megatron.report.choosing import Pick
 from dapo_megatron.report.folder import RunData
-from dapo_megatron.report.grades import Rules, explain, grader_of, group_rewards, shown
+from dapo_megatron.report.grades import explain, grader_of, shown
 from dapo_megatron.report.token_text import Pieces
 from dapo_megatron.rollout.serialization import rounded, significant, summary
 
@@ -26,8 +26,8 @@ _IN_BOTH = ("sample", "finish", "score", "correct", "reward", "advantage")
 class Blob:
     """Groups are added; `to_json` is what the page opens."""
 
-    def __init__(self, run: RunData, rules: Rules, pieces: Pieces | None) -> None:
-        self._run, self._rules, self._pieces = run, rules, pieces
+    def __init__(self, run: RunData, pieces: Pieces | None) -> None:
+        self._run, self._pieces = run, pieces
         self._places: dict[tuple[int, str], int] = {}
         """Places of a token with its piece: one that ends inside a character has several."""
         self._counts: list[int] = []
@@ -42,18 +42,15 @@ class Blob:
     def add(self, place: int, group: Mapping[str, Any], pick: Pick) -> list[dict[str, Any]]:
         """Add the group that is number `place` of the table; its rows of the table. Of one that
         cannot be shown it raises before anything is added."""
-        rewards = group_rewards(group["completions"], self._rules)
         grader = grader_of(self._run, group)
         rows, shown_ones = [], []
         for position, one in enumerate(group["completions"]):
             policy = group["policy"].get(one["sample"], {})
-            # As recorded, else as computed; none if it was not trained on.
-            recorded, reward = policy.get("advantage"), rewards.rewards[position]
-            advantage = rewards.advantages[position] if recorded is None else recorded
+            advantage = policy.get("advantage")
             row = {
                 **_row(place, group, one, policy, pick),
-                "reward": rounded(reward and reward.total),
-                "advantage": rounded(advantage) if group["fate"] == "trained" else None,
+                "reward": rounded(one.get("reward")),
+                "advantage": rounded(advantage),
             }
             rows.append(row)
             shown_ones.append(
@@ -62,7 +59,7 @@ class Blob:
                     "parsed": one["parsed"],
                     "pred": shown(one["pred"] or "") if one["score"] is not None else None,
                     "why": row["why"],
-                    "grade": explain(grader, group, position, rewards, self._rules, recorded),
+                    "grade": explain(grader, group, position, advantage),
                     **self._tokens(one, policy),
                 }
             )

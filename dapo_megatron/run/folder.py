@@ -20,10 +20,10 @@ from dapo_megatron.checkpoints.folder import (
     published,
     recover_checkpoints,
 )
-from dapo_megatron.cluster.attempt import attempt
+from dapo_megatron.cluster.attempt import OWNER, attempt, check_owner
 from dapo_megatron.files import open_lock, read_json, try_lock, write_json
 from dapo_megatron.protocols import Exchange
-from dapo_megatron.types import CheckpointError, ConfigError, Fenced
+from dapo_megatron.types import CheckpointError, ConfigError
 
 LOCK_SECONDS = 15.0
 """Ranks that were just killed take a moment to go, and their lock with them."""
@@ -47,7 +47,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.attempts = path / "attempts.jsonl"
-        self.owner = path / ".owner"
+        self.owner = path / OWNER
         self.attempt = attempt()
         self.is_continued = False
         """Whether this run's own earlier part is in the folder: same MLflow run, same metrics
@@ -132,18 +132,8 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
 
     def check_owner(self) -> None:
-        """Raise Fenced if another attempt has taken the folder: nothing may be written into it any
-        more. It reads one small file. One that is missing or cannot be read proves nothing: who
-        takes the folder replaces it as a whole."""
-        try:
-            owner = read_json(self.owner, "not an owner").get("attempt")
-        except CheckpointError:
-            return
-        if owner is not None and owner != self.attempt:
-            raise Fenced(
-                f"{self.path} was taken by attempt {owner}; this is attempt {self.attempt}, cut "
-                "off meanwhile: it publishes nothing and ends"
-            )
+        """Raise Fenced if another attempt has taken the folder."""
+        check_owner(self.path, self.attempt)
 
     # ------------------------------------------------------------------ inside
 

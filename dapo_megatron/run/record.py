@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -12,8 +13,9 @@ import torch
 from dapo_megatron.checkpoints import newest, read_state
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.config import Config, FileSource, source_file_name
+from dapo_megatron.config import Config, FileSource, OverlongConfig, source_file_name
 from dapo_megatron.config.file import dump_config
+from dapo_megatron.data.batch import reward
 from dapo_megatron.data.prompts import report_of
 from dapo_megatron.files import write_json, write_text
 from dapo_megatron.model import read_architecture
@@ -27,6 +29,7 @@ from dapo_megatron.tracking.provenance import cpu_name, run_tags
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder, Speedometer
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
+from dapo_megatron.types import Completion
 
 
 def open_recorder(
@@ -74,9 +77,16 @@ def open_recorder(
             speedometer=_speedometer(config, ranks.world_size),
             mlflow=mlflow,
             report=run_report(config, folder, console, is_stopping),
+            reward=partial(total_reward, overlong=config.overlong),
         )
 
     return on_rank0(ranks, make) or SilentRecorder()
+
+
+def total_reward(completion: Completion, overlong: OverlongConfig) -> float | None:
+    """Return the reward of a completion, length penalty included; None without a grade."""
+    parts = reward(completion, overlong)
+    return None if parts is None else parts.total
 
 
 def keep_reports(config: Config, folder: RunFolder, recorder: RunRecorder | SilentRecorder) -> None:

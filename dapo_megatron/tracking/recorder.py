@@ -15,7 +15,7 @@ from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_spool import MlflowSpool
 from dapo_megatron.tracking.run_report import RunReport
 from dapo_megatron.tracking.samples import write_policy, write_samples
-from dapo_megatron.types import Group, Inspected
+from dapo_megatron.types import Completion, Group, Inspected
 
 TERA = 1e12
 
@@ -57,7 +57,7 @@ class Speedometer:
 class RunRecorder:
     """Rank 0's. `samples_folder` None keeps no rollouts; of the first `inspected_groups` groups of
     a step it keeps what the policy said of every token. `mlflow`, if there is one, is among the
-    trackers."""
+    trackers. `reward` is what a completion was rewarded with, None without a grade."""
 
     tracker: Tracker
     console: RunConsole
@@ -68,6 +68,7 @@ class RunRecorder:
     speedometer: Speedometer | None = None
     mlflow: MlflowSpool | None = None
     report: RunReport | None = None
+    reward: Callable[[Completion], float | None] | None = None
 
     @property
     def run_id(self) -> str | None:
@@ -94,7 +95,7 @@ class RunRecorder:
         if self.samples_folder is None:
             return
         with self._or_left_out(f"samples of step {step}"):
-            path, index = write_samples(self.samples_folder, step, groups)
+            path, index = write_samples(self.samples_folder, step, groups, self.reward)
             self.tracker.artifact(path, "samples")
             with self._or_left_out(f"index entries of step {step}"):
                 self.tracker.artifact(index.write(self.samples_folder), "samples/index")

@@ -11,10 +11,10 @@ Each is there whole or not at all.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dapo_megatron.files import atomic_write
 from dapo_megatron.rollout.serialization import (
@@ -24,7 +24,7 @@ from dapo_megatron.rollout.serialization import (
     rounded,
     significant,
 )
-from dapo_megatron.types import Group, Inspected, Verdict
+from dapo_megatron.types import Completion, Group, Inspected, Verdict
 
 LOGPROB_DECIMALS = 6
 """Of the policy's log-probs: their distance to the engine's is 1e-6 where all is well on a CPU."""
@@ -46,26 +46,33 @@ def policy_path(folder: Path, step: int) -> Path:
 
 
 def write_samples(
-    folder: Path, step: int, groups: Iterable[tuple[Group, str]]
+    folder: Path,
+    step: int,
+    groups: Iterable[tuple[Group, str]],
+    reward: Callable[[Completion], float | None] | None = None,
 ) -> tuple[Path, Index]:
     """Write a step's groups, one per line, exactly; the path, and the index to write beside it.
 
     `groups` are those whose fate became final in the step, with it (trained, all_correct, ...).
     A line is serialization.group_to_json and, before it, `fate`, `verdict` (of the grades only;
-    null without any) and the weight `versions` that sampled it. What an earlier attempt at the step
-    left beside them goes: it is of other lines. Raises OSError.
+    null without any) and the weight `versions` that sampled it. With `reward`
+    each completion has one: its score and length penalty, null without a grade. What an earlier
+    attempt at the step left beside them goes: it is of other lines. Raises OSError.
     """
     for old in (index_path(folder, step), policy_path(folder, step)):
         old.unlink(missing_ok=True)
     path, index = samples_path(folder, step), Index(step)
     with _open(path) as file:
         for group, fate in groups:
-            line = {
+            line: dict[str, Any] = {
                 "fate": str(fate),
                 "verdict": _verdict(group),
                 "versions": sorted({s.version for c in group.completions for s in c.segments}),
                 **group_to_json(group),
             }
+            if reward is not None:
+                for entry, completion in zip(line["completions"], group.completions, strict=True):
+                    entry["reward"] = reward(completion)
             index.add(line, offset=file.tell())
             # A lone surrogate, which is no UTF-8, becomes JSON's own escape of it.
             text = json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace")

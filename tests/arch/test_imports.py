@@ -68,10 +68,11 @@ ROOMS = {
         f"{LOW} config model algo policy cluster plan tracking run",
         "torch transformers rich",
     ),
-    # rewards for the names of outcomes, doctor for whether a run is alive.
+    # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for its
+    # owner.
     "report": room(
-        "types files algo rewards rollout doctor tracking",
-        "jinja2 plotly tokenizers yaml markupsafe rich",
+        "types files cluster rewards rollout doctor tracking",
+        "jinja2 msgspec plotly tokenizers yaml markupsafe rich",
     ),
     "run": room(EVERYTHING, "torch transformers rich"),
     "__main__": room(EVERYTHING, "typer rich"),

@@ -337,7 +337,7 @@ def test_hostile_texts_are_nothing_but_text(
 def test_hostile_names_stay_text_in_charts(hostile: Path, open_page: Open) -> None:
     page = open_page(hostile)
     for chart in payload(hostile)["charts"]:
-        element = page.locator(f'[data-chart="{chart["id"]}"]')
+        element = page.locator(f'[data-chart="{chart}"]')
         element.scroll_into_view_if_needed()
         expect(element).to_have_attribute("data-drawn", "true")
         element.hover()

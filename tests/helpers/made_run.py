@@ -84,6 +84,10 @@ class MadeRun:
         return folder
 
 
+def _reward(completion: Completion) -> float | None:
+    return None if completion.grade is None else completion.grade.score
+
+
 @dataclass
 class _Writer:
     run: MadeRun
@@ -110,7 +114,7 @@ class _Writer:
         tracker.log(0, self._evaluation(0))
         for step in range(1, self.run.num_steps + 1):
             groups = list(self._groups(step))
-            _, index = write_samples(samples, step, groups)
+            _, index = write_samples(samples, step, groups, _reward)
             index.write(samples)
             said = self._inspected(groups)
             write_policy(samples, step, said, self.run.inspected_groups)

@@ -15,8 +15,8 @@ FIRST_CELLS = set(re.findall(r"^\| ([^|]+?) \|", PAGE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("chart", charts.CHARTS)
-def test_every_chart_is_explained(chart: dict[str, str]) -> None:
-    assert chart["title"] in FIRST_CELLS
+def test_every_chart_is_explained(chart: charts.Chart) -> None:
+    assert chart.title in FIRST_CELLS
 
 
 def test_every_state_is_explained() -> None:

@@ -27,6 +27,7 @@ from dapo_megatron.report.folder import (
     StateWord,
     read_metrics,
 )
+from dapo_megatron.report.models import Attempt
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -108,7 +109,7 @@ def run_of(num_steps: int = 40, **changes: Any) -> RunData:
         "evaluations": [],
         "state": RunState(StateWord.FINISHED, "it wrote its summary"),
         "summary": None,
-        "attempts": [{"attempt": "a", "step": 0}],
+        "attempts": [Attempt("a", step=0)],
         "plan": None,
         "provenance": None,
         "warnings": [],
@@ -509,8 +510,8 @@ def test_how_it_ended(word: str, level: str) -> None:
 
 
 def test_starts() -> None:
-    def starts(*ends: str | None) -> list[dict[str, Any]]:
-        return [{"attempt": str(i), "step": 5 * i, "end": end} for i, end in enumerate(ends)]
+    def starts(*ends: str | None) -> list[Attempt]:
+        return [Attempt(str(i), step=5 * i, end=end) for i, end in enumerate(ends)]
 
     assert not [one for one in titles(run_of(attempts=starts(None))) if "Started" in one]
     [stopped] = [
@@ -697,7 +698,7 @@ def test_the_papers_own_curves_are_judged_as_the_paper_does() -> None:
 
 def test_each_finding_has_a_chart_to_jump_to() -> None:
     charts = defined([run_of()])
-    ids = {chart["id"] for chart in charts}
+    ids = {chart.id for chart in charts}
     without = set()
     for series, *_ in FIRES.values():
         for one in findings(run_of(series=series)):
@@ -735,15 +736,15 @@ def test_a_spike_is_outside_of_what_is_usual() -> None:
     wide = [0.1 * (at % 20) for at in range(20)]  # 0 to 1.9, median 0.95, middle deviation 0.5
     steps = range(1, 22)
     assert finding.track_of(steps, [*wide, 7.0]).spikes(5.0) == []
-    assert finding.track_of(steps, [*wide, 9.0]).spikes(5.0) == [20]
+    assert finding.track_of(steps, [*wide, 9.0]).spikes(5.0) == [21]
     narrow = [1.0 + 0.01 * (at % 3) for at in range(20)]
     assert finding.track_of(steps, [*narrow, 4.9]).spikes(5.0) == []
-    assert finding.track_of(steps, [*narrow, 5.2]).spikes(5.0) == [20]
+    assert finding.track_of(steps, [*narrow, 5.2]).spikes(5.0) == [21]
 
 
 def test_gaps_are_left_out() -> None:
     found = finding.track_of([1, 2, 3, 4], [None, 5.0, None, 7.0])
-    assert (found.steps, found.values, found.span) == ((2, 4), (5.0, 7.0), (2, 4))
+    assert (found.steps, found.values) == ((2, 4), (5.0, 7.0))
 
 
 # ---------------------------------------------------------------------------- the table

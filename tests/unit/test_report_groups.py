@@ -212,7 +212,7 @@ def test_a_lost_line_shows_in_the_totals() -> None:
 
 
 def test_charts_name_what_the_coordinator_counts() -> None:
-    stacked = next(chart for chart in CHARTS if chart["id"] == "groups_fates")
-    drawn = {series["metric"] for series in stacked["series"]}
+    stacked = next(chart for chart in CHARTS if chart.id == "groups_fates")
+    drawn = {series.metric for series in stacked.series}
     assert drawn == {f"groups/{fate}" for fate in Fate} | {"groups/carried"}
     assert set(FATES) == set(Fate)

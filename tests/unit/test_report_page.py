@@ -15,14 +15,16 @@ import time
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly import graph_objects
 
 from dapo_megatron.cluster import heartbeat
 from dapo_megatron.report import command, page
-from dapo_megatron.report.charts import CHARTS, chart_of, names_in, recorded
+from dapo_megatron.report.charts import CHARTS, chart_of, recorded
 from dapo_megatron.report.command import parse_steps, report, watch
 from dapo_megatron.report.curves import GHOSTS, ghosts, looks
 from dapo_megatron.report.folder import read_run
@@ -77,13 +79,12 @@ def test_the_page_is_whole(made: Path, tmp_path: Path) -> None:
         assert name in ids
     data = data_of(text)
     drawn = [one["data-chart"] for one in elements.of("div") if "data-chart" in one]
-    assert drawn == [
-        one["id"] for one in sorted(data["charts"], key=lambda one: ids.index(f"chart-{one['id']}"))
-    ]
+    assert set(drawn) == {*data["charts"], *data["timelines"]} and len(drawn) == len(set(drawn))
     (run,) = data["runs"]
-    assert run["steps"] == [1, 2, 3, 4, 5, 6]
-    assert all(len(column) == 6 for column in run["metrics"].values())
-    assert names_in(data["charts"]) >= set(run["metrics"])
+    for name, [figure] in data["charts"].items():
+        for trace in figure["data"]:
+            assert trace["x"] == [1, 2, 3, 4, 5, 6] or name.startswith("evaluation")
+            assert len(trace["y"]) == len(trace["x"])
     for finding in run["findings"]:
         assert finding["chart"] is None or finding["chart"] in drawn
     assert "<noscript>" in text
@@ -177,8 +178,9 @@ def test_what_would_not_be_seen_of_a_name_or_a_text_is(tmp_path: Path) -> None:
     assert "tiny⟨U+2066⟩" in text
     assert "# ⟨U+202E⟩\tend\n" in text
     assert not set("\u200b\u202e\u2066\u2067") & set(re.sub(r"(?s)<script.*?</script>", "", text))
-    data = data_of(text)["runs"][0]
-    assert (data["name"], data["evaluations"][0]["set"]) == ("a⟨U+202E⟩gpj.exe", "a⟨U+200B⟩b")
+    data = data_of(text)
+    assert data["runs"][0]["name"] == "a⟨U+202E⟩gpj.exe"
+    assert data["charts"]["evaluation"][0]["data"][0]["name"] == "a⟨U+200B⟩b avg@4"
 
 
 def test_python_and_the_viewer_show_the_same_characters() -> None:
@@ -215,11 +217,9 @@ def test_the_memory_chart_of_several_runs_has_the_plan_of_each(tmp_path: Path) -
     for run, phase in zip(runs, ("update", "generate"), strict=False):
         (run / "plan.json").write_text(json.dumps({"phases": {phase: 7}}), encoding="utf-8")
     payload = make_payload([read_run(run) for run in runs], Options())
-    [chart] = [one for one in payload.data["charts"] if one["id"] == "memory"]
-    drawn = {series["metric"] for series in chart["series"]}
-    assert drawn >= {"derived/plan_update_gib", "derived/plan_generate_gib"}
-    has = [{name for name in run["metrics"] if "plan" in name} for run in payload.data["runs"]]
-    assert has == [{"derived/plan_update_gib"}, {"derived/plan_generate_gib"}, set()]
+    drawn = [{one["name"] for one in each["data"]} for each in payload.data["charts"]["memory"]]
+    has = [{name for name in names if "planned" in name} for names in drawn]
+    assert has == [{"update, planned"}, {"generate, planned"}, set()]
 
 
 def test_a_bare_run_has_a_page_too(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_bare_run_has_a_page_too(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.yaml").write_text("{}")
     text = written([folder], tmp_path / "r.html")
-    assert data_of(text)["runs"][0]["steps"] == []
+    assert data_of(text)["charts"] == {}
     assert "Not recorded:" in text
     assert "None recorded" in text
 
@@ -236,20 +236,53 @@ def test_a_bare_run_has_a_page_too(tmp_path: Path) -> None:
 
 
 def test_charts_are_well_formed() -> None:
-    assert len({one["id"] for one in CHARTS}) == len(CHARTS)
+    assert len({one.id for one in CHARTS}) == len(CHARTS)
     for chart in CHARTS:
-        assert re.fullmatch(r"[a-z_]+", chart["id"])
-        assert chart["help"].endswith(".")
-        named_for, _, _ = chart["id"].partition("_")
+        assert re.fullmatch(r"[a-z_]+", chart.id)
+        assert chart.help.endswith(".")
+        named_for, _, _ = chart.id.partition("_")
         section = named_for if named_for in ("groups", "time") else "dynamics"
-        assert chart["section"] == section
-        assert set(chart.get("ghosts", ())) <= set(GHOSTS)
+        assert chart.section == section
+        assert set(chart.ghosts) <= set(GHOSTS)
+
+
+@pytest.mark.parametrize("num_runs", [1, 3, 12])
+def test_figures_are_what_plotly_takes(made: Path, num_runs: int) -> None:
+    data = make_payload([read_run(made)] * num_runs, Options(completions=0)).data
+    graph_objects.layout.Template(data["template"])
+    figures = [one for each in (data["charts"], data["timelines"]) for one in each.values()]
+    assert len(figures) > 25
+    for figure in chain.from_iterable(figures):
+        graph_objects.Figure(figure["data"], figure["layout"])
+        for paper in figure.get("paper", {}).values():
+            graph_objects.Figure(paper["data"], paper["layout"])
+
+
+def test_names_of_runs_and_sets_are_no_markup_in_figures(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "r", [{"step": 1, f"eval/{HOSTILE}/avg@4": 0.5}]))
+    runs = [replace(run, name="<b>a</b>"), replace(run, name="<a href='x'>b</a>")]
+    figures = make_payload(runs, Options()).data["charts"]["evaluation"]
+    names = [trace["name"] for figure in figures for trace in figure["data"]]
+    assert names and not any("<" in name for name in names)
+    assert all(unescape(name).endswith(f"{HOSTILE} avg@4") for name in names)
+
+
+def test_a_timeline_s_hosts_are_no_markup(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    spans = [["<b>", 0, 1]]
+    ranks = [{"rank": rank, "host": HOSTILE, "spans": spans} for rank in range(90)]
+    (folder / "timeline").mkdir()
+    text = json.dumps({"step": 1, "ranks": ranks, "replicas": []})
+    (folder / "timeline" / "step_000001.json").write_text(text, encoding="utf-8")
+    [[figure]] = make_payload([read_run(folder)], Options()).data["timelines"].values()
+    text = json.dumps([figure["data"], figure["layout"]])
+    assert "&lt;script&gt;" in text and "<" not in text
 
 
 def test_what_never_occurs_is_left_out() -> None:
     shown = recorded(CHARTS, {"policy/clip_fraction_low"}, {"pass@4"})
-    assert [one["id"] for one in shown] == ["evaluation_best_and_vote", "clipping"]
-    assert [one["label"] for one in shown[1]["series"]] == ["down"]
+    assert [one.id for one in shown] == ["evaluation_best_and_vote", "clipping"]
+    assert [one.label for one in shown[1].series] == ["down"]
     assert chart_of("policy/clip_fraction_low", shown) == "clipping"
     assert chart_of("eval/some/set/pass@4", shown) == "evaluation_best_and_vote"
     assert chart_of("policy/entropy", shown) is chart_of(None, shown) is None
@@ -423,8 +456,9 @@ def test_watch_writes_what_changes_and_ends_with_the_run(
     def sleep(seconds: float) -> None:
         nonlocal looks
         looks += 1
-        data = data_of((folder / "report.html").read_text())
-        seen.append((len(data["runs"][0]["steps"]), data["refresh_seconds"]))
+        text = (folder / "report.html").read_text()
+        last = int(re.findall(r"up to step (\d+);", text)[0])
+        seen.append((last, data_of(text)["refresh_seconds"]))
         assert looks < 9
         if looks < 4:
             heartbeat.write(folder, replace(A_PULSE, time=time.time()))

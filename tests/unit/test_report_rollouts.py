@@ -8,23 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dapo_megatron.algo.advantage import group_advantage
-from dapo_megatron.algo.overlong import overlong_penalty
 from dapo_megatron.report import recorded, viewer_data
 from dapo_megatron.report.choosing import ASKED, RANDOM, Chooser, Wanted, spread
 from dapo_megatron.report.folder import RunData, read_run
-from dapo_megatron.report.grades import (
-    MINUS,
-    Rules,
-    explain,
-    grader_of,
-    group_rewards,
-)
+from dapo_megatron.report.grades import MINUS, explain, grader_of
 from dapo_megatron.report.recorded import StepIndex
 from dapo_megatron.report.rollouts import Rollouts, rollouts
 from dapo_megatron.report.token_text import Pieces
@@ -248,66 +239,35 @@ def test_special_tokens_are_told_apart() -> None:
 
 # ---------------------------------------------------------------------------- grades
 
-RULES = Rules(
-    penalty=True, max_tokens=20, buffer_tokens=8, filter=False, filtered_in_mean=False, eps=1e-6
-)
 
-
-def graded(score: float | None, num_tokens: int = 5, finish: str = "stop") -> dict[str, Any]:
+def graded(score: float | None, num_tokens: int = 5) -> dict[str, Any]:
     return {
         "sample": 0, "text": "", "score": score, "correct": None if score is None else score > 0,
-        "pred": "7", "parsed": True, "finish": finish, "tokens": [1] * num_tokens,
+        "pred": "7", "parsed": True, "finish": "stop", "tokens": [1] * num_tokens,
     }  # fmt: skip
-
-
-@given(
-    scores=st.lists(
-        st.tuples(st.sampled_from([1.0, -1.0, 0.25]), st.integers(0, 20)), min_size=1, max_size=16
-    )
-)
-def test_rewards_and_advantages_are_those_the_run_computes(scores: list[tuple[float, int]]) -> None:
-    found = group_rewards([graded(score, num) for score, num in scores], RULES)
-    rewards = [
-        score + overlong_penalty(num, max_tokens=20, buffer_tokens=8) for score, num in scores
-    ]
-    assert [reward and reward.total for reward in found.rewards] == rewards
-    expected = group_advantage(torch.tensor(rewards, dtype=torch.float64), [0] * len(rewards))
-    torch.testing.assert_close(torch.tensor(found.advantages, dtype=torch.float64), expected)
-
-
-def test_a_filtered_completion_is_out_of_the_mean_unless_it_is_to_be_in_it() -> None:
-    group = [graded(1.0), graded(-1.0), graded(-1.0, finish="length")]
-    without = group_rewards(group, Rules(False, 20, 8, True, False, 1e-6))
-    within = group_rewards(group, Rules(False, 20, 8, True, True, 1e-6))
-    assert without.mean == 0.0
-    assert without.advantages[2] is None
-    assert within.mean == pytest.approx(-1 / 3)
-
-
-def test_a_group_with_an_ungraded_one_has_no_advantages() -> None:
-    assert group_rewards([graded(1.0), graded(None)], RULES).advantages == [None, None]
 
 
 def test_an_answer_that_dapo_math_did_not_look_at_is_pointed_out() -> None:
     text = "Answer: 7" + " and on and on" * 40
     one = graded(-1.0) | {"text": text, "pred": dapo_math.INVALID, "parsed": False}
     group = {"completions": [one], "truth": "7", "fate": "all_wrong"}
-    facts = dict(explain("dapo_math", group, 0, group_rewards([one], RULES), RULES))
+    facts = dict(explain("dapo_math", group, 0, None))
     assert f"{len(text)} characters before the end" in facts["Answer read"]
     assert facts["Verdict"] == "Wrong."
     assert "all its completions are wrong" in facts["Group"]
 
 
-def test_the_penalty_and_the_formula_are_shown_with_their_numbers() -> None:
-    group = {"completions": [graded(1.0, 16), graded(-1.0)], "truth": "7", "fate": "trained"}
-    rewards = group_rewards(group["completions"], RULES)
-    facts = dict(explain("mine:grade", group, 0, rewards, RULES))
+def test_reward_and_advantage_are_explained_as_recorded() -> None:
+    shaped = graded(1.0, 16) | {"reward": 0.5}
+    group = {"completions": [shaped, graded(-1.0)], "truth": "7", "fate": "trained"}
+    facts = dict(explain("mine:grade", group, 0, 0.7071))
     assert facts["Grader"].startswith("mine:grade, a function of this run's owner")
-    said = {name: text.replace(MINUS, "-") for name, text in facts.items()}
-    assert said["Reward"].startswith("1 - 0.5 = 0.5: the score, less the length penalty: 16 tokens")
-    assert said["Advantage"].startswith("(0.5 - (-0.25)) / (1.061 + 1e-06) = 0.7071")
-    other = dict(explain("mine:grade", group, 0, rewards, RULES, trained=0.9))
-    assert other["Advantage"].startswith("The run recorded 0.9.")
+    assert facts["Reward"].replace(MINUS, "-").startswith("1 - 0.5 = 0.5: the score, less")
+    assert "16 tokens" in facts["Reward"]
+    assert facts["Advantage"].startswith("0.7071: its reward less the mean of its group")
+    older = dict(explain("mine:grade", group, 1, None))
+    assert "Reward" not in older
+    assert older["Advantage"].startswith("None recorded.")
 
 
 # ---------------------------------------------------------------------------- a run's folder
@@ -365,6 +325,7 @@ def test_what_the_page_gets_is_what_was_recorded(folder: Path) -> None:
         assert text == truth["text"]
         assert one["logprob"] == [round(1000 * value) for value in truth["logprobs"]]
         assert rows["num_tokens"][row] == len(truth["tokens"]) == one["num_tokens"]
+        assert rows["reward"][row] == one["reward"] == truth["reward"]
         assert (one["gap"] is None) == (rows["fate"][row] != "trained")
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.report import charts, phases, timeline
 from dapo_megatron.report.folder import Metrics, RunData, RunState, StateWord
+from dapo_megatron.report.timeline import PhaseSeconds
 
 
 def run_of(
@@ -57,9 +58,9 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     run = run_of(columns=columns)
     found = phases.derived(run)
     everything = {**columns, **found}
-    [chart] = [one for one in charts.CHARTS if one["id"] == "time_phases"]
+    [chart] = [one for one in charts.CHARTS if one.id == "time_phases"]
     for at in range(2):
-        drawn = (everything.get(one["metric"], [0.0, 0.0])[at] for one in chart["series"])
+        drawn = (everything.get(one.metric, [0.0, 0.0])[at] for one in chart.series)
         assert sum(value or 0.0 for value in drawn) == columns["time/step"][at]
     assert found[phases.REST] == [1.5, 1.0]
     assert found[phases.MOVED] == [1.25, 0.75]
@@ -100,10 +101,10 @@ def test_the_plan_lies_over_what_was_measured() -> None:
     assert phases.derived(run)["derived/plan_sync_gib"] == [40.0, None]
     [chart] = charts.memory_charts([run])
     assert phases.note(run) == "The plan of memory: Why."
-    by_metric = {series["metric"]: series for series in chart["series"]}
+    by_metric = {series.metric: series for series in chart.series}
     level = by_metric["derived/plan_update_gib"]
-    assert level["dash"] is True
-    assert level["color"] == by_metric["memory/update_gib"]["color"]
+    assert level.dash
+    assert level.color == by_metric["memory/update_gib"].color
     assert "derived/plan_generate_gib" not in by_metric
 
 
@@ -113,7 +114,7 @@ def test_no_plan_no_level() -> None:
     assert not [name for name in phases.derived(run) if "plan" in name]
     assert phases.note(run) is None
     [chart] = charts.memory_charts([run])
-    assert "plan" not in chart["help"]
+    assert "plan" not in chart.help
     assert charts.memory_charts([run_of(columns={"accuracy/raw": [0.5]})]) == []
 
 
@@ -123,9 +124,9 @@ def test_of_several_runs_all_that_any_measured_or_planned_is_in_one_chart() -> N
     theirs = run_of(columns=columns, plan={"phases": {"generate": 50}})
     bare = run_of(columns=columns)
     [chart] = charts.memory_charts([bare, ours, theirs, bare])
-    drawn = [series["metric"] for series in chart["series"] if "plan" in series["metric"]]
+    drawn = [series.metric for series in chart.series if "plan" in series.metric]
     assert drawn == ["derived/plan_generate_gib", "derived/plan_update_gib"]
-    assert "plan" in chart["help"]
+    assert "plan" in chart.help
 
 
 @pytest.mark.parametrize("plan", [{}, {"phases": []}, {"phases": {"update": "much"}}])
@@ -157,22 +158,23 @@ def write(folder: Path, step: int, **changes: Any) -> None:
 def test_a_timeline_as_it_is_drawn(tmp_path: Path) -> None:
     write(tmp_path, 3)
     [found] = timeline.timelines(run_of(tmp_path))
-    assert (found["step"], found["seconds"]) == (3, 19)
-    assert [one["name"] for one in found["phases"]] == ["generate", "update"]
-    update = found["phases"][1]
-    assert (update["mean"], update["least"], update["most"], update["slowest"]) == (6.5, 4, 9, 1)
-    assert update["color"] == phases.COLORS["update"]
-    assert found["ranks"][1] == {"rank": 1, "host": "n2", "spans": [[0, 0, 10], [1, 10, 19]]}
-    engines = found["engines"]
-    assert (engines["begin"], engines["end"], engines["most"]) == (0, 10, 8)
-    assert len(engines["replicas"][0]["cells"]) == timeline.CELLS
+    assert (found.step, found.seconds) == (3, 19)
+    assert [one.label for one in found.phases] == ["generate", "update"]
+    assert found.phases[1] == PhaseSeconds("update", phases.COLORS["update"], 6.5, 4, 9, slowest=1)
+    generate, update, together, each = found.figure["data"]
+    assert (generate["base"], generate["x"], generate["y"]) == ([0, 0], [10, 10], [0, 1])
+    assert (update["base"], update["x"], update["y"]) == ([10, 10], [4, 9], [0, 1])
+    assert update["hovertext"][1] == "rank 1 on n2: update, 9 s (10 to 19)"
+    assert (together["x"][0], together["x"][-1]) == (0, 10)
+    assert together["y"][0] == 16 and each["y"] == ["replica 0", "replica 1"]
+    assert [len(row) for row in each["z"]] == [timeline.CELLS] * 2
     assert timeline.note(run_of(tmp_path)) is None
 
 
 def test_what_a_timeline_shows_in_words(tmp_path: Path) -> None:
     write(tmp_path, 3)
     [found] = timeline.timelines(run_of(tmp_path))
-    assert found["sentences"] == [
+    assert found.sentences == [
         "generate takes 10 of 19 s (53%); ranks are in no phase for 2.5 s.",
         # From 8 s on one request of 16 runs.
         "For 20% of generate (2 of 10 s) fewer than a tenth of the most requests (16) were "
@@ -186,8 +188,8 @@ def test_time_in_no_phase_is_told(tmp_path: Path) -> None:
     spans = [["generate", 0, 4], ["sync", 9, 10]]
     write(tmp_path, 1, ranks=[{"rank": 0, "host": "n", "spans": spans}], replicas=[])
     [found] = timeline.timelines(run_of(tmp_path))
-    assert found["sentences"] == ["generate takes 4 of 10 s (40%); ranks are in no phase for 5 s."]
-    assert found["engines"] is None
+    assert found.sentences == ["generate takes 4 of 10 s (40%); ranks are in no phase for 5 s."]
+    assert [trace["name"] for trace in found.figure["data"]] == ["generate", "sync"]
 
 
 POINTS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), min_size=1, max_size=30).map(
@@ -231,8 +233,8 @@ def test_what_is_damaged_is_left_out_and_named(tmp_path: Path) -> None:
     (tmp_path / "timeline" / "step_000003.json").write_text('{"step": 3, "ra', encoding="utf-8")
     (tmp_path / "timeline" / "step_000004.json").write_text("[1]", encoding="utf-8")
     found = timeline.timelines(run_of(tmp_path))
-    assert [one["step"] for one in found] == [1, 2]
-    assert found[1]["ranks"] == [{"rank": 0, "host": "", "spans": [[0, 0, 1]]}]
+    assert [one.step for one in found] == [1, 2]
+    assert found[1].figure["data"][0]["hovertext"] == ["rank 0 on : sync, 1 s (0 to 1)"]
     assert "step_000003.json, step_000004.json" in (timeline.note(run_of(tmp_path)) or "")
 
 
@@ -263,7 +265,7 @@ def test_of_many_the_slowest_first_and_last_are_kept(tmp_path: Path) -> None:
     seconds: list[float | None] = [10.0] * 100
     seconds[42] = 900.0
     run = run_of(tmp_path, {"time/step": seconds})
-    steps = [one["step"] for one in timeline.timelines(run)]
+    steps = [one.step for one in timeline.timelines(run)]
     assert {1, 43, 100} <= set(steps)
     assert len(steps) == timeline.MAX_TIMELINES
     assert steps == sorted(steps)
@@ -272,7 +274,7 @@ def test_of_many_the_slowest_first_and_last_are_kept(tmp_path: Path) -> None:
 
 def test_a_file_written_anew_is_read_anew(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    assert timeline.timelines(run_of(tmp_path))[0]["seconds"] == 19
+    assert timeline.timelines(run_of(tmp_path))[0].seconds == 19
     spans = [["generate", 0, 4]]
     write(tmp_path, 1, ranks=[{"rank": 0, "host": "n", "spans": spans}])
-    assert timeline.timelines(run_of(tmp_path))[0]["seconds"] == 4
+    assert timeline.timelines(run_of(tmp_path))[0].seconds == 4

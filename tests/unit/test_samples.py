@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapo_megatron.config import OverlongConfig
 from dapo_megatron.rollout.serialization import group_from_json
+from dapo_megatron.run.record import total_reward
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.recorder import RunRecorder
 from dapo_megatron.tracking.samples import (
@@ -134,6 +137,17 @@ def test_samples_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_samples(tmp_path, 1, failing())
     assert (tmp_path / "step_000001.jsonl").read_bytes() == old
+
+
+def test_each_completion_has_the_reward_that_the_run_gave_it(tmp_path: Path) -> None:
+    overlong = OverlongConfig(
+        penalty=True, max_tokens=4, buffer_tokens=3, filter=False, filtered_in_mean=False
+    )
+    reward = partial(total_reward, overlong=overlong)
+    path, _ = write_samples(tmp_path, 1, [(group(), "trained")], reward)
+    [line] = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    assert [entry["reward"] for entry in line["completions"]] == [pytest.approx(1 - 1 / 3), None]
+    assert group_from_json(line) == group()
 
 
 def recorder(folder: Path, out: io.StringIO) -> RunRecorder:

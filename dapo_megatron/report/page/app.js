@@ -5,10 +5,9 @@
   const KEY = `dapo_megatron report ${location.pathname}`;
   const $ = (id) => document.getElementById(id);
   const state = { run: 0, smoothing: 0, paper: "off", hidden: [], mark: null, theme: null };
-  const charts = new Map(); // element -> {chart, handle: {update, zoom} | null, zoom: kept until it is drawn, isNear}
+  const charts = new Map(); // element -> {id, figures: of all runs or of each, zoom: kept until it is drawn, isNear}
   const waiting = new Set(); // elements to be drawn
-  const parts = {}; // name -> what its mount returned
-  let data;
+  let data, rollouts;
 
   // ---------------------------------------------------------------- data
 
@@ -26,9 +25,8 @@
   // ---------------------------------------------------------------- what was chosen, over a reload
 
   function remember() {
-    const kept = { ...state, mark: null, scroll: window.scrollY, focus: document.activeElement.id, parts: {}, zooms: {}, open: {} };
-    for (const [name, part] of Object.entries(parts)) kept.parts[name] = part.save?.() ?? null;
-    for (const { chart, handle, zoom } of charts.values()) kept.zooms[chart.id] = handle ? handle.zoom() : zoom;
+    const kept = { ...state, mark: null, scroll: window.scrollY, focus: document.activeElement.id, rollouts: rollouts.save(), zooms: {}, open: {} };
+    for (const [element, { id, zoom }] of charts) kept.zooms[id] = element.wholeRange ? Figures.zoom(element) : zoom;
     for (const one of document.querySelectorAll("details[id]")) kept.open[one.id] = one.open;
     try { sessionStorage.setItem(KEY, JSON.stringify(kept)); } catch { /* a private window */ }
   }
@@ -64,16 +62,16 @@
   function drawn(element) {
     const entry = charts.get(element);
     waiting.delete(element);
-    if (entry.handle) return entry.handle.update(state);
-    entry.handle = Charts.draw(element, entry.chart, data, state);
-    if (entry.zoom) entry.handle.zoom(entry.zoom);
+    const marked = state.mark?.chart === entry.id ? state.mark.steps : null;
+    Figures.draw(element, entry.figures[state.run] ?? entry.figures[0], data.template, state, marked);
+    if (entry.zoom) Plotly.relayout(element, entry.zoom);
+    entry.zoom = null;
   }
 
-  function redraw(which = () => true) {
-    for (const [element, entry] of charts) {
-      if (!which(entry.chart)) continue;
+  function redraw() {
+    for (const [element, { isNear }] of charts) {
       element.dataset.drawn = "false";
-      if (entry.isNear) soon(element);
+      if (isNear) soon(element);
     }
   }
 
@@ -83,8 +81,11 @@
     if (isPrinting) kept.theme = "light";
     else if (state.theme) kept.theme = state.theme;
     else delete kept.theme;
-    for (const element of charts.keys()) { drawn(element); Plotly.relayout(element, isPrinting ? { width: 640 } : { width: null, autosize: true }); }
-    for (const part of Object.values(parts)) part.theme(!isPrinting && isDark());
+    for (const element of charts.keys()) {
+      if (!element.checkVisibility()) continue;
+      drawn(element);
+      Plotly.relayout(element, isPrinting ? { width: 640 } : { width: null, autosize: true });
+    }
   }
 
   function isDark() {
@@ -94,22 +95,21 @@
   function applyTheme() {
     if (state.theme) document.documentElement.dataset.theme = state.theme;
     redraw();
-    for (const part of Object.values(parts)) part.theme(isDark());
   }
 
   function choose(run) {
     state.run = run;
     state.mark = null;
     for (const element of document.querySelectorAll("[data-run]")) element.hidden = Number(element.dataset.run) !== run;
-    redraw((chart) => !chart.overlay);
-    for (const part of Object.values(parts)) part.update(data.runs[run]);
+    redraw();
+    rollouts.update(data.runs[run]);
   }
 
   // Hide the runs of a look in the charts that show all, or show them again.
   function toggle(look) {
     state.hidden = state.hidden.includes(look) ? state.hidden.filter((one) => one !== look) : [...state.hidden, look];
     show();
-    redraw((chart) => chart.overlay);
+    redraw();
   }
 
   function see(finding) {
@@ -130,8 +130,8 @@
     $("theme").addEventListener("click", () => { state.theme = isDark() ? "light" : "dark"; applyTheme(); });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
     $("run")?.addEventListener("change", (event) => choose(Number(event.target.value)));
-    $("smoothing").addEventListener("input", (event) => { state.smoothing = Number(event.target.value); show(); redraw((chart) => chart.section === "dynamics"); });
-    $("paper").addEventListener("change", (event) => { state.paper = event.target.value; show(); redraw((chart) => chart.ghosts); });
+    $("smoothing").addEventListener("input", (event) => { state.smoothing = Number(event.target.value); show(); redraw(); });
+    $("paper").addEventListener("change", (event) => { state.paper = event.target.value; show(); redraw(); });
     document.addEventListener("click", (event) => {
       const button = event.target.closest("[data-see]");
       if (button) see(Number(button.dataset.see));
@@ -157,6 +157,7 @@
     $("paper").value = state.paper;
     if ($("run")) $("run").value = state.run;
     for (const chip of document.querySelectorAll("[data-chip]")) chip.setAttribute("aria-pressed", !state.hidden.includes(Number(chip.dataset.chip)));
+    for (const row of document.querySelectorAll("[data-look]")) row.hidden = state.hidden.includes(Number(row.dataset.look));
   }
 
   // ---------------------------------------------------------------- start
@@ -164,26 +165,21 @@
   async function start() {
     data = await unpack($("data"));
     const kept = recall();
-    const longest = Math.max(...data.runs.map((run) => run.steps.length));
-    state.smoothing = kept.smoothing ?? (longest >= 100 ? 0.6 : 0);
+    state.smoothing = kept.smoothing ?? Number($("smoothing").value);
     state.paper = kept.paper ?? "off";
     state.theme = kept.theme ?? null;
     state.hidden = kept.hidden ?? [];
     state.run = data.runs[kept.run] ? kept.run : 0;
     if (state.theme) document.documentElement.dataset.theme = state.theme;
     show();
-    parts.timeline = Timeline.mount($("timeline"), data.runs[state.run]);
-    parts.rollouts = Rollouts.mount($("rollouts-view"), data.runs[state.run], openBlob);
+    rollouts = Rollouts.mount($("rollouts-view"), data.runs[state.run], openBlob);
     if (state.run) choose(state.run);
-    for (const chart of data.charts) {
-      const element = document.querySelector(`[data-chart="${chart.id}"]`);
-      charts.set(element, { chart, handle: null, zoom: kept.zooms?.[chart.id] ?? null, isNear: false });
+    for (const [id, figures] of Object.entries({ ...data.charts, ...data.timelines })) {
+      const element = document.querySelector(`[data-chart="${id}"]`);
+      charts.set(element, { id, figures, zoom: kept.zooms?.[id] ?? null, isNear: false });
       visible.observe(element);
     }
-    for (const [name, part] of Object.entries(parts)) {
-      if (kept.parts?.[name] != null) part.restore?.(kept.parts[name]);
-      part.theme(isDark());
-    }
+    if (kept.rollouts) rollouts.restore(kept.rollouts);
     for (const [id, isOpen] of Object.entries(kept.open ?? {})) if ($(id)) $(id).open = isOpen;
     listen();
     if (kept.focus) $(kept.focus)?.focus({ preventScroll: true });

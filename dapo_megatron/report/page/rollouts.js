@@ -56,12 +56,12 @@ const Rollouts = (() => {
     function apply() {
       const terms = filter.text.toLowerCase().split(/\s+/).filter(Boolean);
       const choices = Object.entries(filter.choices).filter(([, value]) => value !== "");
-      const ranges = Object.entries(filter.ranges);
+      const ranges = Object.entries(filter.ranges).map(([name, [low, high]]) => [name, low === "" ? -Infinity : Number(low), high === "" ? Infinity : Number(high)]);
       const kept = rows[order?.[chosen]];
       order = [];
       for (const row of rows) {
         if (choices.every(([name, value]) => values(row, name).includes(value))
-          && ranges.every(([name, [low, high]]) => row[name] != null && row[name] >= low && row[name] <= high)
+          && ranges.every(([name, low, high]) => row[name] != null && row[name] >= low && row[name] <= high)
           && (search ? search.found.has(row.index) : terms.every((term) => passes(row, term)))) order.push(row.index);
       }
       const { name, down } = sort;
@@ -156,11 +156,7 @@ const Rollouts = (() => {
     function writeFilters() {
       ui.search.value = filter.text;
       for (const [name] of CHOICES) ui.filters[name].value = filter.choices[name] ?? "";
-      for (const [name] of RANGES) {
-        const [low, high] = filter.ranges[name] ?? [-Infinity, Infinity];
-        ui.ranges[name][0].value = Number.isFinite(low) ? low : "";
-        ui.ranges[name][1].value = Number.isFinite(high) ? high : "";
-      }
+      for (const [name] of RANGES) ui.ranges[name].forEach((input, end) => { input.value = filter.ranges[name]?.[end] ?? ""; });
     }
 
     function readFilters() {
@@ -169,8 +165,8 @@ const Rollouts = (() => {
       for (const [name] of CHOICES) filter.choices[name] = ui.filters[name].value;
       filter.ranges = {};
       for (const [name] of RANGES) {
-        const [low, high] = ui.ranges[name].map((input) => input.value);
-        if (low !== "" || high !== "") filter.ranges[name] = [low === "" ? -Infinity : Number(low), high === "" ? Infinity : Number(high)];
+        const ends = ui.ranges[name].map((input) => input.value);
+        if (ends.some(Boolean)) filter.ranges[name] = ends;
       }
       fromTop();
     }
@@ -366,13 +362,11 @@ const Rollouts = (() => {
     listen();
     return {
       update: show,
-      theme() {},
-      save: () => ({ filter: { ...filter, ranges: Object.fromEntries(Object.entries(filter.ranges).map(([name, ends]) => [name, ends.map((end) => Number.isFinite(end) ? end : null)])) }, texts: Boolean(search), sort, row: order.length ? [rows[order[chosen]].ticket, rows[order[chosen]].sample] : null, scroll: ui.scroller.scrollTop, color: viewer.color() }),
+      save: () => ({ filter, texts: Boolean(search), sort, row: order.length ? [rows[order[chosen]].ticket, rows[order[chosen]].sample] : null, scroll: ui.scroller.scrollTop, color: viewer.color() }),
       restore(kept) {
         if (kept.color) viewer.color(kept.color);
         if (!kept.filter || !rows.length) return;
-        filter = { text: kept.filter.text ?? "", choices: kept.filter.choices ?? {}, ranges: {} };
-        for (const [name, [low, high]] of Object.entries(kept.filter.ranges ?? {})) filter.ranges[name] = [low ?? -Infinity, high ?? Infinity];
+        filter = kept.filter;
         sort = kept.sort ?? sort;
         writeFilters();
         fromTop();

@@ -145,7 +145,7 @@ const RolloutViewer = (() => {
         chip.dataset.sample = one.sample;
         const length = element("i", { className: "v-length" });
         length.style.width = `${Math.max(2, 100 * one.num_tokens / longest)}%`;
-        chip.append(element("b", {}, `${SIGNS[one.correct]} ${one.sample}`), element("span", {}, one.reward == null ? "no grade" : fixed(one.reward, 2)),
+        chip.append(element("b", {}, `${SIGNS[one.correct]} ${one.sample}`), element("span", {}, one.correct == null ? "no grade" : fixed(one.reward, 2)),
           element("span", { className: "muted" }, count.format(one.num_tokens)), length);
         return chip;
       }));
