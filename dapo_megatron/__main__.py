@@ -146,14 +146,12 @@ def track(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="runs/<name>")],
     wait_seconds: Annotated[float, typer.Option(min=0.0)] = 300.0,
 ) -> None:
-    """Deliver to MLflow what a run has spooled and its server has not taken yet."""
-    from dapo_megatron.tracking import spool
-    from dapo_megatron.tracking.mlflow_spool import deliver, why_waiting
+    """Send MLflow what it lacks of a run."""
+    from dapo_megatron.tracking.mirror_state import LOG
+    from dapo_megatron.tracking.mlflow_tracker import deliver, why_waiting
 
-    left = deliver(run_folder, wait_seconds)
-    if left:
-        why, log = why_waiting(run_folder / spool.FOLDER), run_folder / spool.LOG
-        print(f"{left} events still wait: {why}. More in {log}")
+    if not deliver(run_folder, wait_seconds):
+        print(f"MLflow lacks some of it: {why_waiting(run_folder)}. More in {run_folder / LOG}")
         raise typer.Exit(1)
     print("MLflow has everything")
 

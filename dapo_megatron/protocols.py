@@ -232,14 +232,10 @@ class Instruments(Protocol):
 
 
 class Tracker(Protocol):
-    """Where metrics and files of a run go. Only rank 0 has a real one."""
+    """Where metrics of a run go. Only rank 0 has a real one."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a rollout step."""
-        ...
-
-    def artifact(self, path: Path, folder: str = "") -> None:
-        """Keep a file with the run, under `folder`."""
         ...
 
     def finish(self, status: str) -> None:

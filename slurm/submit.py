@@ -5,8 +5,9 @@
     python slurm/submit.py CONFIG --nodes 2 --time 1:00:00 --dry-run
 
 Prints the plan (ranks, layout, engines, memory, logs, the sbatch command) and what is wrong with
-it; when anything is, nothing is submitted. --dry-run needs no Slurm. Paths in a config are from
-the checkout, where the job will run.
+it; when anything is, nothing is submitted. --dry-run needs no Slurm. Without the model's folder it
+takes published dimensions, and only lists which other files are not here. Paths in a config are
+from the checkout, where the job will run.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dapo_megatron.config import Config, FileSource
+from dapo_megatron.config import Config, DatasetsSource, FileSource
 from dapo_megatron.config.file import load_config
-from dapo_megatron.model import Architecture, read_architecture
+from dapo_megatron.model import Architecture, planned_architecture, read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout, describe
 from dapo_megatron.types import ConfigError
@@ -99,17 +100,19 @@ def seconds_of(time: str) -> int | None:
 # ------------------------------------------------------------------ what is wrong
 
 
-def problems(config: Config, request: Request) -> Iterator[str]:
-    """Everything that would make the job fail, or lose work."""
+def problems(config: Config, request: Request, *, elsewhere: bool = False) -> Iterator[str]:
+    """Yield everything that would make the job fail, or lose work. With `elsewhere` the files of
+    the run are on another machine, and published dimensions stand for the model."""
     try:
-        arch = read_architecture(config)
+        arch = planned_architecture(config) if elsewhere else read_architecture(config)
         check_compatibility(config, arch)
         _check_layout(config, arch, request)
     except ConfigError as error:
         yield str(error)
     yield from _time_problems(config, request)
     yield from _step_problems(config, request)
-    yield from _missing_files(config, request.environment)
+    if not elsewhere:
+        yield from missing_files(config, request.environment)
 
 
 def _check_layout(config: Config, arch: Architecture, request: Request) -> None:
@@ -156,7 +159,8 @@ def _step_problems(config: Config, request: Request) -> Iterator[str]:
         )
 
 
-def _missing_files(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+def missing_files(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield data, images, environments and folders that the job needs and that do not exist."""
     sources = [
         ("data.train", config.data.train),
         ("evaluation.sets", config.evaluation.sets),
@@ -165,6 +169,8 @@ def _missing_files(config: Config, environment: Mapping[str, str]) -> Iterator[s
         for number, source in enumerate(listed):
             if isinstance(source, FileSource) and not Path(source.path).is_file():
                 yield f"{key}.{number}.path: no file {source.path} (from {CHECKOUT})"
+            elif isinstance(source, DatasetsSource) and _is_missing_folder(source.path):
+                yield f"{key}.{number}.path: no folder {source.path} (from {CHECKOUT})"
     if image := environment.get("DAPO_CONTAINER"):
         # Other names are of a registry.
         if image.startswith(("/", ".")) and not Path(image).exists():
@@ -182,6 +188,11 @@ def _missing_files(config: Config, environment: Mapping[str, str]) -> Iterator[s
     for one in filter(None, environment.get("DAPO_MOUNTS", "").split(",")):
         if not Path(one.split(":")[0]).exists():
             yield f"--mounts: no folder {one.split(':')[0]}"
+
+
+def _is_missing_folder(path: str) -> bool:
+    """Return whether a data set is neither there nor may be a name of the hub."""
+    return not Path(path).exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1)
 
 
 # ------------------------------------------------------------------ the command
@@ -310,8 +321,9 @@ def submit(
         gpu_memory_gib=gpu_memory,
         host_memory_gib=host_memory,
     )
-    _show(loaded, request)
-    if found := list(problems(loaded, request)):
+    elsewhere = dry_run and not Path(loaded.model.path).exists()
+    _show(loaded, request, elsewhere=elsewhere)
+    if found := list(problems(loaded, request, elsewhere=elsewhere)):
         raise _refused(found)
     from dapo_megatron.plan.forecast import forecast
 
@@ -334,12 +346,14 @@ def _check_options(
         raise ConfigError(f"{' and '.join(given)}: one of them")
 
 
-def _show(config: Config, request: Request) -> None:
+def _show(config: Config, request: Request, *, elsewhere: bool) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for name, text in plan(config, request):
         console.print(f"  {name:<8}{text}")
     variables = [f"{name}={shlex.quote(value)}" for name, value in request.environment.items()]
     console.print(f"  command {' '.join(variables)} {shlex.join(sbatch_command(config, request))}")
+    for text in missing_files(config, request.environment) if elsewhere else ():
+        console.print(f"  missing {text}")
 
 
 def _submit(command: list[str], request: Request) -> None:

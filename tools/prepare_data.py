@@ -33,13 +33,18 @@ from preparing.prepare import Settings, prepare
 from preparing.report import LABELS, markdown
 from preparing.tables import Batch, checked
 from preparing.unique import Source, file_source
+from pydantic import ValidationError
 from rich import progress as bars
 from rich.console import Console
 
 from dapo_megatron.cluster.processes import resident_bytes
+from dapo_megatron.config import Columns
+from dapo_megatron.config.yaml12 import parse_yaml
+from dapo_megatron.data.hub import dataset_batches, name_of
 from dapo_megatron.data.prompts import report_path
+from dapo_megatron.data.rows import DAPO_MATH_COLUMNS
 from dapo_megatron.files import partial_folder
-from dapo_megatron.types import DapoError, DataError
+from dapo_megatron.types import ConfigError, DapoError, DataError
 
 SHINGLE_CHARACTERS = 5
 NUM_PERMUTATIONS = 128
@@ -89,6 +94,22 @@ Near = Annotated[NearAction, typer.Option(help="What to do with near-duplicates.
 Overlap = Annotated[Action, typer.Option(help="What to do with prompts of an evaluation set.")]
 Threshold = Annotated[
     float, typer.Option(min=0.1, max=1.0, help="Jaccard similarity from which two are near.")
+]
+ColumnNames = Annotated[
+    str | None,
+    typer.Option(
+        metavar="{prompt: NAME, answer: NAME}",
+        help="Columns of INPUT with question and answer; by default the DAPO-Math schema.",
+        show_default=False,
+    ),
+]
+EvaluationColumnNames = Annotated[
+    str | None,
+    typer.Option(
+        metavar="{prompt: NAME, answer: NAME}",
+        help="The same for the files of --evaluation.",
+        show_default=False,
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUTPUT and its report.")]
 
@@ -175,6 +196,8 @@ def main(
     near_duplicates: Near = NearAction.REPORT,
     overlap: Overlap = Action.DROP,
     similarity: Threshold = 0.8,
+    columns: ColumnNames = None,
+    evaluation_columns: EvaluationColumnNames = None,
     force: Force = False,
 ) -> None:
     """Different prompts from published data, and a report of what was dropped and why."""
@@ -187,6 +210,8 @@ def main(
             near_duplicates=near_duplicates.value,
             tokenizer=load_tokenizer(tokenizer, max_prompt_tokens),
             max_prompt_tokens=max_prompt_tokens or 0,
+            columns=parse_columns("--columns", columns),
+            evaluation_columns=parse_columns("--evaluation-columns", evaluation_columns),
         )
         chosen = {
             "overlap": overlap,
@@ -194,8 +219,10 @@ def main(
             "similarity": similarity,
             "tokenizer": str(tokenizer) if tokenizer else None,
             "max_prompt_tokens": max_prompt_tokens,
+            **({"columns": columns} if columns else {}),
+            **({"evaluation_columns": evaluation_columns} if evaluation_columns else {}),
         }
-        sources = [source_of(name) for name in inputs]
+        sources = [source_of(name, settings.columns) for name in inputs]
         with workshop(output) as folder, rows_read() as on_rows:
             data = folder / output.name
             found = prepare(sources, evaluation or [], settings, data, on_rows)
@@ -240,37 +267,42 @@ def load_tokenizer(folder: Path | None, max_prompt_tokens: int | None) -> Any:
         raise DataError(f"--tokenizer {folder}: no tokenizer can be read ({error})") from error
 
 
-def source_of(name: str) -> Source:
-    """A local file, or a data set of the hub. Raises DataError for neither."""
+def parse_columns(option: str, text: str | None) -> Columns:
+    """Return the columns that an option names, in the words of the config. Raises ConfigError."""
+    if text is None:
+        return DAPO_MATH_COLUMNS
+    try:
+        return Columns.model_validate(parse_yaml(text, option))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{option}: write {{prompt: NAME, answer: NAME}} with the names of two columns, "
+            f"not {text!r:.100}"
+        ) from error
+
+
+def source_of(name: str, columns: Columns) -> Source:
+    """Return a local file, or a data set of the hub. Raises DataError for neither."""
     if match := HUB.fullmatch(name):
-        return Source(name, partial(read_hub, match["name"], match["revision"], match["split"]))
+        return Source(
+            name, partial(read_hub, match["name"], match["revision"], match["split"], columns)
+        )
     path = Path(name)
     if not path.exists():
         hint = f"; from the hub: hub:{name}" if name.count("/") == 1 and not path.suffix else ""
         raise DataError(f"{name}: no such file{hint}")
-    return file_source(path)
+    return file_source(path, columns)
 
 
 def read_hub(
-    name: str, revision: str | None, split: str | None, batch_rows: int
+    name: str, revision: str | None, split: str | None, columns: Columns, batch_rows: int
 ) -> Iterator[Batch]:
-    """A data set of the hub as it streams in. Raises DataError where it cannot be reached."""
-    import datasets
-
+    """Yield a data set of the hub. Raises DataError where it cannot be reached."""
+    split = split or "train"
+    where = name_of(f"hub:{name}", split)
     first = 0
-    try:
-        streamed = datasets.load_dataset(
-            name, revision=revision, split=split or "train", streaming=True
-        )
-        for table in streamed.with_format("arrow").iter(batch_size=batch_rows):
-            for batch in table.combine_chunks().to_batches():
-                yield batch, checked(batch, f"hub:{name}", first)
-                first += len(batch)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"hub:{name}: cannot be read ({error}); without a network, download its files "
-            "elsewhere and name them here"
-        ) from error
+    for batch in dataset_batches(name, None, split, revision, batch_rows):
+        yield batch, checked(batch, where, first, columns)
+        first += len(batch)
 
 
 @contextmanager

@@ -79,8 +79,6 @@ class Checkpoints:
     """Raises Fenced when another attempt has taken the run's folder. Called on rank 0."""
     note: Callable[[str], None] = lambda _: None
     """Shows a line to the user."""
-    published: Callable[[Path, int], None] = lambda path, step: None
-    """Called on rank 0, from the writing thread, with each published checkpoint and its step."""
     export: Export | None = None
     describe: Callable[[Path], None] = lambda _: None
     """Copies config.json and tokenizer into a folder, so that a checkpoint can be read without the
@@ -179,7 +177,6 @@ class Checkpoints:
             on_rank0(self.background, self.check_owner)
             return self._give_up(partial, needed, "; ".join(str(error).splitlines()))
         if self.background.rank == 0:
-            self.published(self.folder / partial.name, job.step)
             self._prune(partial.parent)
         return None
 

@@ -81,7 +81,9 @@ def begin_attempt(book: Path, step: int, environ: Mapping[str, str] = os.environ
     take its nodes for ever.
     """
     job = environ.get("SLURM_JOB_ID")
-    alike = takewhile(lambda one: one["job"] == job and one["step"] == step, reversed(_read(book)))
+    alike = takewhile(
+        lambda one: one["job"] == job and one["step"] == step, reversed(read_attempts(book))
+    )
     ends = [
         one.get("end", "cut short")
         for one in takewhile(lambda one: one.get("end") != "stopped", alike)
@@ -101,23 +103,39 @@ def begin_attempt(book: Path, step: int, environ: Mapping[str, str] = os.environ
 def end_attempt(book: Path, end: str, environ: Mapping[str, str] = os.environ) -> None:
     """Note how this attempt ended: stopped (it may be started again any number of times), crashed
     or hung. Without a note it was cut short. Never raises: the run is ending."""
-    with suppress(OSError):
-        mine = [one for one in _read(book) if one["attempt"] == attempt(environ)]
-        if mine:
-            _append(book, {**mine[-1], "end": end, "time": time.time()})
+    _note(book, {"end": end, "time": time.time()}, environ)
 
 
-def _read(book: Path) -> list[dict[str, Any]]:
-    """The attempts, oldest first; of one that is noted twice the later note."""
-    attempts: dict[str, dict[str, Any]] = {}
+def close_attempt(book: Path, status: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Note the status that MLflow is to show for this attempt. Never raises: the run is ending."""
+    _note(book, {"status": status, "closed": time.time()}, environ)
+
+
+def read_attempts(book: Path) -> list[dict[str, Any]]:
+    """Return all attempts, oldest first, each with its latest note and `began`, the time of its
+    first one. A line that is damaged, as by a full disk or a kill, is skipped."""
+    attempts: list[dict[str, Any]] = []
     for line in book.read_text(encoding="utf-8").splitlines() if book.exists() else ():
         try:
             value = parse_json(line)
-        except ValueError:  # half a line, of a full disk or a kill
+            name, began = value["attempt"], float(value["time"])
+            is_first = value.keys().isdisjoint(("end", "status"))
+        except (ValueError, TypeError, KeyError, AttributeError):
             continue
-        if isinstance(value, dict) and isinstance(value.get("attempt"), str):
-            attempts[value["attempt"]] = value
-    return list(attempts.values())
+        if is_first:
+            attempts.append({**value, "began": began})
+        for one in reversed(attempts):
+            if one["attempt"] == name:
+                one.update(value)
+                break
+    return attempts
+
+
+def _note(book: Path, values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    with suppress(OSError):
+        mine = [one for one in read_attempts(book) if one["attempt"] == attempt(environ)]
+        if mine:
+            _append(book, {name: mine[-1][name] for name in mine[-1] if name != "began"} | values)
 
 
 def _append(book: Path, value: dict[str, Any]) -> None:

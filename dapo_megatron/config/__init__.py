@@ -16,15 +16,11 @@ from pathlib import Path
 from dapo_megatron.config.algorithm import (
     DataConfig,
     EvaluationConfig,
-    FileSource,
     LossConfig,
     OverlongConfig,
-    ReasoningGymSource,
     RewardsConfig,
     RolloutConfig,
-    Source,
     TrainConfig,
-    source_file_name,
 )
 from dapo_megatron.config.computing import (
     EngineConfig,
@@ -42,12 +38,23 @@ from dapo_megatron.config.running import (
     WatchdogConfig,
 )
 from dapo_megatron.config.section import Section, Seed
+from dapo_megatron.config.sources import (
+    Columns,
+    DatasetsSource,
+    FileSource,
+    ReasoningGymSource,
+    RowsSource,
+    Source,
+    source_file_name,
+)
 from dapo_megatron.types import ConfigError
 
 __all__ = [
     "CheckpointConfig",
+    "Columns",
     "Config",
     "DataConfig",
+    "DatasetsSource",
     "EngineConfig",
     "EvaluationConfig",
     "FileSource",
@@ -61,6 +68,7 @@ __all__ = [
     "ReasoningGymSource",
     "RewardsConfig",
     "RolloutConfig",
+    "RowsSource",
     "RunConfig",
     "Section",
     "Source",

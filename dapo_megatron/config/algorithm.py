@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -15,10 +14,10 @@ from dapo_megatron.config.section import (
     Processes,
     Seconds,
     Section,
-    Seed,
     Tokens,
     WholeNumber,
 )
+from dapo_megatron.config.sources import Columns, Sources
 
 
 def _check_function_name(name: str) -> str:
@@ -123,63 +122,10 @@ class TrainConfig(Section):
     """Sequences end to end in one row; false: one row each, padded to the longest."""
 
 
-_WORD = r"[^\W_][\w ._+=@(),-]*"
-_SOURCE_NAME = re.compile(f"{_WORD}(/{_WORD})?")
-_MAX_SOURCE_NAME = 128
-"""In bytes: a file name has at most 255."""
-
-
-def _check_source_name(name: str) -> str:
-    """Refuse a name that is no file name: metrics carry it, and files of the run's folder."""
-    if _SOURCE_NAME.fullmatch(name) and len(name.encode()) <= _MAX_SOURCE_NAME:
-        return name
-    safe = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:_MAX_SOURCE_NAME].strip("_-") or "my_data"
-    raise PydanticCustomError(
-        "source_name",
-        "must be NAME or OWNER/NAME, at most {limit} bytes, each name of letters, digits and "
-        "' ._+=@(),-', with a letter or digit first; for example {example}",
-        {"limit": _MAX_SOURCE_NAME, "example": safe},
-    )
-
-
-SourceName = Annotated[str, AfterValidator(_check_source_name)]
-
-
-def source_file_name(name: str) -> str:
-    """Return a source's name as part of a file name: OWNER/NAME becomes OWNER--NAME."""
-    return name.replace("/", "--")
-
-
-class ReasoningGymSource(Section):
-    kind: Literal["reasoning_gym"]
-    name: SourceName
-    """The name under which figures of this source appear."""
-    dataset: str
-    """Name of the data set inside the reasoning-gym package."""
-    size: Count
-    seed: Seed
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the data set (min_terms, max_digits, ...)."""
-    grader: str = "reasoning_gym"
-
-
-class FileSource(Section):
-    kind: Literal["jsonl", "parquet"]
-    name: SourceName
-    path: str
-    """A file in the DAPO-Math schema (docs/data.md)."""
-    grader: str | dict[str, str]
-    """dapo_math, math_verify, code, or a function of yours as module:function; or a mapping from
-    the rows' data_source to one of these."""
-    limit: Count | None = None
-    """Rows to read; null for all."""
-
-
-Source = Annotated[ReasoningGymSource | FileSource, Field(discriminator="kind")]
-
-
 class DataConfig(Section):
-    train: Annotated[tuple[Source, ...], Field(strict=False)]
+    train: Sources
+    columns: Columns = Columns()
+    """Columns of the sources that name none of their own."""
     shuffle: bool
     """A fresh order per epoch, by seed."""
 
@@ -187,7 +133,9 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     every: WholeNumber = 0
     """Rollout steps between evaluations; before the first and after the last step always."""
-    sets: Annotated[tuple[Source, ...], Field(strict=False)] = ()
+    sets: Sources = ()
+    columns: Columns = Columns()
+    """Columns of the sets that name none of their own."""
     samples: Annotated[int, Field(ge=1, le=65_536)] = 4
     """Completions per problem (k). The paper's AIME figures: 32, temperature 1, top_p 0.7."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 1.0

@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from dapo_megatron.config import (
     Config,
+    DatasetsSource,
     FileSource,
     ReasoningGymSource,
     Section,
@@ -135,6 +136,7 @@ _SOURCES: dict[str, type[Section]] = {
     "reasoning_gym": ReasoningGymSource,
     "jsonl": FileSource,
     "parquet": FileSource,
+    "datasets": DatasetsSource,
 }
 
 _WORDS = {
@@ -178,6 +180,7 @@ def _fields(loc: Iterable[Any]) -> list[str]:
             section = _SOURCES[part]
         elif part in section.model_fields:
             annotation = section.model_fields[part].annotation
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                section = annotation
+            for kind in (annotation, *get_args(annotation)):  # `Section` or `Section | None`
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    section = kind
     return list(section.model_fields)

@@ -98,8 +98,8 @@ class PreflightConfig(Section):
 class TrackingConfig(Section):
     mlflow: bool = True
     wait_seconds: Annotated[float, Field(ge=0.0, le=WEEK_SECONDS)] = 30.0
-    """When a run has finished, wait so long for MLflow to take what is spooled (3 s at most when it
-    failed or was stopped); the rest is sent at the next start, or by `track`."""
+    """When a run has finished, wait so long for MLflow to get all of it (3 s at most when it failed
+    or was stopped). The rest is sent at the next start, or by `track`."""
     experiment: str = "dapo_megatron"
     samples: bool = True
     """Write every rollout to samples/ and keep it as an artifact."""

@@ -1,5 +1,5 @@
-"""Prompts from reasoning-gym or from a file in the DAPO-Math schema (docs/data.md), and the
-resumable order in which a run takes them."""
+"""Prompts from reasoning-gym, from files or from data sets (docs/data.md), and the resumable order
+in which a run takes them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.config import FileSource, ReasoningGymSource
-from dapo_megatron.data.rows import CHUNK_ROWS, Row, checked_row, read_jsonl, read_parquet
+from dapo_megatron.config import Columns, DatasetsSource, ReasoningGymSource, RowsSource, Source
+from dapo_megatron.data.hub import read_dataset
+from dapo_megatron.data.rows import (
+    CHUNK_ROWS,
+    DAPO_MATH_COLUMNS,
+    Row,
+    checked_row,
+    read_jsonl,
+    read_parquet,
+)
 from dapo_megatron.files import read_json
 from dapo_megatron.rewards.registry import names as grader_names
 from dapo_megatron.rewards.registry import row_check
@@ -46,17 +54,19 @@ class _Dropped:
 
 
 def load_source(
-    source: ReasoningGymSource | FileSource,
+    source: Source,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     *,
+    columns: Columns = DAPO_MATH_COLUMNS,
     exclude: Collection[str] = frozenset(),
 ) -> LoadedSource:
-    """All prompts of `source`, through the tokenizer's chat template.
+    """Return all prompts of `source`, through the tokenizer's chat template.
 
-    `exclude` holds prompt texts to leave out: those of the held-out sets. A reasoning-gym source
-    draws on until it has `size` prompts (at most DRAWS times as many problems); the limit of a
-    file is of rows read, and what is left out is not made up for.
+    `columns` are those of the section, for a source that names none of its own. `exclude` holds
+    prompt texts to leave out: those of the held-out sets. A reasoning-gym source draws on until it
+    has `size` prompts (at most DRAWS times as many problems); the limit of other sources is of rows
+    read, and what is left out is not made up for.
 
     Raises DataError naming file, row and column, or the source, also for a row that its grader can
     never grade; ConfigError for an unknown reasoning-gym data set or option.
@@ -66,8 +76,11 @@ def load_source(
             "model.path: its tokenizer has no chat template; add chat_template.jinja to the folder"
         )
     dropped = _Dropped()
-    rows = _problems(source, dropped) if isinstance(source, ReasoningGymSource) else _rows(source)
-    wanted = source.size if isinstance(source, ReasoningGymSource) else None
+    wanted: int | None = None
+    if isinstance(source, ReasoningGymSource):
+        rows, wanted = _problems(source, dropped), source.size
+    else:
+        rows = _rows(source, columns)
     prompts: list[Prompt] = []
     for prompt in render(_gradable(rows, source), tokenizer, source.name):
         if len(prompts) == wanted:
@@ -89,7 +102,7 @@ def load_source(
     return LoadedSource(tuple(prompts), dropped.long, dropped.duplicates, dropped.held_out)
 
 
-def _gradable(rows: Iterator[Row], source: ReasoningGymSource | FileSource) -> Iterator[Row]:
+def _gradable(rows: Iterator[Row], source: Source) -> Iterator[Row]:
     """Yield the rows after a check by their graders. A row that can never be graded is refused
     here; while training it would fail at every completion."""
     checks = {name: row_check(name) for name in grader_names(source.grader)}
@@ -198,9 +211,17 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 # ---------------------------------------------------------------------------- files
 
 
-def _rows(source: FileSource) -> Iterator[Row]:
-    read = read_parquet if source.kind == "parquet" else read_jsonl
-    return (checked_row(*row) for row in islice(read(source.path), source.limit))
+def _rows(source: RowsSource, section_columns: Columns) -> Iterator[Row]:
+    """Yield checked rows. One without a data_source gets the source's name for it."""
+    columns = source.columns or section_columns
+    if isinstance(source, DatasetsSource):
+        rows = read_dataset(source, columns)
+    elif source.kind == "parquet":
+        rows = read_parquet(source.path, columns)
+    else:
+        rows = read_jsonl(source.path)
+    for index, where, row in islice(rows, source.limit):
+        yield checked_row(index, where, row, columns, source.name)
 
 
 def report_path(data: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Rows of a JSONL or Parquet file in the DAPO-Math schema (docs/data.md), read and checked.
+"""Rows of a JSONL or Parquet file, or of a data set (docs/data.md), read and checked.
 
 Rows are checked strictly: a truth that was once a float, or a prompt without its question, would
 only show as a reward that never rises.
@@ -7,11 +7,13 @@ only show as a reward that never rises.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from dapo_megatron.config import Columns
+from dapo_megatron.data.columns import check_columns, columns_read, value_of
 from dapo_megatron.files import parse_json
 from dapo_megatron.types import DataError
 
@@ -22,7 +24,8 @@ CHUNK_ROWS = 256
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line of a JSONL file is not a problem for a model but a damaged file."""
 ROLES = ("system", "user", "assistant")
-COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+DAPO_MATH_COLUMNS = Columns()
+"""The columns of DAPO-Math-17k."""
 _NO_MEMORY = "not enough memory to read it; free some, or split the file"
 _NOT_PLAIN = (ValueError, TypeError, OverflowError, RecursionError)
 """Raised by Arrow where a value has no Python form: bad UTF-8, dates out of range, equal names."""
@@ -74,30 +77,29 @@ def _parse_line(line: bytes, where: str) -> Any:
         raise DataError(f"{where}: not valid JSON: {error}") from error
 
 
-def read_parquet(path: str) -> Iterator[tuple[int, str, Any]]:
-    """Yield (index from 0, "file, row N" from 0, value); a row group at a time, known columns."""
+def read_parquet(path: str, columns: Columns = DAPO_MATH_COLUMNS) -> Iterator[tuple[int, str, Any]]:
+    """Yield (index from 0, "file, row N" from 0, value); a row group at a time, and only the
+    columns that a run reads."""
     first = 0
-    for batch in parquet_batches(path, CHUNK_ROWS, known_only=True):
+    for batch in parquet_batches(path, CHUNK_ROWS, columns, only_read=True):
         yield from plain_rows(batch, path, first)
         first += len(batch)
 
 
 def parquet_batches(
-    path: str, batch_rows: int, *, known_only: bool = False
+    path: str, batch_rows: int, columns: Columns = DAPO_MATH_COLUMNS, *, only_read: bool = False
 ) -> Iterator[pyarrow.RecordBatch]:
-    """Yield the rows of a Parquet file in order, `known_only` without columns that no run reads.
-    Raises DataError naming the file."""
+    """Yield the rows of a Parquet file in order, with `only_read` only what a run reads. Raises
+    DataError naming the file."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            for name in COLUMNS:
-                if names.count(name) > 1:
-                    raise DataError(f"{path}: the column {name} is there twice; remove one of them")
-            columns = [name for name in COLUMNS if name in names] if known_only else None
-            yield from file.iter_batches(batch_rows, columns=columns, use_threads=False)
+            names = columns_read(file.schema_arrow.names, columns, path)
+            yield from file.iter_batches(
+                batch_rows, columns=names if only_read else None, use_threads=False
+            )
     # Before OSError: out of memory, Arrow's error is a MemoryError too.
     except MemoryError as error:
         raise DataError(f"{path}: {_NO_MEMORY}") from error
@@ -141,56 +143,97 @@ def _first_not_plain(batch: pyarrow.RecordBatch, name: str, first: int) -> str |
     return None
 
 
-def checked_row(index: int, where: str, row: Any) -> Row:
-    """Return one row of the DAPO-Math schema. Raises DataError naming row and column."""
+def checked_row(
+    index: int, where: str, row: Any, columns: Columns = DAPO_MATH_COLUMNS, data_source: str = ""
+) -> Row:
+    """Return one row. `data_source` is that of a row without one. Raises DataError naming row and
+    column."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be a mapping of columns, found {_shown(row)}")
     _check_plain(row, where, "")
-    extra_info = _mapping(row.get("extra_info"), where, "extra_info")
-    number = extra_info.get("index")
+    check_columns(row, columns, where)
+    return Row(
+        index=index,
+        where=where,
+        messages=_messages(value_of(row, columns.prompt, where), where, columns.prompt),
+        truth=_truth(value_of(row, columns.answer, where), where, columns.answer),
+        extra={
+            "data_source": _optional_string(row, "data_source", where, data_source),
+            "ability": _optional_string(row, "ability", where, ""),
+            "extra_info": _extra_info(row.get("extra_info"), where),
+        },
+    )
+
+
+def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
+    """Return chat messages. Text is one message of the user."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": _string(value, where, column)}]
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{where}, column {column}: must be text, or a list of messages {{content, role}}, "
+            f"found {_shown(value)}"
+        )
+    messages = []
+    for place, entry in enumerate(value):
+        message_column = f"{column}[{place}]"
+        message = _mapping(entry, where, message_column)
+        role = message.get("role")
+        if role not in ROLES:
+            raise DataError(
+                f"{where}, column {message_column}.role: must be one of {', '.join(ROLES)}, "
+                f"found {_shown(role)}"
+            )
+        content = _string(message.get("content"), where, f"{message_column}.content")
+        messages.append({"role": role, "content": content})
+    if messages[-1]["role"] != "user":
+        raise DataError(
+            f"{where}, column {column}: the last message must be the user's, "
+            f"found {_shown(messages[-1]['role'])}"
+        )
+    return messages
+
+
+_REMEDIES: Sequence[tuple[type, str]] = (
+    (bool, "write the word that the grader is to compare with, as text"),
+    (float, "a float has lost how it was written (1.10 and 1.1 are one number); write it as text"),
+    (list, "write one answer as text; where several are right, a grader of yours can read them"),
+    (dict, "name one of its fields, as {column}.FIELD, or write the answer as text"),
+    (type(None), "write the answer as text, or drop the row"),
+    (str, "write the answer, or drop the row"),
+)
+"""What to do with an answer that is none, by its type."""
+
+
+def _truth(value: Any, where: str, column: str) -> str:
+    """Return an answer as text. An integer is its digits."""
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    remedy = next(text for kind, text in _REMEDIES if isinstance(value, kind))
+    raise DataError(
+        f"{where}, column {column}: must be a non-empty string or an integer, "
+        f"found {_shown(value)}; {remedy.format(column=column)}"
+    )
+
+
+def _optional_string(row: Mapping[str, Any], column: str, where: str, default: str) -> str:
+    value = row.get(column)
+    return default if value is None else _string(value, where, column)
+
+
+def _extra_info(value: Any, where: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    extra_info = _mapping(value, where, "extra_info")
+    number = extra_info.get("index", "")
     if isinstance(number, bool) or not isinstance(number, str | int):
         raise DataError(
             f"{where}, column extra_info.index: must be a string or an integer, "
             f"found {_shown(number)}"
         )
-    reward_model = _mapping(row.get("reward_model"), where, "reward_model")
-    return Row(
-        index=index,
-        where=where,
-        messages=_messages(row.get("prompt"), where),
-        truth=_string(reward_model.get("ground_truth"), where, "reward_model.ground_truth"),
-        extra={
-            "data_source": _string(row.get("data_source"), where, "data_source"),
-            "ability": _string(row.get("ability"), where, "ability"),
-            "extra_info": extra_info,
-        },
-    )
-
-
-def _messages(value: Any, where: str) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise DataError(
-            f"{where}, column prompt: must be a list of messages {{content, role}}, "
-            f"found {_shown(value)}"
-        )
-    messages = []
-    for place, entry in enumerate(value):
-        column = f"prompt[{place}]"
-        message = _mapping(entry, where, column)
-        role = message.get("role")
-        if role not in ROLES:
-            raise DataError(
-                f"{where}, column {column}.role: must be one of {', '.join(ROLES)}, "
-                f"found {_shown(role)}"
-            )
-        content = _string(message.get("content"), where, f"{column}.content")
-        messages.append({"role": role, "content": content})
-    if messages[-1]["role"] != "user":
-        raise DataError(
-            f"{where}, column prompt: the last message must be the user's, "
-            f"found {_shown(messages[-1]['role'])}"
-        )
-    return messages
+    return extra_info
 
 
 def _mapping(value: Any, where: str, column: str) -> dict[str, Any]:
@@ -201,9 +244,8 @@ def _mapping(value: Any, where: str, column: str) -> dict[str, Any]:
 
 def _string(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        hint = " (a number loses digits: write it as a string)" if _is_number(value) else ""
         raise DataError(
-            f"{where}, column {column}: must be a non-empty string, found {_shown(value)}{hint}"
+            f"{where}, column {column}: must be a non-empty string, found {_shown(value)}"
         )
     return value
 
@@ -230,10 +272,6 @@ def _check_plain(value: Any, where: str, column: str) -> None:
         raise DataError(f"{where}, column {column}: must be a finite number or null, found {value}")
     elif not isinstance(value, int | float | None):
         raise DataError(f"{where}, column {column}: must be a JSON value, found {_shown(value)}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _shown(value: Any) -> str:

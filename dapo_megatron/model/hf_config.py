@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from dapo_megatron.model.architecture import Architecture, GroupedRouting, Laten
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.families.family import Family
 from dapo_megatron.model.hf_fields import POSITIONS, check_fields, says_none
+from dapo_megatron.model.published import PublishedModel, find_published, published_or_refuse
 from dapo_megatron.types import CheckpointError, ConfigError
 
+_POSITIONS = POSITIONS[0]
 _MAX_SIZE = 2**31 - 1
 _MAX_NUMBER = 1e30
 """Numbers are used in float32, whose largest is 3.4e38."""
@@ -24,8 +26,49 @@ def read_architecture(config: Config) -> Architecture:
     try:
         hf = read_json(Path(config.model.path) / "config.json")
     except CheckpointError as error:
-        raise ConfigError(f"model.path: {error}; name a folder with an HF checkpoint") from error
+        model = find_published(config.model.path)
+        command = f"hf download {model.name if model else 'OWNER/NAME'} --local-dir"
+        raise ConfigError(
+            f"model.path: {error}; name a folder with an HF checkpoint, or get one: "
+            f"`{command} {config.model.path}`"
+        ) from error
     return architecture(hf, config.model.ignore_fields)
+
+
+def planned_architecture(config: Config) -> Architecture:
+    """Return the architecture of a run that is only planned.
+
+    A model folder counts where there is one. Without, the published dimensions of the model that
+    model.path is named after do, with as many positions as the run needs (`published_notes`).
+    Raises ConfigError naming `model.path`.
+    """
+    model = _stand_in(config)
+    if model is None:
+        return read_architecture(config)
+    positions = max(model.hf[_POSITIONS], config.max_sequence_tokens)
+    return architecture({**model.hf, _POSITIONS: positions}, config.model.ignore_fields)
+
+
+def published_notes(config: Config) -> Iterator[str]:
+    """Yield what `planned_architecture` took from published dimensions. Nothing with a folder."""
+    model = _stand_in(config)
+    if model is None:
+        return
+    yield (
+        f"published dimensions of {model.name}, because there is no folder {config.model.path}; "
+        "training needs the checkpoint"
+    )
+    if (needed := config.max_sequence_tokens) > model.hf[_POSITIONS]:
+        yield (
+            f"{_POSITIONS} is published as {model.hf[_POSITIONS]:,}; the run needs {needed:,}, and "
+            "training refuses the model until its config.json says so"
+        )
+
+
+def _stand_in(config: Config) -> PublishedModel | None:
+    """Return the published model of a run whose model folder does not exist, None if it does."""
+    path = config.model.path
+    return None if Path(path).exists() else published_or_refuse(path)
 
 
 def architecture(hf: Mapping[str, Any], ignore: Collection[str] = ()) -> Architecture:

@@ -10,7 +10,7 @@ from pathlib import Path
 from dapo_megatron.config import Config
 from dapo_megatron.config.computing import kernels_for
 from dapo_megatron.files import write_json
-from dapo_megatron.model import Architecture, read_architecture
+from dapo_megatron.model import Architecture, planned_architecture
 from dapo_megatron.plan import GIB, Part, size
 from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.activations import Kernels, micro_of
@@ -155,7 +155,7 @@ def estimate_memory(
     that is not understood.
     """
     nodes = nodes or NodeSpec()
-    arch = read_architecture(config)
+    arch = planned_architecture(config)
     has_gpu = nodes.gpus_per_node > 0
     kernels = kernels_of(config, arch, has_gpu=has_gpu)
     micro = micro_of(config, arch, kernels, on_gpu=has_gpu)

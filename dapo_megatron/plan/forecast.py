@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_megatron.config import Config
-from dapo_megatron.model import read_architecture
+from dapo_megatron.model import planned_architecture, published_notes
 from dapo_megatron.plan import GIB, Part, size
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
@@ -25,17 +25,11 @@ from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest
 from dapo_megatron.plan.speed import Assumptions, Speed, estimate_speed
 from dapo_megatron.plan.stage import ACTIVATIONS
 from dapo_megatron.plan.suggestions import alternatives, check_layout_and_memory, problems
-from dapo_megatron.types import ConfigError
 
 
 def check(config: Config, num_processes: int, nodes: NodeSpec) -> None:
     """Check model, compatibility and layout before a forecast. Raises ConfigError."""
-    if not (Path(config.model.path) / "config.json").exists():
-        raise ConfigError(
-            f"model.path: {config.model.path} has no config.json, all that a plan needs of the "
-            f"model: `hf download OWNER/NAME config.json --local-dir {config.model.path}`"
-        )
-    check_compatibility(config, read_architecture(config))
+    check_compatibility(config, planned_architecture(config))
     check_layout_and_memory(config, num_processes, nodes)
 
 
@@ -61,6 +55,8 @@ def forecast(
 def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = None) -> None:
     """Print the tables. They leave out what does not fit: `suggestions.problems`."""
     config = estimate.config
+    for note in published_notes(config):
+        console.print(f"model: {note}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"{estimate.arch.family}, {estimate.num_processes} ranks: "
         f"{describe(config.policy, estimate.num_processes)}; engines of "
@@ -181,6 +177,7 @@ def to_json(
     """Return the figures in bytes and seconds, and what does not fit."""
     fullest_of_all = {phase: estimate.fullest(phase) for phase in PHASES}
     return {
+        "model_notes": list(published_notes(estimate.config)),
         "processes": estimate.num_processes,
         "gpu_memory_bytes": estimate.gpu_memory_bytes,
         "host_memory_bytes": estimate.host_memory_bytes,

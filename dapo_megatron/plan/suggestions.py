@@ -9,7 +9,7 @@ from typing import Any
 
 from dapo_megatron.config import Config, PolicyConfig, Section
 from dapo_megatron.config.rules import check_values
-from dapo_megatron.model import Architecture, read_architecture
+from dapo_megatron.model import Architecture, planned_architecture
 from dapo_megatron.plan import GIB
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import GPU_MARGIN, HOST, MemoryEstimate, NodeSpec, estimate_memory
@@ -59,7 +59,7 @@ def problems(estimate: MemoryEstimate) -> Iterator[str]:
 def suggest(estimate: MemoryEstimate, phase: str) -> list[Suggestion]:
     """Return changes that free memory of `phase` (or of the host, estimate.HOST), most first."""
     suggestions = []
-    arch = read_architecture(estimate.config)
+    arch = estimate.arch
     for change, config, num_processes in _candidates(estimate.config, estimate.num_processes):
         changed = _estimate_if_valid(config, arch, num_processes, estimate.nodes)
         if changed is None:
@@ -103,7 +103,7 @@ def _estimate_if_valid(
 def check_layout_and_memory(config: Config, num_processes: int, nodes: NodeSpec) -> None:
     """Call layout.check_layout, whose suggestions ignore memory, and add those that fit in memory
     where the policy's layout is at fault. Raises ConfigError."""
-    arch = read_architecture(config)
+    arch = planned_architecture(config)
     try:
         check_layout(config, arch, num_processes)
     except ConfigError as error:
@@ -152,7 +152,7 @@ def _fitting_layouts(
 ) -> tuple[list[str], int]:
     """Return up to `count` layouts near the configured one that suit model, ranks and memory with
     room to spare, nearest first, as overrides with only what changes; and how many were tried."""
-    arch = read_architecture(config)
+    arch = planned_architecture(config)
     num_tried = 0
 
     def fits(policy: PolicyConfig) -> bool:

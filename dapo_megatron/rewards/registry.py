@@ -37,13 +37,15 @@ _LIBRARIES = {
 def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
     """The grader called `name`: dapo_math, math_verify, reasoning_gym, code, or `module:function`.
 
-    A function of yours is called with (response, truth, extra) and returns a Grade, a bool
-    (score +1 / -1) or a number (the score; correct if above 0). It may be a coroutine function:
-    it then runs in this thread's event loop. Imports the grader's library.
-    `timeout_seconds` is what the caller allows one grading; `code` keeps its programs within it.
+    A function of yours is called with (response, truth, extra), or with (response, truth) if it
+    takes only these. It returns a Grade, a bool (score +1 / -1) or a number (the score; correct if
+    above 0). It may be a coroutine function: it then runs in this thread's event loop. Imports the
+    grader's library. `timeout_seconds` is what the caller allows one grading; `code` keeps its
+    programs within it.
     Raises ConfigError: unknown name (with the nearest), module that cannot be imported, missing
-    function, no sandbox for `code`. The returned grader raises what the function does, and
-    ValueError naming the grader if it returns something else, or a score beyond MAX_SCORE.
+    function, another signature, no sandbox for `code`. The returned grader raises what the function
+    does, and ValueError naming the grader if it returns something else, or a score beyond
+    MAX_SCORE.
     """
     check(name)
     if name not in _LIBRARIES:
@@ -164,6 +166,54 @@ def _user_grader(name: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
             f"grader {name!r}: unknown{hint} (known: {', '.join(_LIBRARIES)}, or module:function)"
         )
     try:
-        return user_function(name)
+        function = user_function(name)
+        if _arguments_taken(function) == 3:
+            return function
     except ConfigError as error:
         raise ConfigError(f"grader {name!r}: {error}") from error
+    return lambda response, truth, extra: function(response, truth)
+
+
+_NOT_RESPONSES = {
+    "truth", "ground_truth", "answer", "expected", "reference", "target", "data_source", "prompt",
+    "question",
+}  # fmt: skip
+"""Names of a first parameter that is not the response."""
+
+
+def _arguments_taken(function: Callable[..., Any]) -> int:
+    """Return 3 if a grader takes (response, truth, extra), 2 if it takes (response, truth).
+
+    Raises ConfigError for a signature from which this is not plain, saying what to write.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise _refused_signature("has no signature that Python can read") from None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in positional if p.default is p.empty]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise _refused_signature("takes any number of arguments")
+    if keywords:
+        raise _refused_signature(f"requires the keyword argument {keywords[0]}")
+    if len(required) > 3 or len(positional) < 2:
+        counted = len(required) if len(required) > 3 else len(positional)
+        raise _refused_signature(f"takes {counted} argument{'' if counted == 1 else 's'}")
+    if positional[0].name in _NOT_RESPONSES:
+        raise _refused_signature(f"takes {positional[0].name} first, where the response comes")
+    if len(required) == 3:
+        return 3
+    if len(positional) > 2 and positional[2].name != "extra":
+        raise _refused_signature(
+            f"has a third argument with a default, {positional[2].name}, which may or may not be "
+            "the extra fields of a row (put a * before it if it is not, or call it extra)"
+        )
+    return min(len(positional), 3)
+
+
+def _refused_signature(why: str) -> ConfigError:
+    return ConfigError(
+        f"the function {why}; write it as `def grade(response, truth)` or "
+        "`def grade(response, truth, extra)`"
+    )

@@ -26,10 +26,12 @@ from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
 from dapo_megatron.config import (
+    Columns,
     Config,
     LossConfig,
     OptimizerConfig,
     PolicyConfig,
+    Source,
     TrainConfig,
 )
 from dapo_megatron.data.packing import plan_microbatches
@@ -86,8 +88,8 @@ def load_prompts(config: Config) -> Prompts:
     limit = config.rollout.max_prompt_tokens
     notes: list[str] = []
 
-    def load(source: Any, exclude: frozenset[str]) -> Sequence[Prompt]:
-        loaded = load_source(source, tokenizer, limit, exclude=exclude)
+    def load(source: Source, columns: Columns, exclude: frozenset[str]) -> Sequence[Prompt]:
+        loaded = load_source(source, tokenizer, limit, columns=columns, exclude=exclude)
         left_out = {
             "too long": loaded.num_dropped_long,
             "duplicates": loaded.num_duplicates,
@@ -100,9 +102,16 @@ def load_prompts(config: Config) -> Prompts:
         )
         return loaded.prompts
 
-    evaluation = {source.name: load(source, frozenset()) for source in config.evaluation.sets}
+    evaluation = {
+        source.name: load(source, config.evaluation.columns, frozenset())
+        for source in config.evaluation.sets
+    }
     held_out = frozenset(prompt.text for prompts in evaluation.values() for prompt in prompts)
-    train = [prompt for source in config.data.train for prompt in load(source, held_out)]
+    train = [
+        prompt
+        for source in config.data.train
+        for prompt in load(source, config.data.columns, held_out)
+    ]
     return Prompts(train, evaluation, notes)
 
 
@@ -341,7 +350,6 @@ def _checkpoints(
         attempt=folder.attempt,
         check_owner=folder.check_owner,
         note=recorder.note,
-        published=recorder.checkpoint,
         export=HfExport(config) if config.checkpoint.export_hf else None,
         describe=partial(
             copy_companions,

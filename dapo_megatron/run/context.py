@@ -95,7 +95,7 @@ def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
             print(*folder.notes, sep="\n", end="\n" if folder.notes else "", flush=True)
     on_rank0(ranks, lambda: folder.enter(resume, source))
     if folder.aside is not None:
-        from dapo_megatron.tracking.mlflow_spool import deliver_rest
+        from dapo_megatron.tracking.mlflow_tracker import deliver_rest
 
         deliver_rest(folder.aside)
     folder.is_continued = ranks.broadcast(folder.is_continued, bool)

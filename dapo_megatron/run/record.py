@@ -24,7 +24,7 @@ from dapo_megatron.plan.layout import describe
 from dapo_megatron.protocols import Tracker
 from dapo_megatron.run.folder import RunFolder
 from dapo_megatron.tracking.console import RunConsole
-from dapo_megatron.tracking.mlflow_spool import MlflowSpool
+from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
 from dapo_megatron.tracking.provenance import cpu_name, run_tags
 from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder, Speedometer
 from dapo_megatron.tracking.run_report import WAIT_SECONDS, RunReport
@@ -64,8 +64,7 @@ def open_recorder(
         trackers: list[Tracker] = [JsonlTracker(folder.metrics, step or -1, console.warn), console]
         mlflow = None
         if config.tracking.mlflow:
-            run_id = _mlflow_run(folder)
-            mlflow = MlflowSpool(config, folder.attempt, run_id, console.warn, tags=tags)
+            mlflow = MlflowTracker(config, _mlflow_run(folder), console.warn)
             trackers.append(mlflow)
         return RunRecorder(
             tracker=CompositeTracker(*trackers),
@@ -89,14 +88,12 @@ def total_reward(completion: Completion, overlong: OverlongConfig) -> float | No
     return None if parts is None else parts.total
 
 
-def keep_reports(config: Config, folder: RunFolder, recorder: RunRecorder | SilentRecorder) -> None:
+def keep_reports(config: Config, folder: RunFolder) -> None:
     """Keep the reports that tools/prepare_data.py wrote of the run's data files. On rank 0."""
     for source in (*config.data.train, *config.evaluation.sets):
         if isinstance(source, FileSource) and (report := report_of(source.path)):
             folder.data.mkdir(exist_ok=True)
-            kept = folder.data / f"{source_file_name(source.name)}.report.json"
-            shutil.copyfile(report, kept)
-            recorder.keep(kept)
+            shutil.copyfile(report, folder.data / f"{source_file_name(source.name)}.report.json")
 
 
 def keep_tokenizer(
@@ -195,7 +192,7 @@ def _speedometer(config: Config, num_devices: int) -> Speedometer:
 
 
 def _mlflow_run(folder: RunFolder) -> str | None:
-    """The MLflow run to go on with, as the newest checkpoint knows it: its spool is in the folder
-    as a rule, and then counts."""
+    """Return the MLflow run to go on with, as the newest checkpoint has it. What the folder itself
+    has counts more."""
     checkpoint = newest(folder.checkpoints) if folder.is_continued else None
     return read_state(checkpoint).get("mlflow_run") if checkpoint else None

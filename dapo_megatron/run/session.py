@@ -89,7 +89,6 @@ def _train(context: RunContext, replay: Path | None) -> None:
         # MLflow may take its time, and a launcher gives the last rank little after the others.
         at_end.callback(ranks.barrier)
         summary = _conclude(context, progress, instruments.memory.highest_gib())
-        recorder.keep(folder.summary)
     recorder.summary(summary, folder.path)
 
 
@@ -107,7 +106,7 @@ def _live_parts(
     for note in prompts.notes:
         recorder.note(f"  {note}")
     if ranks.rank == 0:
-        record.keep_reports(config, folder, recorder)
+        record.keep_reports(config, folder)
         record.keep_tokenizer(config, folder, recorder)
     core = build.build_core(config, ranks, context.stop)
     stack.callback(core.close)

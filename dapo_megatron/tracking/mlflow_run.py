@@ -1,27 +1,35 @@
-"""One run at MLflow, as the sender sees it: what each event of the spool does there.
+"""One run at MLflow: what the mirror (mirror.py) does there.
 
 Everything goes through a client and a run id; the process-wide "active run" is left alone. Each
-event may come twice, and does no harm the second time: a metric with the same time, step and value
-is one metric to MLflow.
+call may be repeated, and does no harm the second time: a metric with the same time, step and value
+is one metric to MLflow. Methods raise whatever MLflow's client raises.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from dapo_megatron.config import Config
 from dapo_megatron.files import open_lock, try_lock, write_json
-from dapo_megatron.tracking import spool
-from dapo_megatron.tracking.spool import Cursor, Event
+from dapo_megatron.tracking.mirror_state import (
+    CHECKPOINTS,
+    MAX_METRICS,
+    PROVENANCE,
+    REPORT,
+    RUN_FILE,
+    MirrorState,
+    Row,
+    known,
+    parameters,
+)
 from dapo_megatron.tracking.uri import without_password
 from dapo_megatron.types import DapoError
 
@@ -39,106 +47,80 @@ MAX_PER_CALL = 100
 """Parameters, or tags: MLflow's own limit."""
 MAX_NAME = 250
 """Characters of a metric's or parameter's name: MLflow's own limit."""
+MAX_SHOWN = 3
+"""Metrics left out that the log names."""
 MAX_NAMES = 1000
 """Metrics of one run. A server gets slow with many, and a name per prompt is always a mistake."""
-CHECKPOINTS = "checkpoints.json"
 
 Item = TypeVar("Item")
 
 
-class Target(NamedTuple):
-    """Where a spool goes."""
-
-    server: str
-    """Without a password."""
-    run_id: str
-
-
 class MlflowRun:
-    """Made without MLflow being there; found or created by the first `target` that reaches it.
+    """Made without MLflow being there; found or created by the first `open` that reaches it.
 
-    folder: the spool's, in the run's folder.
+    home       the run's folder: where it was when this process started
+    config     of the newest start
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self._folder, self._run_folder = folder, folder / ".."
-        self._say = say
-        self.is_open = threading.Event()
-        """Set once the run is known."""
-        self._one_at_a_time = threading.Lock()
-        self._target: Target | None = None
+    def __init__(self, state: MirrorState, home: Path, config: Config) -> None:
+        self._state, self._home, self._config = state, home, config
+        provenance = known(state.folder / PROVENANCE)
+        self._tags: dict[str, str] = {RUN_TAG: state.cursor.run, **provenance.get("tags", {})}
+        self._is_open = False
         self._client: MlflowClient = None
         self._run_id = ""
         self._names: set[str] = set()
         self._left_out: set[str] = set()
 
-    def target(self) -> Target:
-        """The run, looked for (or made) at the first call and at the first one after `forget`.
-        Raises whatever MLflow's client raises; DapoError for a spool without any beginning."""
-        with self._one_at_a_time:  # two lanes, one run
-            if self._target is None:
-                begin = spool.beginning(self._folder)
-                if begin is None:
-                    raise DapoError(f"{self._folder.resolve()}: no attempt has a beginning")
-                self._target = self._open(begin)
-            self.is_open.set()
-            return self._target
-
-    def forget(self) -> None:
-        """Something went wrong, perhaps because the run is not there any more."""
-        with self._one_at_a_time:
-            self._target = None
-
-    def deliver(self, chunk: Sequence[Event], number: int, cursor: Cursor) -> None:
-        """One event, or the metrics of some steps, of attempt `number`; `cursor` is told what
-        MLflow now knows. Raises whatever MLflow's client raises, if it has to be tried again."""
-        kind = chunk[0]["kind"]
-        if kind == "begin":
-            self._begin(chunk[0], number, cursor)
-        elif kind == "metrics":
-            self._metrics(chunk, cursor)
-        elif kind == "describe":
-            self._describe(chunk[0]["text"])
-        elif kind == "end":
-            self._end(chunk[0]["status"], chunk[0]["time"], cursor)
-        else:
-            self._file(chunk[0], cursor)
-
-    # ------------------------------------------------------------------------ the run
-
-    def _open(self, begin: Event) -> Target:
+    def open(self) -> None:
+        """Look for the run, or make it, at the first call and at the first one after `forget`. Tell
+        it of the start."""
+        if self._is_open:
+            return
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or begin["uri"]
-        with _first_use_alone(uri, Path(begin["directory"])):
+        uri = os.environ["MLFLOW_TRACKING_URI"]
+        with _first_use_alone(uri, self._home.parent):
             self._client = MlflowClient(tracking_uri=uri)
-            run = self._find(begin) or self._create(uri, begin)
-        target = Target(without_password(uri), run.info.run_id)
-        if not target.run_id:
+            run = self._find() or self._create(uri)
+        server, run_id = without_password(uri), run.info.run_id
+        if not run_id:
             raise DapoError("what answers there is no MLflow: it made a run without an id")
-        write_json(
-            self._run_folder / spool.RUN_FILE,
-            {**target._asdict(), "experiment_id": run.info.experiment_id},
-            durable=False,
-        )
-        if target.run_id != self._run_id:
-            self._say(f"run {target.run_id} at {target.server}")
-        self._run_id, self._names = target.run_id, set(run.data.metrics)
-        return target
+        entry = {"server": server, "run_id": run_id, "experiment_id": run.info.experiment_id}
+        write_json(self._state.folder / RUN_FILE, entry, durable=False)
+        if run_id != self._run_id:
+            self._state.say(f"run {run_id} at {server}")
+        self._run_id, self._names = run_id, set(run.data.metrics)
+        self._state.aim(server, run_id)
+        if self._state.cursor.begun < self._state.number:
+            self._begin(run)
+        self._is_open = True
 
-    def _find(self, begin: Event) -> Run | None:
-        """The run that an earlier attempt, or an earlier sender, made; None if this server never
-        had it, or lost it."""
-        known = spool.known(self._run_folder / spool.RUN_FILE).get("run_id")
-        if known and (run := self._get(known)):
+    def forget(self) -> None:
+        """Something went wrong, perhaps because the run is not there any more."""
+        self._is_open = False
+
+    def end(self) -> None:
+        """Tell MLflow how the last start that it knows ended."""
+        status, ended = self._state.end()
+        self._client.set_terminated(self._run_id, status, ended)
+        self._state.save(closed=self._state.cursor.begun)
+
+    # ------------------------------------------------------------------------ the run
+
+    def _find(self) -> Run | None:
+        """The run that an earlier start made; None if this server never had it, or lost it."""
+        run_id = known(self._state.folder / RUN_FILE).get("run_id")
+        if run_id and (run := self._get(run_id)):
             return run
-        experiment = self._client.get_experiment_by_name(begin["experiment"])
-        if experiment is not None:
-            same = f"tags.`{RUN_TAG}` = '{begin['run']}'"
-            if found := self._client.search_runs([experiment.experiment_id], same, max_results=1):
-                return found[0]
-        return self._get(begin["run"])  # as checkpoints named it before there was a tag
+        experiment = self._client.get_experiment_by_name(self._config.tracking.experiment)
+        if experiment is None:
+            return None
+        same = f"tags.`{RUN_TAG}` = '{self._state.cursor.run}'"
+        return next(
+            iter(self._client.search_runs([experiment.experiment_id], same, max_results=1)), None
+        )
 
     def _get(self, run_id: str) -> Run | None:
         from mlflow.exceptions import MlflowException
@@ -151,17 +133,17 @@ class MlflowRun:
             raise
         return None if run.info.lifecycle_stage == "deleted" else run
 
-    def _create(self, uri: str, begin: Event) -> Run:
+    def _create(self, uri: str) -> Run:
         from mlflow.exceptions import MlflowException
 
-        name = begin["experiment"]
+        name = self._config.tracking.experiment
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             # A server knows where its files go; a local database would put them in the working
             # folder.
             files = None
             if uri.startswith("sqlite:"):
-                files = (Path(begin["directory"]) / "mlartifacts").as_uri()
+                files = (self._home.parent / "mlartifacts").as_uri()
             try:
                 self._client.create_experiment(name, artifact_location=files)
             except MlflowException as error:  # another run was faster
@@ -170,61 +152,53 @@ class MlflowRun:
             experiment = self._client.get_experiment_by_name(name)
         return self._client.create_run(
             experiment.experiment_id,
-            start_time=next(spool.events(self._folder))[0]["time"],
-            run_name=begin["name"],
-            tags={RUN_TAG: begin["run"]},
+            start_time=int(1000 * self._state.starts()[0]["began"]),
+            run_name=self._config.run.name,
+            tags={RUN_TAG: self._state.cursor.run},
         )
 
-    # ------------------------------------------------------------------------ facts
-
-    def _begin(self, begin: Event, number: int, cursor: Cursor) -> None:
-        """Parameters cannot change in MLflow: one that differs from the first start becomes a tag
-        `resumed.<key>`."""
+    def _begin(self, run: Run) -> None:
+        """Tell MLflow of this start, and before it how an earlier one ended. Parameters cannot
+        change in MLflow: one that differs from the first start becomes a tag `resumed.<key>`."""
         from mlflow.entities import Param, RunTag
 
-        if cursor.begun not in (0, number):
-            self._client.set_terminated(self._run_id, "KILLED", cursor.time)
-        run = self._client.get_run(self._run_id)
-        known, tags, params = run.data.params, {RUN_TAG: begin["run"], **begin["tags"]}, []
-        for key, value in begin["params"].items():
-            if key not in known:
-                params.append(Param(key[:MAX_NAME], value))
-            elif known[key] != value:
-                tags[f"resumed.{key}"] = value
-        self._send(params, lambda some: self._log(params=some), cursor, MAX_PER_CALL)
+        cursor = self._state.cursor
+        if was_open := cursor.begun > cursor.closed:
+            self.end()
+        now, known_params = parameters(self._config), run.data.params
+        params = now | cursor.params | known_params
+        tags = self._tags | {
+            f"resumed.{key}": value for key, value in now.items() if params[key] != value
+        }
+        self._send(
+            [Param(key[:MAX_NAME], params[key]) for key in params.keys() - known_params.keys()],
+            lambda some: self._log(params=some),
+            MAX_PER_CALL,
+        )
         self._send(
             [RunTag(key[:MAX_NAME], value) for key, value in tags.items()],
             lambda some: self._log(tags=some),
-            cursor,
             MAX_PER_CALL,
         )
-        if run.info.status != "RUNNING" or cursor.begun not in (0, number):
+        if was_open or run.info.status != "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
-        cursor.begun = number
+        self._state.begin()
 
-    def _metrics(self, chunk: Sequence[Event], cursor: Cursor) -> None:
+    # ------------------------------------------------------------------------ metrics
+
+    def metrics(self, rows: Sequence[Row]) -> None:
+        """Send the metrics of some steps."""
         from mlflow.entities import Metric
 
         points = [
-            Metric(taken, value, event["time"], event["step"])
-            for event in chunk
-            for name, value in event["values"].items()
-            if (taken := self._take_name(name, cursor))
+            Metric(taken, value, row.time, row.step)
+            for row in rows
+            for name, value in row.values.items()
+            if (taken := self._take_name(name))
         ]
-        self._send(points, lambda some: self._log(metrics=some), cursor, 1000)
+        self._send(points, lambda some: self._log(metrics=some), MAX_METRICS)
 
-    def _describe(self, text: str) -> None:
-        """The description is the person's who wrote one: ours is marked as ours."""
-        tags = self._client.get_run(self._run_id).data.tags
-        if tags.get(DESCRIPTION, "") == tags.get(OUR_DESCRIPTION, ""):
-            self._client.set_tag(self._run_id, DESCRIPTION, text)
-            self._client.set_tag(self._run_id, OUR_DESCRIPTION, text)
-
-    def _end(self, status: str, time: int, cursor: Cursor) -> None:
-        self._client.set_terminated(self._run_id, status, time)
-        cursor.begun = 0
-
-    def _take_name(self, name: str, cursor: Cursor) -> str | None:
+    def _take_name(self, name: str) -> str | None:
         """`name` as MLflow takes it, or None if it is too long or there are too many."""
         taken = metric_name(name)
         if taken in self._names:
@@ -233,12 +207,11 @@ class MlflowRun:
             self._names.add(taken)
             return taken
         if taken not in self._left_out:
-            cursor.left_out += 1
-            if len(taken) > MAX_NAME:
-                self._say(f"LEFT OUT: metric {name}: longer than {MAX_NAME} characters")
-            elif all(len(other) > MAX_NAME for other in self._left_out):
-                self._say(f"LEFT OUT: {name} and more: {MAX_NAMES} metrics are the most of a run")
             self._left_out.add(taken)
+            self._state.cursor.left_out += 1
+            if len(self._left_out) <= MAX_SHOWN:
+                why = f"{MAX_NAMES} metrics of a run, {MAX_NAME} characters of a name are the most"
+                self._state.say(f"LEFT OUT: {name}: {why}")
         return None
 
     def _log(self, **what: Any) -> None:
@@ -248,7 +221,6 @@ class MlflowRun:
         self,
         items: Sequence[Item],
         send: Callable[[Sequence[Item]], None],
-        cursor: Cursor,
         most: int,
     ) -> None:
         """Send at most `most` at a time; one that MLflow refuses for what it is, is left out."""
@@ -262,10 +234,10 @@ class MlflowRun:
                 if not self._is_refusal(error):
                     raise
                 if len(some) > 1:
-                    self._send(some, send, cursor, (len(some) + 1) // 2)
+                    self._send(some, send, (len(some) + 1) // 2)
                     continue
-                cursor.left_out += 1
-                self._say(f"LEFT OUT: {some[0]}: {error.message}")
+                self._state.cursor.left_out += 1
+                self._state.say(f"LEFT OUT: {some[0]}: {error.message}")
 
     def _is_refusal(self, error: Any) -> bool:
         """Whether the server is well, and this alone is wrong."""
@@ -275,55 +247,33 @@ class MlflowRun:
 
     # ------------------------------------------------------------------------ files
 
-    def _file(self, event: Event, cursor: Cursor) -> None:
-        path = self._run_folder / event["path"]
-        try:
-            if event["kind"] == "artifact":
-                self._client.log_artifact(self._run_id, str(path), event["folder"] or None)
-            elif event["kind"] == "checkpoint":
-                self._checkpoint(event, path)
-            else:
-                self._client.set_tag(self._run_id, f"data.{event['name']}.sha256", sha256(path))
-        except FileNotFoundError as error:
-            if path.exists():
-                raise
-            cursor.left_out += 1
-            self._say(f"LEFT OUT: {event['path']}: {error}")
+    def file(self, name: str, folder: str) -> None:
+        """Keep a file of the run's folder. The report becomes the run's description."""
+        path = self._state.folder / name
+        self._client.log_artifact(self._run_id, str(path), folder or None)
+        if name == CHECKPOINTS:
+            self.tag("checkpoint.newest", known(path)["checkpoints"][-1]["path"])
+        if name == REPORT:
+            self._describe(
+                f"{REPORT}, among the artifacts, shows how this run went: a page that needs no "
+                f"network. On the run's machine it is {self._home / REPORT}"
+            )
 
-    def _checkpoint(self, event: Event, path: Path) -> None:
-        """checkpoints.json lists every one that was published; of those that are gone by now,
-        without what only the files could say."""
-        manifest, export = path / "manifest.json", path / "hf"
-        entry = {
-            "step": event["step"],
-            "time": event["time"],
-            "path": event["path"],
-            "bytes": _num_bytes(path) if path.exists() else None,
-            "manifest_sha256": sha256(manifest) if manifest.exists() else None,
-            "hf_export": f"{event['path']}/hf" if export.exists() else None,
-        }
-        listed = self._folder / CHECKPOINTS
-        others = spool.known(listed).get("checkpoints", [])
-        # By name: of one step there may be one from the middle of the next (step_000002_open).
-        others = [other for other in others if other["path"] < event["path"]]
-        write_json(listed, {"checkpoints": [*others, entry]}, durable=False)
-        self._client.log_artifact(self._run_id, str(listed))
-        self._client.set_tag(self._run_id, "checkpoint.newest", event["path"])
+    def tag(self, name: str, value: str) -> None:
+        """Set a tag."""
+        self._client.set_tag(self._run_id, name, value)
+
+    def _describe(self, text: str) -> None:
+        """Set the description. One that a person wrote stays: ours is marked as ours."""
+        tags = self._client.get_run(self._run_id).data.tags
+        if tags.get(DESCRIPTION, "") == tags.get(OUR_DESCRIPTION, ""):
+            self.tag(DESCRIPTION, text)
+            self.tag(OUR_DESCRIPTION, text)
 
 
 def metric_name(name: str) -> str:
     """`name` as MLflow takes it: avg@4 becomes avg_at_4, other strange characters `_`."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
-
-
-def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @contextmanager

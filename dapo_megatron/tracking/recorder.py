@@ -12,7 +12,7 @@ from typing import Any
 from dapo_megatron.files import write_json
 from dapo_megatron.protocols import Tracker
 from dapo_megatron.tracking.console import RunConsole
-from dapo_megatron.tracking.mlflow_spool import MlflowSpool
+from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
 from dapo_megatron.tracking.run_report import RunReport
 from dapo_megatron.tracking.samples import write_policy, write_samples
 from dapo_megatron.types import Completion, Group, Inspected
@@ -66,7 +66,7 @@ class RunRecorder:
     inspected_groups: int = 0
     timeline_folder: Path | None = None
     speedometer: Speedometer | None = None
-    mlflow: MlflowSpool | None = None
+    mlflow: MlflowTracker | None = None
     report: RunReport | None = None
     reward: Callable[[Completion], float | None] | None = None
 
@@ -95,10 +95,9 @@ class RunRecorder:
         if self.samples_folder is None:
             return
         with self._or_left_out(f"samples of step {step}"):
-            path, index = write_samples(self.samples_folder, step, groups, self.reward)
-            self.tracker.artifact(path, "samples")
+            _, index = write_samples(self.samples_folder, step, groups, self.reward)
             with self._or_left_out(f"index entries of step {step}"):
-                self.tracker.artifact(index.write(self.samples_folder), "samples/index")
+                index.write(self.samples_folder)
 
     def inspected(self, step: int, sequences: Iterable[Inspected]) -> None:
         """What the policy said of the sequences it is trained on in the step; kept beside its
@@ -106,26 +105,17 @@ class RunRecorder:
         if self.samples_folder is None:
             return
         with self._or_left_out(f"the policy's log-probs of step {step}"):
-            path = write_policy(self.samples_folder, step, sequences, self.inspected_groups)
-            self.tracker.artifact(path, "samples/policy")
+            write_policy(self.samples_folder, step, sequences, self.inspected_groups)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Who did what when in the step (cluster/instruments.py); on a full disk it is left out."""
         if self.timeline_folder is None:
             return
-        path = self.timeline_folder / f"step_{step:06d}.json"
         try:
-            path.parent.mkdir(exist_ok=True)
-            write_json(path, record, durable=False)
+            self.timeline_folder.mkdir(exist_ok=True)
+            write_json(self.timeline_folder / f"step_{step:06d}.json", record, durable=False)
         except OSError as error:
             self.console.warn(f"the timeline of step {step} is left out: {error}")
-        else:
-            self.tracker.artifact(path, "timeline")
-
-    def checkpoint(self, path: Path, step: int) -> None:
-        """A checkpoint was published."""
-        if self.mlflow is not None:
-            self.mlflow.checkpoint(path, step)
 
     @contextmanager
     def progress(self, num_groups: int) -> Iterator[Callable[[int], None]]:
@@ -148,14 +138,11 @@ class RunRecorder:
         """A line on the console."""
         self.console.note(text)
 
-    def keep(self, path: Path) -> None:
-        """A file of the run as an artifact."""
-        self.tracker.artifact(path)
-
     def finish(self, status: str) -> None:
         """How the run really ended; its report is written first."""
         try:
-            self._report(status)
+            if self.report is not None:
+                self.report.write(status)
         finally:  # a second Ctrl-C must not cost the true status
             self.tracker.finish(status)
 
@@ -169,16 +156,6 @@ class RunRecorder:
             report=self.report.path if self.report and self.report.is_written else None,
             ui=self.mlflow.ui if self.mlflow else None,
         )
-
-    def _report(self, status: str) -> None:
-        if self.report is None or not self.report.write(status):
-            return
-        self.tracker.artifact(self.report.path)
-        if self.mlflow is not None:
-            self.mlflow.describe(
-                f"{self.report.path.name}, among the artifacts, shows how this run went: a page "
-                f"that needs no network. On the run's machine it is {self.report.path.absolute()}"
-            )
 
     @contextmanager
     def _or_left_out(self, what: str) -> Iterator[None]:
@@ -196,8 +173,8 @@ class SilentRecorder:
     def _nothing(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    log = trained = samples = timeline = inspected = checkpoint = _nothing
-    ask_requests = note = keep = finish = summary = _nothing
+    log = trained = samples = timeline = inspected = _nothing
+    ask_requests = note = finish = summary = _nothing
 
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show nothing."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dapo_megatron.cluster.processes import helper_environment
-from dapo_megatron.tracking.mlflow_spool import SHORT_WAIT_SECONDS
+from dapo_megatron.tracking.mlflow_tracker import SHORT_WAIT_SECONDS
 
 NAME = "report.html"
 LOG = "logs/report.log"

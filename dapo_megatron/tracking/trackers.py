@@ -100,11 +100,6 @@ class CompositeTracker:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
-    def artifact(self, path: Path, folder: str = "") -> None:
-        """Keep a file with the run, under `folder`."""
-        for tracker in self._trackers:
-            tracker.artifact(path, folder)
-
     def finish(self, status: str) -> None:
         """Close the run as FINISHED, FAILED or KILLED."""
         with ExitStack() as stack:
@@ -134,9 +129,6 @@ class JsonlTracker:
         """Record the metrics of a rollout step."""
         values = {name: _finite(value) for name, value in metrics.items()}
         self._lines.append(json.dumps({"step": step, **values}).encode())
-
-    def artifact(self, path: Path, folder: str = "") -> None:
-        """Nothing: the file is in the run's folder."""
 
     def finish(self, status: str) -> None:
         """Close the file."""

@@ -45,7 +45,8 @@ ROOMS = {
     "model": room("types files config", "torch"),  # torch for annotations only
     "algo": room("types", "torch"),
     "data": room(
-        "types files config algo rewards", "torch transformers jinja2 pyarrow reasoning_gym"
+        "types files config algo rewards",
+        "torch transformers jinja2 pyarrow datasets reasoning_gym",
     ),
     # cluster for child processes.
     "rewards": room("types files cluster", "math_verify msgspec reasoning_gym sympy"),
@@ -62,8 +63,9 @@ ROOMS = {
     "engine": room("types protocols config model cluster", "torch vllm numpy"),
     "rollout": room(f"{LOW} config algo data rewards", "torch"),
     "loop": room("types protocols config algo data rollout"),
-    # rollout for the form of a group on disk, torch for the name of the GPU.
-    "tracking": room(f"{LOW} config cluster rollout", "mlflow rich torch"),
+    # rollout for the form of a group on disk, checkpoints for their names, torch for the name of
+    # the GPU.
+    "tracking": room(f"{LOW} config cluster checkpoints rollout", "mlflow rich torch"),
     "doctor": room(
         f"{LOW} config model algo policy cluster plan tracking run",
         "torch transformers rich",

@@ -154,7 +154,7 @@ def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
     assert "asked to stop" in page.read_text(encoding="utf-8")
     client = MlflowClient(f"sqlite:///{directory}/mlflow.db")
     run_id = json.loads((folder / "mlflow_run.json").read_text())["run_id"]
-    deadline = time.monotonic() + 30  # the sender stays a while
+    deadline = time.monotonic() + 30  # the mirror stays a while
     while client.get_run(run_id).info.status != "KILLED" and time.monotonic() < deadline:
         time.sleep(0.2)
     assert client.get_run(run_id).info.status == "KILLED"

@@ -80,6 +80,22 @@ def test_the_plan_of_the_papers_run(tmp_path: Path) -> None:
         assert text in ran.stdout, text
 
 
+def test_a_dry_run_without_model_and_data_plans_and_creates_nothing() -> None:
+    paths = [f"{key}.0.path=nowhere/data.parquet" for key in ("data.train", "evaluation.sets")]
+    words = ["model_configs/qwen3_30b_a3b.yaml", "model.path=nowhere/Qwen3-30B-A3B", *paths]
+    before = {path for path in REPOSITORY.iterdir() if path.name != ".pytest_cache"}
+    ran = run(*words, "--nodes=4", "--dry-run", COLUMNS="200")
+    assert ran.returncode == 0, ran.stderr
+    assert "published dimensions of Qwen/Qwen3-30B-A3B" in ran.stdout
+    assert "missing data.train.0.path: no file nowhere/data.parquet" in ran.stdout
+    assert "memory of every rank" in ran.stdout
+    assert {path for path in REPOSITORY.iterdir() if path.name != ".pytest_cache"} == before
+    submitted = run(*words, "--nodes=4")
+    assert submitted.returncode == 2
+    assert "hf download Qwen/Qwen3-30B-A3B --local-dir nowhere" in submitted.stderr
+    assert "evaluation.sets.0.path: no file" in submitted.stderr
+
+
 def test_a_run_that_does_not_fit_is_not_submitted(tmp_path: Path) -> None:
     ran = run(*of_the_paper(tmp_path), "--nodes=16", "--gpu-memory=40")
     assert ran.returncode == 2, ran.stdout

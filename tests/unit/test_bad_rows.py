@@ -194,7 +194,7 @@ JSON = st.recursive(
 ROWS = st.builds(
     lambda more, column, value: GOOD | {"extra_info": {"index": "1"} | more} | {column: value},
     st.dictionaries(st.text(), JSON, max_size=3),
-    st.sampled_from(["other", "other", *rows.COLUMNS]),
+    st.sampled_from(["other", "other", *GOOD]),
     JSON,
 )
 PIECES = [LINE, LINE[:-1], b"}", b"\n", b"[", b"]", b'{"a":', b",", b'"a":', b"1", b"NaN", b"\xff"]

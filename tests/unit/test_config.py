@@ -274,7 +274,8 @@ def test_an_overlay_that_is_not_there_is_named(tmp_path: Path) -> None:
         # What another kind of source knows is no help here.
         (
             "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",
-            "data.train.0.datasett: unknown key; known here: kind, name, path, grader, limit",
+            "data.train.0.datasett: unknown key; known here: kind, name, path, grader, limit, "
+            "columns",
         ),
     ],
 )
@@ -295,7 +296,7 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, said: str) -> N
         ("run.name=..", "run.name: String should match pattern"),
         ("loss=3", "loss: must be a mapping of keys (given: 3)"),
         ("engine=null", "engine: must be a mapping of keys (given: None)"),
-        ("data.train=x", "data.train: must be a list (given: 'x')"),
+        ("data.train=3", "data.train: must be a list (given: 3)"),
         ("data.train.0.options=x", "data.train.0.options: must be a mapping of keys (given: 'x')"),
         ("data.train.0.size=0", "data.train.0.size: Input should be greater than or equal to 1"),
         ("optimizer.lr=0", "optimizer.lr: Input should be greater than 0 (given: 0)"),
@@ -349,6 +350,7 @@ OBJECTIVE_DEFAULTS = {
     "loss.log_ratio_limit": "keeps exp from overflowing; a YAML from before this key still runs",
     "loss.function": "null is the loss of the paper, with the numbers that a YAML states",
     "train.packing": "how rows are filled; the loss of a token is the same",
+    "data.columns": "which columns of a file are read; the wrong ones are refused",
     "rollout.expected_keep_rate": "a first guess of how many prompts to issue, not of what to keep",
     "rollout.lookahead": "acts only with on_policy false, which a YAML states",
     "rollout.max_overtake": "the same",
@@ -461,7 +463,7 @@ def test_a_model_that_cannot_be_read_is_named(
     with pytest.raises(ConfigError) as caught:
         read_architecture(config)
     assert str(caught.value).startswith(f"model.path: {path}: {said}")
-    assert str(caught.value).endswith("; name a folder with an HF checkpoint")
+    assert "; name a folder with an HF checkpoint, or get one: `hf download " in str(caught.value)
 
 
 def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

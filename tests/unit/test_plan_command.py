@@ -38,6 +38,42 @@ def test_a_plan_that_fits(model: str, tmp_path: Path) -> None:
     assert told["seconds"]["step"] > told["seconds"]["update"] > 0
 
 
+def test_without_a_folder_published_dimensions_give_the_same_plan(
+    model: str, tmp_path: Path
+) -> None:
+    figures = [tmp_path / "folder.json", tmp_path / "published.json"]
+    paths = [model, "model.path=Qwen/Qwen3-8B-Base"]
+    outputs = [
+        plan(CONFIG, path, "--json", str(file)).stdout
+        for path, file in zip(paths, figures, strict=True)
+    ]
+    note = "published dimensions of Qwen/Qwen3-8B-Base, because there is no folder"
+    assert note in outputs[1] and "published" not in outputs[0]
+    with_folder, without = (json.loads(file.read_text(encoding="utf-8")) for file in figures)
+    assert with_folder.pop("model_notes") == []
+    assert note in without.pop("model_notes")[0]
+    assert without == with_folder
+
+
+def test_a_model_that_is_not_known_is_refused_with_the_closest_names() -> None:
+    ran = plan(CONFIG, "model.path=nowhere/Qwen3-9B")
+    assert ran.returncode == 2
+    assert "Known, closest first: Qwen3-8B, Qwen3-4B, " in ran.stderr
+    assert "Mistral-7B-Instruct-v0.3" in ran.stderr
+
+
+def test_training_needs_the_folder_and_says_how_to_get_it() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "dapo_megatron", "train", CONFIG, "model.path=nowhere/qwen3-8b"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert "`hf download Qwen/Qwen3-8B --local-dir nowhere/qwen3-8b`" in ran.stderr
+
+
 def test_what_does_not_fit_is_refused_by_phase_and_setting(model: str) -> None:
     ran = plan(CONFIG, model, "policy.offload=[]", "train.max_tokens_per_microbatch=40960")
     assert ran.returncode == 2

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from dapo_megatron.config import FileSource
 from dapo_megatron.data.prompts import load_source, report_of
+from dapo_megatron.data.rows import DAPO_MATH_COLUMNS
 from dapo_megatron.types import DataError
 from tests.helpers import published_data as made
 from tools.make_tiny_model import make_tokenizer
@@ -654,7 +655,7 @@ def test_an_interrupt_leaves_nothing_and_the_next_call_clears_what_a_kill_left(
 # ---------------------------------------------------------------------------- hub, report
 
 
-def test_a_data_set_of_datasets_streams_in(tmp_path: Path) -> None:
+def test_a_data_set_of_datasets_is_an_input(tmp_path: Path) -> None:
     # A folder is to `datasets` what a name of the hub is.
     folder = tmp_path / "set"
     folder.mkdir()
@@ -665,7 +666,7 @@ def test_a_data_set_of_datasets_streams_in(tmp_path: Path) -> None:
     assert report(output)["rows"]["out"] == 7
     assert report(output)["inputs"][0]["sha256"].endswith("(of the rows)")
     assert parquet.read_table(output).to_pylist() == rows[:7]
-    batches = [rows for _, rows in read_hub(str(folder), None, None, 6)]
+    batches = [rows for _, rows in read_hub(str(folder), None, None, DAPO_MATH_COLUMNS, 6)]
     assert [row.index for rows in batches for row in rows] == list(range(20))
 
 
@@ -676,8 +677,8 @@ def test_the_hub_without_a_network_is_refused_clearly(
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     message = refused("hub:nobody/nothing@v1#train", "--output", tmp_path / "o.parquet")
-    assert "hub:nobody/nothing: cannot be read" in message
-    assert "without a network, download its files elsewhere and name them here" in message
+    assert "nobody/nothing, split train: cannot be read" in message
+    assert "Without a network, download it elsewhere and name its folder" in message
     assert list(tmp_path.iterdir()) == []
 
 

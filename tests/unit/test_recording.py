@@ -98,7 +98,7 @@ def test_the_report_of_a_data_set_of_owner_and_name_is_kept(tmp_path: Path) -> N
     here = session(
         tmp_path, data__train=json.dumps([{**source, "name": "BytedTsinghua-SIA/DAPO-Math-17k"}])
     )
-    record.keep_reports(here.config, here.folder, recorder(io.StringIO()))
+    record.keep_reports(here.config, here.folder)
     [kept] = here.folder.data.iterdir()
     assert kept.name == "BytedTsinghua-SIA--DAPO-Math-17k.report.json"
     assert json.loads(kept.read_text()) == report
@@ -115,26 +115,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Keeps(CompositeTracker):
-    """Notes what it is handed."""
+    """Notes what it is handed, and whether the report is there by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         self.calls: list[str] = []
-
-    def artifact(self, path: Path, folder: str = "") -> None:
-        self.calls.append(f"artifact {path.name}")
+        self._report = folder / "report.html"
 
     def finish(self, status: str) -> None:
-        self.calls.append(f"finish {status}")
+        self.calls.append(f"finish {status}{', with a report' * self._report.is_file()}")
 
 
 def test_a_run_ends_with_its_report_and_names_it(made: Path) -> None:
-    out, tracker = io.StringIO(), Keeps()
+    out, tracker = io.StringIO(), Keeps(made)
     console = RunConsole(num_steps=3, file=out)
     report = RunReport(made, console.warn)
     ending = RunRecorder(tracker, console, None, num_devices=1, report=report)
     ending.finish("FINISHED")
-    assert tracker.calls == ["artifact report.html", "finish FINISHED"]
+    assert tracker.calls == ["finish FINISHED, with a report"]
     assert (made / "report.html").read_text().startswith("<!doctype html>")
     ending.summary({"accuracy_before": 0.1, "accuracy_after": 0.2, "seconds": 3.0}, made)
     assert f"  report           {made / 'report.html'}\n" in out.getvalue()
@@ -144,7 +142,7 @@ def test_a_run_ends_with_its_report_and_names_it(made: Path) -> None:
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "report.html").mkdir()
-    out, tracker = io.StringIO(), Keeps()
+    out, tracker = io.StringIO(), Keeps(tmp_path)
     console = RunConsole(num_steps=3, file=out)
     report = RunReport(tmp_path, console.warn)
     RunRecorder(tracker, console, None, num_devices=1, report=report).finish("FINISHED")

@@ -18,6 +18,7 @@ from dapo_megatron.config import FileSource
 from dapo_megatron.data.prompts import load_source
 from dapo_megatron.rewards import resolve
 from dapo_megatron.rewards.dapo_math import INVALID, grade
+from dapo_megatron.rewards.registry import check
 from dapo_megatron.types import ConfigError, DataError, Grade
 from tests.helpers.words import Words
 
@@ -254,6 +255,62 @@ def test_a_user_function_gets_response_and_truth(user_module: str) -> None:
 def test_a_bad_grader_name_is_refused(user_module: str, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(name)
+
+
+ACCEPTED = {
+    "two": "response, truth",
+    "other names": "text, gold",
+    "positional only": "response, truth, /",
+    "keywords besides": "response, truth, *, seconds=1, **more",
+    "extra with a default": "response, truth, extra=None",
+    "three of other names": "a, b, c",
+    "four, one with a default": "response, truth, extra, seconds=1",
+}
+REFUSED = {
+    "one": ("response", "takes 1 argument;"),
+    "none": ("", "takes 0 arguments"),
+    "four": ("data, response, truth, extra", "takes 4 arguments"),
+    "any number": ("*arguments", "takes any number"),
+    "a keyword that is required": ("response, truth, *, seconds", "keyword argument seconds"),
+    "a third with a default": ("response, truth, seconds=1", "third argument .* seconds"),
+    "the truth first": ("truth, response", "takes truth first"),
+    "the order of another library": ("data_source, solution, truth", "takes data_source first"),
+}
+
+
+def with_signature(folder: Path, parameters: str, body: str) -> str:
+    """A grader in a module of its own, and its name."""
+    name = f"grader_{len(list(folder.iterdir()))}_{abs(hash(parameters))}"
+    (folder / f"{name}.py").write_text(f"def grade({parameters}):\n    {body}\n")
+    return f"{name}:grade"
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_a_function_gets_as_many_arguments_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    values = "list(locals().values())"
+    name = with_signature(tmp_path, ACCEPTED[case], f"return {values}[:2] == ['7', '7']")
+    grader = resolve(name)
+    assert grader("7", "7", {}).correct
+    assert not grader("7", "8", {}).correct
+    takes_extra = case in ("extra with a default", "three of other names")
+    if takes_extra:
+        name = with_signature(tmp_path, ACCEPTED[case], f"return {values}[2]['score']")
+        assert resolve(name)("", "", {"score": 0.25}).score == 0.25
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_signature_that_is_not_plain_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    parameters, message = REFUSED[case]
+    name = with_signature(tmp_path, parameters, "return True")
+    for refuse in (check, resolve):
+        with pytest.raises(ConfigError, match=f"{name}.*{message}.*write it as `def grade"):
+            refuse(name)
 
 
 # ------------------------------------------------------------------------ by data_source

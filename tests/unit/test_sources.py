@@ -150,33 +150,45 @@ def bad(path: str, value: Any) -> dict[str, Any]:
 
 DELETE = object()
 BAD_ROWS = [
-    ("data_source", DELETE, "column data_source: must be a non-empty string, found nothing"),
     ("data_source", 3, "column data_source: must be a non-empty string, found int 3"),
-    ("ability", None, "column ability: must be a non-empty string, found nothing"),
-    ("prompt", "1 + 2 =", "column prompt: must be a list of messages"),
-    ("prompt", [], "column prompt: must be a list of messages"),
-    ("prompt", DELETE, "column prompt: must be a list of messages .* found nothing"),
+    ("ability", ["MATH"], "column ability: must be a non-empty string, found list"),
+    ("prompt", " ", "column prompt: must be a non-empty string"),
+    ("prompt", 12, "column prompt: must be text, or a list of messages"),
+    ("prompt", [], "column prompt: must be text, or a list of messages"),
+    ("prompt", None, "column prompt: must be text, or a list of messages .* found nothing"),
+    ("prompt", DELETE, r"column prompt is missing; .* data_source, ability"),
     ("prompt.0", "hello", r"column prompt\[0\]: must be a mapping, found str 'hello'"),
     ("prompt.0.role", "robot", r"column prompt\[0\].role: must be one of system, user"),
     ("prompt.0.role", ["user"], r"column prompt\[0\].role: must be one of system, user"),
     ("prompt.0.role", "assistant", "column prompt: the last message must be the user's"),
     ("prompt.0.content", " ", r"column prompt\[0\].content: must be a non-empty string"),
     ("prompt.0.content", "7 \ud800", r"column prompt\[0\].content: half a character .* at 2"),
-    ("reward_model", DELETE, "column reward_model: must be a mapping, found nothing"),
+    ("reward_model", None, "column reward_model: must be a mapping, found nothing"),
+    ("reward_model", DELETE, r"column reward_model.ground_truth is missing; .* columns: {prompt"),
     ("reward_model", "3", "column reward_model: must be a mapping, found str '3'"),
     ("reward_model.ground_truth", DELETE, "column reward_model.ground_truth: .* found nothing"),
     (
         "reward_model.ground_truth",
-        3,
-        r"column reward_model.ground_truth: .* int 3 \(a number loses digits",
+        3.0,
+        r"column reward_model.ground_truth: .* float 3.0; .*1.10 and 1.1 are one",
     ),
     (
         "reward_model.ground_truth",
-        3.0,
-        r"column reward_model.ground_truth: .* float 3.0 \(a number loses digits",
+        True,
+        "column reward_model.ground_truth: .* bool True; write the word",
+    ),
+    (
+        "reward_model.ground_truth",
+        ["3"],
+        "column reward_model.ground_truth: .* list .*; write one answer as text",
+    ),
+    (
+        "reward_model.ground_truth",
+        {"value": "3"},
+        r"column reward_model.ground_truth: .* reward_model.ground_truth.FIELD",
     ),
     ("reward_model.ground_truth", "", "column reward_model.ground_truth: must be a non-empty"),
-    ("extra_info", DELETE, "column extra_info: must be a mapping, found nothing"),
+    ("extra_info", "3", "column extra_info: must be a mapping, found str '3'"),
     ("extra_info.index", None, "column extra_info.index: must be a string or an integer"),
     ("extra_info.index", True, "column extra_info.index: must be a string or an integer"),
     ("extra_info.index", 1.5, "column extra_info.index: must be a string or an integer"),
@@ -196,13 +208,13 @@ def test_bad_jsonl_rows_are_refused_by_line_and_column(
     ("changes", "message"),
     [
         (
-            {"reward_model": {"ground_truth": 3, "style": "rule"}},
-            "row 0, column reward_model.ground",
+            {"reward_model": {"ground_truth": 3.5, "style": "rule"}},
+            "row 0, column reward_model.ground_truth: .* float",
         ),
-        ({"prompt": "1 + 2 ="}, "row 0, column prompt: must be a list"),
+        ({"prompt": 12}, "row 0, column prompt: must be text, or a list"),
         ({"extra_info": {"index": 0.5}}, "row 0, column extra_info.index"),
         ({"extra_info": {"index": 1, "raw": b"1"}}, "row 0, column extra_info.raw: .*bytes"),
-        ({"ability": None}, "row 0, column ability"),
+        ({"ability": 3}, "row 0, column ability"),
     ],
 )
 def test_bad_parquet_rows_are_refused_by_row_and_column(
@@ -213,14 +225,14 @@ def test_bad_parquet_rows_are_refused_by_row_and_column(
 
 
 def test_a_later_parquet_row_is_named_by_its_index(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [row() for _ in range(5)] + [row(ability=None)]
+    rows = [row() for _ in range(5)] + [row(ability="")]
     with pytest.raises(DataError, match=r"rows.parquet, row 5, column ability"):
         load_source(written(tmp_path, "parquet", rows), tokenizer, 100)
 
 
 def test_a_missing_parquet_column_is_named(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{key: value for key, value in row().items() if key != "extra_info"}]
-    with pytest.raises(DataError, match=r"rows.parquet, row 0, column extra_info"):
+    rows = [{key: value for key, value in row().items() if key != "prompt"}]
+    with pytest.raises(DataError, match=r"rows.parquet, column prompt is missing"):
         load_source(written(tmp_path, "parquet", rows), tokenizer, 100)
 
 

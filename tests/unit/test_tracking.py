@@ -1,5 +1,5 @@
 """Tracking: metrics.jsonl, and what the console writes. Rollouts: test_samples.py; MLflow:
-test_mlflow_spool.py."""
+test_mirror.py."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import io
 import json
 import math
 import os
+import resource
 import subprocess
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dapo_megatron
 from dapo_megatron.tracking import console
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.provenance import commit, versions
 from dapo_megatron.tracking.recorder import RunRecorder, Speedometer
-from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
+from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker, Lines
 from dapo_megatron.types import CheckpointError, DapoError
 
 METRICS = {
@@ -96,6 +99,41 @@ def test_a_broken_line_in_the_middle_is_refused_and_left_alone(metrics_file: Pat
     with pytest.raises(CheckpointError, match=r"metrics.jsonl, line 6"):
         JsonlTracker(metrics_file)
     assert metrics_file.read_bytes() == content
+
+
+@contextmanager
+def disk_with_room(num_bytes: int) -> Iterator[None]:
+    """Files of this process end at `num_bytes`: a write is cut short there, then fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@given(
+    texts=st.lists(st.text("abc", max_size=30), min_size=1, max_size=10),
+    room=st.integers(0, 120),
+    full_for=st.integers(0, 10),
+)
+def test_a_full_disk_costs_no_line_and_never_leaves_half_a_one(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], room: int, full_for: int
+) -> None:
+    path = tmp_path_factory.mktemp("disk") / "lines"
+    said: list[str] = []
+    lines = Lines(path, said.append)
+    whole = [text.encode() + b"\n" for text in texts]
+    with disk_with_room(room):
+        for text in texts[:full_for]:
+            lines.append(text.encode())
+    found = path.read_bytes() if path.exists() else b""
+    assert found in [b"".join(whole[:number]) for number in range(len(whole) + 1)]
+    for text in texts[full_for:]:
+        lines.append(text.encode())
+    lines.close()
+    assert path.read_bytes() == b"".join(whole)
+    assert len(said) <= 2, "one loud line, and one when it is over"
 
 
 # ---------------------------------------------------------------------------- speed
@@ -177,9 +215,6 @@ class Recorder:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._call(f"log {step}")
 
-    def artifact(self, path: Path, folder: str = "") -> None:
-        self._call(f"artifact {path} {folder}")
-
     def finish(self, status: str) -> None:
         self._call(f"finish {status}")
 
@@ -188,9 +223,8 @@ def test_a_composite_reaches_every_tracker_in_order() -> None:
     calls: list[str] = []
     both = CompositeTracker(Recorder("a", calls), Recorder("b", calls))
     both.log(3, {})
-    both.artifact(Path("f"), "samples")
     both.finish("KILLED")
-    expected = ["log 3", "artifact f samples", "finish KILLED"]
+    expected = ["log 3", "finish KILLED"]
     assert calls == [f"{name} {call}" for call in expected for name in "ab"]
 
 

@@ -15,8 +15,9 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from dapo_megatron.config import Columns
 from dapo_megatron.data.prompts import render
-from dapo_megatron.data.rows import Row
+from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, Row
 from dapo_megatron.types import DataError
 from preparing.report import LABELS
 from preparing.tables import BATCH_ROWS, Spool, checked, read, write
@@ -71,6 +72,8 @@ class Settings:
     tokenizer: PreTrainedTokenizerBase | None = None
     max_prompt_tokens: int = 0
     batch_rows: int = BATCH_ROWS
+    columns: Columns = DAPO_MATH_COLUMNS
+    evaluation_columns: Columns = DAPO_MATH_COLUMNS
 
 
 def prepare(
@@ -96,12 +99,15 @@ def prepare(
             unique.dropped = "conflicting"
     if settings.tokenizer is not None:
         drop_long(inputs.uniques, spool, settings)
-    held_out = collect([file_source(path) for path in evaluation], settings.batch_rows)
+    held_out = collect(
+        [file_source(path, settings.evaluation_columns) for path in evaluation],
+        settings.batch_rows,
+    )
     for path, num_rows in zip(evaluation, held_out.num_rows, strict=True):
         if not num_rows:
             raise DataError(f"--evaluation {path}: no rows, so nothing could overlap with it")
     frame = _written_frame(schema) if len(sources) == 1 else None
-    frame = frame or frame_of(_text(row) for _, _, row in _alive(inputs.uniques, spool))
+    frame = frame or frame_of(_text(row) for _, _, row in _alive(inputs.uniques, spool, settings))
     compare(inputs.uniques, spool, frame, held_out, evaluation, settings)
     rows = count(inputs)
     if not rows["out"]:
@@ -119,18 +125,21 @@ def prepare(
         "files": list(zip(inputs.num_rows, inputs.digests, strict=True)),
         "evaluation_rows": held_out.num_rows,
         "frame": frame.to_json(),
-        "examples": examples(inputs.uniques, spool, frame),
+        "examples": examples(inputs.uniques, spool, frame, settings.columns),
     }
 
 
 # ------------------------------------------------------------------------------- what is left
 
 
-def _alive(uniques: Sequence[Unique], spool: Spool) -> Iterator[tuple[int, Unique, Row]]:
+def _alive(
+    uniques: Sequence[Unique], spool: Spool, settings: Settings
+) -> Iterator[tuple[int, Unique, Row]]:
     """Place, prompt and row of all that is not dropped when its turn comes."""
     first = 0
     for batch in spool.batches():
-        for place, row in enumerate(checked(batch, "spool", first), start=first):
+        rows = checked(batch, "spool", first, settings.columns)
+        for place, row in enumerate(rows, start=first):
             if uniques[place].dropped is None:
                 yield place, uniques[place], row
         first += len(batch)
@@ -153,7 +162,7 @@ def drop_long(uniques: Sequence[Unique], spool: Spool, settings: Settings) -> No
             "--tokenizer: it has no chat template; add chat_template.jinja to the folder"
         )
     alive = [unique for unique in uniques if unique.dropped is None]
-    rows = (replace(row, where=unique.where) for _, unique, row in _alive(uniques, spool))
+    rows = (replace(row, where=unique.where) for _, unique, row in _alive(uniques, spool, settings))
     for unique, prompt in zip(alive, render(rows, settings.tokenizer, ""), strict=True):
         if len(prompt.tokens) > settings.max_prompt_tokens:
             unique.dropped = "too_long"
@@ -210,7 +219,8 @@ def _index_held_out(evaluation: Sequence[Path], settings: Settings) -> HeldOut |
         return None
     index, places = settings.similarity.index(), list[str]()
     for path in evaluation:
-        rows = {_text(row): row for _, rows in read(path, settings.batch_rows) for row in rows}
+        batches = read(path, settings.batch_rows, settings.evaluation_columns)
+        rows = {_text(row): row for _, batch_rows in batches for row in batch_rows}
         frame = frame_of(rows)
         for text, row in rows.items():
             index.add(len(places), settings.similarity.sketch(frame.strip(text)))
@@ -227,7 +237,7 @@ def _near(
 ) -> None:
     """In order, over all that is left."""
     kept = settings.similarity.index()
-    for place, unique, row in _alive(uniques, spool):
+    for place, unique, row in _alive(uniques, spool, settings):
         problem = frame.strip(_text(row))
         sketch = settings.similarity.sketch(problem)
         same = {"overlap_exact", "overlap_folded"} & unique.found.keys()
@@ -297,7 +307,7 @@ def _names(sources: Sequence[Source]) -> str:
 
 
 def examples(
-    uniques: Sequence[Unique], spool: Spool, frame: Frame
+    uniques: Sequence[Unique], spool: Spool, frame: Frame, columns: Columns
 ) -> dict[str, list[dict[str, Any]]]:
     """The first of each kind, with the problem and the one it is like, without the frame."""
     wanted: dict[str, list[tuple[Unique, dict[str, Any]]]] = {
@@ -314,7 +324,7 @@ def examples(
     for batch in spool.batches():
         part = mask[first : first + len(batch)]
         if any(part):
-            rows = checked(batch, "spool", first)
+            rows = checked(batch, "spool", first, columns)
             for unique, row in zip(compress(uniques[first:], part), compress(rows, part)):
                 texts[unique.where] = frame.strip(_text(row))[:EXAMPLE_CHARACTERS]
         first += len(batch)

@@ -1,4 +1,4 @@
-"""Rows of the DAPO-Math schema in batches: read with their Arrow types, kept on disk, written.
+"""Rows in batches: read with their Arrow types, kept on disk, written.
 
 `prompts.py` reads the same files for a run; here the columns that a run ignores are kept too.
 """
@@ -10,8 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_megatron.config import Columns
+from dapo_megatron.data.columns import columns_read
 from dapo_megatron.data.rows import (
-    COLUMNS,
+    DAPO_MATH_COLUMNS,
     Row,
     checked_row,
     parquet_batches,
@@ -31,33 +33,35 @@ SPOOL_ROWS = 8192
 Batch = tuple["pyarrow.RecordBatch", list[Row]]
 
 
-def read(path: Path, batch_rows: int = BATCH_ROWS) -> Iterator[Batch]:
+def read(
+    path: Path, batch_rows: int = BATCH_ROWS, columns: Columns = DAPO_MATH_COLUMNS
+) -> Iterator[Batch]:
     """Batches of a Parquet or JSONL file: as Arrow, and as checked rows.
 
     Raises DataError naming file, row or line, and column.
     """
     if path.suffix == ".parquet":
-        yield from _read_parquet(path, batch_rows)
+        yield from _read_parquet(path, batch_rows, columns)
     elif path.suffix in (".jsonl", ".json"):
         lines = read_jsonl(str(path))
         while chunk := list(islice(lines, batch_rows)):
-            rows = [checked_row(*line) for line in chunk]
+            rows = [checked_row(*line, columns) for line in chunk]
             yield _as_arrow([row for _, _, row in chunk], chunk[0][1]), rows
     else:
         raise DataError(f"{path}: must end in .parquet or .jsonl")
 
 
-def _read_parquet(path: Path, batch_rows: int) -> Iterator[Batch]:
+def _read_parquet(path: Path, batch_rows: int, columns: Columns) -> Iterator[Batch]:
     first = 0
-    for batch in parquet_batches(str(path), batch_rows):
-        yield batch, checked(batch, str(path), first)
+    for batch in parquet_batches(str(path), batch_rows, columns):
+        yield batch, checked(batch, str(path), first, columns)
         first += len(batch)
 
 
-def checked(batch: pyarrow.RecordBatch, name: str, first: int) -> list[Row]:
-    """The rows of an Arrow batch that begins at row `first` of `name`. Raises DataError."""
-    known = batch.select([column for column in COLUMNS if column in batch.schema.names])
-    return [checked_row(*row) for row in plain_rows(known, name, first)]
+def checked(batch: pyarrow.RecordBatch, name: str, first: int, columns: Columns) -> list[Row]:
+    """Return the rows of an Arrow batch that starts at row `first` of `name`. Raises DataError."""
+    known = batch.select(columns_read(batch.schema.names, columns, name))
+    return [checked_row(*row, columns) for row in plain_rows(known, name, first)]
 
 
 def _as_arrow(rows: list[dict[str, Any]], where: str) -> pyarrow.RecordBatch:

@@ -15,7 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.data.rows import Row
+from dapo_megatron.config import Columns
+from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, Row
 from preparing.tables import Batch, Spool, read
 
 MIN_PROMPTS = 10
@@ -144,9 +145,9 @@ class Inputs:
     by_folded: dict[bytes, Unique] = field(default_factory=dict)
 
 
-def file_source(path: Path) -> Source:
-    """A Parquet or JSONL file as an input."""
-    return Source(str(path), lambda batch_rows: read(path, batch_rows), path)
+def file_source(path: Path, columns: Columns = DAPO_MATH_COLUMNS) -> Source:
+    """Return a Parquet or JSONL file as an input."""
+    return Source(str(path), lambda batch_rows: read(path, batch_rows, columns), path)
 
 
 def collect(

@@ -1,13 +1,13 @@
 """MLflow that never hurts: a real server that is down, killed, stopped or full of nonsense, real
-senders, runs that are killed. And the spool between them, cut at any byte."""
+mirrors, runs that are killed. And what MLflow lacks of a run's folder, cut at any byte."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+import math
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -25,25 +25,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.cluster.attempt import begin_attempt
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import dump_config
-from dapo_megatron.tracking import mlflow_spool, spool
-from dapo_megatron.tracking.mlflow_run import MAX_NAMES, Target, metric_name
-from dapo_megatron.tracking.mlflow_spool import (
-    MlflowSpool,
+from dapo_megatron.tracking import mirror_state, mlflow_tracker
+from dapo_megatron.tracking.mirror import Mirror
+from dapo_megatron.tracking.mirror_state import LOG, MirrorState, Row, lock_holder, read_cursor
+from dapo_megatron.tracking.mlflow_run import MAX_NAMES, metric_name
+from dapo_megatron.tracking.mlflow_tracker import (
+    MlflowTracker,
     deliver,
     deliver_rest,
     given_uri,
     why_waiting,
 )
-from dapo_megatron.tracking.provenance import commit, flatten, versions
-from dapo_megatron.tracking.sender import Lane
-from dapo_megatron.tracking.spool import Cursor, Place
-from dapo_megatron.tracking.trackers import Lines
-from tests.helpers.configs import tiny_config
+from dapo_megatron.tracking.provenance import commit, flatten, run_tags, versions
+from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
+from tests.helpers.configs import REPOSITORY, tiny_config
 
 STEP_LIMIT = 0.010
-"""Seconds that logging may add to a step: the issue's bound."""
+"""Seconds that logging may add to a step."""
 
 
 class Server:
@@ -118,8 +119,34 @@ def config(folder: Path, **changes: Any) -> Config:
     return tiny_config(**place, tracking__wait_seconds=120.0, **changes)
 
 
-def open_spool(made: Config, warn: Callable[[str], None] = pytest.fail) -> MlflowSpool:
-    return MlflowSpool(made, "4711.0", None, warn)
+class Run(CompositeTracker):
+    """Rank 0 of a start that goes on after `step`: it writes what a run writes."""
+
+    def __init__(
+        self, made: Config, warn: Callable[[str], None] = pytest.fail, step: int = 0
+    ) -> None:
+        folder = made.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        begin_attempt(folder / "attempts.jsonl", step)
+        write(folder, "config.yaml", dump_config(made))
+        write(folder, "provenance.json", json.dumps({"tags": run_tags(made, "4711.0")}))
+        metrics = JsonlTracker(folder / "metrics.jsonl", step or -1, warn)
+        self.mlflow = MlflowTracker(made, None, warn)
+        super().__init__(metrics, self.mlflow)
+
+    @property
+    def mirror(self) -> subprocess.Popen[bytes]:
+        assert self.mlflow._mirror is not None
+        return self.mlflow._mirror
+
+
+def write(folder: Path, name: str, text: str = "{}") -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+def is_complete(folder: Path) -> bool:
+    return MirrorState(folder).is_complete()
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -151,24 +178,24 @@ def all_runs(made: Config) -> list[Any]:
 
 
 FAKE_RANK_0 = """
-import os, sys, time
+import sys, time
 from dapo_megatron.config.file import load_config
-from dapo_megatron.tracking.mlflow_spool import MlflowSpool
-tracker = MlflowSpool(load_config(sys.argv[1]), "4711.0", None, print)
+from tests.unit.test_mirror import Run
+run = Run(load_config(sys.argv[1]), print)
 for step in (1, 2, 3):
-    tracker.log(step, {"reward/mean": float(step)})
-print(tracker._sender.pid, flush=True)
+    run.log(step, {"reward/mean": float(step)})
+print(run.mirror.pid, flush=True)
 time.sleep(600)
 """
 
 
 @contextmanager
 def fake_rank_0(made: Config) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that has logged three steps and trains on; the id of its sender."""
-    made.folder.mkdir(parents=True, exist_ok=True)
-    (made.folder / "config.yaml").write_text(dump_config(made))
+    """A process that has logged three steps and trains on; the id of its mirror."""
+    write(made.folder, "config.yaml", dump_config(made))
     process = subprocess.Popen(
         [sys.executable, "-c", FAKE_RANK_0, str(made.folder / "config.yaml")],
+        cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -200,16 +227,12 @@ def test_mlflow_gets_all_there_is(
     made = config(tmp_path, data__train=source)
     for name, value in {"JOB_ID": "4711", "RESTART_COUNT": "2", "JOB_NODELIST": "n[1-4]"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    tracker = open_spool(made)
-    samples = made.folder / "samples" / "step_000001.jsonl"
-    manifest = made.folder / "checkpoints" / "step_000002" / "manifest.json"
-    for path in (samples, manifest):
-        path.parent.mkdir(parents=True)
-        path.write_text("{}")
-    tracker.artifact(samples, "samples")
+    tracker = Run(made)
+    write(made.folder, "samples/step_000001.jsonl")
+    write(made.folder, "checkpoints/step_000002/manifest.json")
     for step in (1, 2, 3):
-        tracker.log(step, {"eval/a/avg@4": step / 8, "time/step": float(step)})
-    tracker.checkpoint(manifest.parent, 2)
+        tracker.log(step, {"eval/a/avg@4": step / 8, "time/step": float(step), "nan": math.nan})
+    write(made.folder, "report.html")
     tracker.finish("FINISHED")
 
     found = stored(made)
@@ -234,54 +257,55 @@ def test_mlflow_gets_all_there_is(
     (entry,) = json.loads(Path(copy).read_text())["checkpoints"]
     assert (entry["step"], entry["bytes"], entry["hf_export"]) == (2, 2, None)
     assert entry["manifest_sha256"] == hashlib.sha256(b"{}").hexdigest()
-    assert tracker.ui == f"{server.uri}/#/experiments/{found.info.experiment_id}/runs/" + (
+    times = client().get_metric_history(found.info.run_id, "time/step")
+    assert times[2].timestamp - times[0].timestamp == 5000, "not the seconds of its steps"
+    assert math.isnan(found.data.metrics["nan"])
+    assert str(made.folder / "report.html") in tags["mlflow.note.content"]
+    assert tracker.mlflow.ui == f"{server.uri}/#/experiments/{found.info.experiment_id}/runs/" + (
         found.info.run_id
     )
-
-
-def test_a_description_of_a_persons_stays(server: Server, run: Config) -> None:
-    def described(text: str) -> str:
-        tracker = open_spool(run)
-        tracker.log(1, {"m": 1.0})
-        tracker.describe(text)
-        tracker.finish("FINISHED")
-        return str(stored(run).data.tags["mlflow.note.content"])
-
-    assert described("ours") == "ours"
-    assert described("ours, later") == "ours, later"
-    client().set_tag(stored(run).info.run_id, "mlflow.note.content", "theirs")
-    assert described("ours again") == "theirs"
 
 
 def test_a_resumed_run_is_the_same_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlflow_spool, "SHORT_WAIT_SECONDS", 120.0)
+    monkeypatch.setattr(mlflow_tracker, "SHORT_WAIT_SECONDS", 120.0)
     first = config(tmp_path)
-    tracker = open_spool(first)
+    tracker = Run(first)
     for step in (1, 2, 3):
         tracker.log(step, {"reward/mean": float(step)})
+    write(first.folder, "report.html", "first")
     tracker.finish("KILLED")
     assert stored(first).info.status == "KILLED"
+    client().set_tag(stored(first).info.run_id, "mlflow.note.content", "a person's")
 
     longer = config(tmp_path, train__rollout_steps=99, resume="auto")
-    tracker = open_spool(longer)
+    tracker = Run(longer, step=2)
     wait_until(lambda: stored(longer).info.status == "RUNNING")
     tracker.log(3, {"reward/mean": 30.0})
     tracker.log(4, {"reward/mean": 4.0})
+    write(first.folder, "report.html", "second")
     tracker.finish("FAILED")
     found = stored(longer)
     assert found.info.status == "FAILED"
     assert found.data.tags["resumed.train.rollout_steps"] == "99"
+    assert found.data.tags["mlflow.note.content"] == "a person's"
     assert "resumed.loss.clip_high" not in found.data.tags
     assert len(all_runs(longer)) == 1
     assert history(longer, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0), (3, 30.0), (4, 4.0)]
+    assert found.data.metrics["reward/mean"] == 4.0
+    copy = client().download_artifacts(found.info.run_id, "report.html", str(tmp_path))
+    assert Path(copy).read_text() == "second"
 
 
-def test_names_are_bounded_and_a_refused_metric_costs_no_other(server: Server, run: Config) -> None:
+def test_names_are_bounded_and_a_refused_metric_or_damaged_line_costs_no_other(
+    server: Server, run: Config
+) -> None:
     said: list[str] = []
-    tracker = open_spool(run, said.append)
+    tracker = Run(run, said.append)
     tracker.log(1, {"x" * 251: 1.0, "a//b": 1.0, "reward/mean": 0.5})
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write("damaged\n")
     tracker.log(2, {f"prompt/{number}": 1.0 for number in range(MAX_NAMES + 10)})
     tracker.log(3, {"reward/mean": 0.75, "late": 1.0})
     tracker.finish("FINISHED")
@@ -292,21 +316,27 @@ def test_names_are_bounded_and_a_refused_metric_costs_no_other(server: Server, r
     assert len(said) == 1
     assert "mlflow.log" in said[0]
     log = (run.folder / "logs" / "mlflow.log").read_text()
-    assert log.count("LEFT OUT: prompt/") == 1
+    assert log.count("LEFT OUT: prompt/") == 2
+    assert log.count("not a line of metrics") == 1
     assert "a//b" in log
 
 
 def test_a_run_that_is_gone_is_found_by_its_tag_or_made_anew(server: Server, run: Config) -> None:
-    tracker = open_spool(run)
+    tracker = Run(run)
     tracker.log(1, {"reward/mean": 1.0})
-    tracker.finish("FINISHED")
+    tracker.mirror.kill()
+    tracker.mirror.wait()
+    tracker.finish("FINISHED")  # by another mirror
     (first,) = all_runs(run)
 
-    known = run.folder / "mlflow_run.json"
-    known.write_text(json.dumps({"run_id": "0" * 32}))  # this server has no such run
-    tracker = open_spool(run, lambda _: None)
-    wait_until(lambda: json.loads(known.read_text())["run_id"] == first.info.run_id)
-    wait_until(lambda: stored(run).info.status == "RUNNING")
+    # It died before it noted which run it had made, and the server does not know what is noted.
+    name = read_cursor(run.folder).run
+    write(run.folder, mirror_state.CURSOR, json.dumps({"run": name}))
+    write(run.folder, "mlflow_run.json", json.dumps({"run_id": "0" * 32}))
+    tracker = Run(run, lambda _: None, step=1)
+    wait_until(lambda: read_cursor(run.folder).begun == 2)
+    assert stored(run).info.run_id == first.info.run_id
+    assert stored(run).info.status == "RUNNING"
 
     client().delete_run(first.info.run_id)
     tracker.log(2, {"reward/mean": 2.0})
@@ -323,17 +353,14 @@ def test_another_server_gets_everything(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, other = config(tmp_path), f"sqlite:///{tmp_path}/other.db"
-    samples = made.folder / "samples" / "step_000001.jsonl"
-    samples.parent.mkdir(parents=True)
-    samples.write_text("{}")
-    tracker = open_spool(made)
-    tracker.artifact(samples, "samples")
+    tracker = Run(made)
+    write(made.folder, "samples/step_000001.jsonl")
     tracker.log(1, {"reward/mean": 1.0})
     tracker.finish("FINISHED")
     (first,) = all_runs(made)
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", other)
-    tracker = open_spool(made)
+    tracker = Run(made, step=1)
     tracker.log(2, {"reward/mean": 2.0})
     tracker.finish("FINISHED")
     assert history(made, "reward/mean") == [(1, 1.0), (2, 2.0)]
@@ -341,7 +368,7 @@ def test_another_server_gets_everything(
     assert client().list_artifacts(stored(made).info.run_id, "samples")
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)  # and back
-    assert deliver(made.folder, 120) == 0
+    assert deliver(made.folder, 120)
     assert stored(made).info.run_id == first.info.run_id
     assert history(made, "reward/mean") == [(1, 1.0), (2, 2.0)]
 
@@ -352,13 +379,13 @@ def test_a_local_database_is_made_once_by_runs_that_start_together(
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     made = [config(tmp_path, run__name=name) for name in ("a", "b")]
-    trackers = [open_spool(one) for one in made]
+    trackers = [Run(one) for one in made]
     for tracker in trackers:
         tracker.log(1, {"reward/mean": 0.5})
     for tracker in trackers:
         tracker.finish("FINISHED")
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
-    assert trackers[0].ui.endswith(f"mlflow ui --backend-store-uri {uri}")
+    assert trackers[0].mlflow.ui.endswith(f"mlflow ui --backend-store-uri {uri}")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     assert [stored(one).info.status for one in made] == ["FINISHED", "FINISHED"]
     assert len(all_runs(made[0])) == 2
@@ -374,7 +401,7 @@ def waited_seconds() -> float:
     return 0.0
 
 
-def log_steps(tracker: MlflowSpool, steps: Sequence[int]) -> tuple[list[float], list[float]]:
+def log_steps(tracker: Run, steps: Sequence[int]) -> tuple[list[float], list[float]]:
     """Log 60 metrics per step; seconds of each call by the clock, and those that are its own doing.
     (Another program of this machine may take the core away for longer than the bound.)"""
     by_clock, own = [], []
@@ -394,9 +421,9 @@ def test_a_dead_server_delays_no_step_but_for_waiting_for_a_core_and_gets_everyt
     """The bound holds for the time of a call less the time for which it waited for a core, which
     other programs had. Both are printed."""
     server.stop()
-    tracker = open_spool(run, lambda _: None)
+    tracker = Run(run, lambda _: None)
     log = run.folder / "logs" / "mlflow.log"
-    first = log_steps(tracker, range(1, 501))  # while the sender imports MLflow
+    first = log_steps(tracker, range(1, 501))  # while the mirror imports MLflow
     wait_until(lambda: "tried again until it goes" in log.read_text())
     second = log_steps(tracker, range(501, 1001))  # while it tries to reach the server
     by_clock, own = (one + other for one, other in zip(first, second))
@@ -423,9 +450,9 @@ def test_a_hung_server_delays_no_step_and_the_end_only_as_long_as_configured(
     tracking = made.tracking.model_copy(update={"wait_seconds": 1.0})
     made = made.model_copy(update={"tracking": tracking})
     said: list[str] = []
-    tracker = open_spool(made, said.append)
+    tracker = Run(made, said.append)
     tracker.log(0, {"reward/mean": 0.0})
-    wait_until(lambda: (made.folder / "mlflow" / "facts.json").exists())
+    wait_until(lambda: read_cursor(made.folder).step == 0)
     server.send(signal.SIGSTOP)
     try:
         assert max(log_steps(tracker, range(1, 101))[1]) < STEP_LIMIT
@@ -436,7 +463,7 @@ def test_a_hung_server_delays_no_step_and_the_end_only_as_long_as_configured(
         server.send(signal.SIGCONT)
     assert len(said) == 1
     assert f"python -m dapo_megatron track {made.folder}" in said[0]
-    assert deliver(made.folder, 60) == 0
+    assert deliver(made.folder, 60)
     assert stored(made).info.status == "FINISHED"
     assert len(history(made, "policy/m0")) == 100
 
@@ -446,59 +473,38 @@ def test_a_run_that_fails_or_is_stopped_leaves_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody is there
-    tracker = open_spool(config(tmp_path), lambda _: None)
+    tracker = Run(config(tmp_path), lambda _: None)
     start = time.monotonic()
     tracker.finish(status)
     taken = time.monotonic() - start
-    assert tracker._sender is not None
-    assert tracker._sender.poll() is None, "it goes on trying for a moment"
-    tracker._sender.kill()
-    tracker._sender.wait()
+    assert tracker.mirror.poll() is None, "it goes on trying for a moment"
+    tracker.mirror.kill()
+    tracker.mirror.wait()
     print(f"{status}, dead server: {taken:.2f} s")
     assert taken < 5
 
 
-def test_a_sender_that_is_stopped_is_killed_and_named_when_the_run_fails(
+def test_a_mirror_that_is_stopped_is_named_and_killed_when_the_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody is there
-    said: list[str] = []
-    tracker = open_spool(config(tmp_path), said.append)
-    sender = stopped_sender(tracker)
+    made, said = config(tmp_path), list[str]()
+    tracker = Run(made, said.append)
+    mirror = tracker.mirror
+    wait_until(lambda: lock_holder(made.folder) is not None)
+    mirror.send_signal(signal.SIGSTOP)
+    wait_until(lambda: mirror_state.is_stopped(mirror.pid))
+    assert not deliver(made.folder, wait_seconds=8.0)
+    holder = f"process {mirror.pid} (stopped; end it: kill -9 {mirror.pid})"
+    assert why_waiting(made.folder).startswith(f"{holder} has locked ")
+    assert f"waits for {holder}" in (made.folder / LOG).read_text()
     tracker.finish("FAILED")
-    assert sender.poll() == -signal.SIGKILL
-    assert f"MLflow: its sender, process {sender.pid}, was stopped (SIGSTOP)" in said[0]
+    assert mirror.poll() == -signal.SIGKILL
+    assert f"MLflow: its mirror, process {mirror.pid}, was stopped (SIGSTOP)" in said[0]
+    assert "has locked" not in why_waiting(made.folder)
 
 
-def test_who_keeps_the_events_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a later sender of the same folder, `track`'s, when the first one never ends."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody is there
-    made = config(tmp_path)
-    sender = stopped_sender(open_spool(made))
-    try:
-        assert deliver(made.folder, wait_seconds=8.0) > 0
-        holder = f"process {sender.pid} (stopped; end it: kill -9 {sender.pid})"
-        assert why_waiting(made.folder / "mlflow") == (
-            f"{holder} has locked the events and delivers none"
-        )
-        assert f"waits for {holder}" in (made.folder / spool.LOG).read_text()
-    finally:
-        sender.kill()
-        sender.wait()
-    assert "has locked" not in why_waiting(made.folder / "mlflow")
-
-
-def stopped_sender(tracker: MlflowSpool) -> subprocess.Popen[bytes]:
-    """Stop the sender of a run, which then holds the lock of the spool for ever."""
-    wait_until(lambda: spool.lock_holder(tracker._folder) is not None)
-    sender = tracker._sender
-    assert sender is not None
-    sender.send_signal(signal.SIGSTOP)
-    wait_until(lambda: spool.is_stopped(sender.pid))
-    return sender
-
-
-def test_the_log_of_the_sender_has_no_password(
+def test_the_log_of_the_mirror_has_no_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, uri in enumerate(
@@ -507,20 +513,19 @@ def test_the_log_of_the_sender_has_no_password(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         said: list[str] = []
         made = config(tmp_path / f"run{number}")
-        tracker = open_spool(made, said.append)
+        tracker = Run(made, said.append)
         wait_until(lambda folder=made.folder: "Error" in read_log(folder))
         tracker.finish("KILLED")
         files = [path for path in made.folder.rglob("*") if path.is_file()]
         text = "".join([*said, *(path.read_text(errors="replace") for path in files)])
         for secret in ("hunter2", "ter2", "user:"):
             assert secret not in text, [line for line in text.splitlines() if secret in line]
-        assert tracker._sender is not None
-        tracker._sender.kill()
-        tracker._sender.wait()
+            tracker.mirror.kill()
+        tracker.mirror.wait()
 
 
 def read_log(folder: Path) -> str:
-    log = folder / spool.LOG
+    log = folder / LOG
     return log.read_text(errors="replace") if log.exists() else ""
 
 
@@ -536,8 +541,8 @@ def test_where_to_look_shows_no_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, shown: str
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setattr(MlflowSpool, "_put", lambda *_, **__: None)
-    ui = open_spool(config(tmp_path)).ui
+    monkeypatch.setattr(MlflowTracker, "_start", lambda _: None)
+    ui = Run(config(tmp_path)).mlflow.ui
     assert ui.endswith(shown) and "hunter2" not in ui
 
 
@@ -589,17 +594,17 @@ def test_a_wrong_address_does_not_end_the_run_and_is_told_of(
         update={"tracking": made.tracking.model_copy(update={"wait_seconds": 0.1})}
     )
     said: list[str] = []
-    tracker = open_spool(made, said.append)
-    wait_until(lambda: spool.read_cursor(made.folder / "mlflow", "facts").error is not None)
+    tracker = Run(made, said.append)
+    wait_until(lambda: read_cursor(made.folder).error != "")
     tracker.log(1, {"reward/mean": 0.5})
     tracker.finish("FINISHED")
     assert "the run goes on" in said[0]
     assert "track" in said[1]
-    written = "".join(path.read_text() for path in (made.folder / "mlflow").glob("spool*"))
+    written = "".join(path.read_text() for path in (made.folder / "mlflow").iterdir())
     assert "secret" not in "".join([*said, written])
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    assert deliver(made.folder, 60) == 0
+    assert deliver(made.folder, 60)
     assert history(made, "reward/mean") == [(1, 0.5)]
 
 
@@ -607,237 +612,240 @@ def test_a_wrong_address_does_not_end_the_run_and_is_told_of(
 
 
 def test_rank_0_killed_is_a_killed_run(server: Server, run: Config) -> None:
-    with fake_rank_0(run) as (rank_0, sender):
+    with fake_rank_0(run) as (rank_0, mirror):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            os.kill(sender, number)  # as Slurm does to the whole job step
+            os.kill(mirror, number)  # as Slurm does to the whole job step
         rank_0.kill()
-        wait_until(lambda: is_gone(sender))
+        wait_until(lambda: is_gone(mirror))
     assert stored(run).info.status == "KILLED"
     assert history(run, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_the_next_start_tells_of_a_killed_job_step(server: Server, run: Config) -> None:
-    with fake_rank_0(run) as (rank_0, sender):
-        os.kill(sender, signal.SIGKILL)
+    with fake_rank_0(run) as (rank_0, mirror):
+        os.kill(mirror, signal.SIGKILL)
         rank_0.kill()
     assert not (run.folder / "mlflow_run.json").exists()
-    tracker = open_spool(run)
+    tracker = Run(run, step=3)
     tracker.log(4, {"reward/mean": 4.0})
-    wait_until(lambda: (run.folder / "mlflow_run.json").exists())
-    wait_until(lambda: len(history(run, "reward/mean")) == 4)
+    wait_until(lambda: read_cursor(run.folder).step == 4)
+    assert len(history(run, "reward/mean")) == 4
     assert stored(run).info.status == "RUNNING"
-    assert stored(run).info.end_time is not None, "it was not KILLED before"
     tracker.finish("FINISHED")
     assert stored(run).info.status == "FINISHED"
 
 
 def test_a_run_that_is_moved_aside_is_killed_where_it_is(server: Server, run: Config) -> None:
-    with fake_rank_0(run) as (rank_0, sender):
-        os.kill(sender, signal.SIGKILL)
+    with fake_rank_0(run) as (rank_0, mirror):
+        os.kill(mirror, signal.SIGKILL)
         rank_0.kill()
     aside = run.folder.with_name(f"{run.folder.name}.1")
     run.folder.rename(aside)
     deliver_rest(aside)
-    wait_until(lambda: spool.num_waiting(aside / "mlflow") == 0)
-    wait_until(lambda: [one.info.status for one in all_runs(run)] == ["KILLED"])
+    wait_until(lambda: is_complete(aside))
+    assert [one.info.status for one in all_runs(run)] == ["KILLED"]
     assert not run.folder.exists()
 
 
-def test_a_sender_that_dies_early_makes_no_second_run(server: Server, run: Config) -> None:
-    tracker = open_spool(run)
-    tracker.log(1, {"reward/mean": 0.5})
-    assert tracker._sender is not None
-    tracker._sender.kill()
-    tracker._sender.wait()
-    tracker.finish("FINISHED")  # by another
+def test_a_folder_of_an_earlier_version_is_tracked(server: Server, run: Config) -> None:
+    """It has a spool, no cursor, and its MLflow run has another name."""
+    made = client().create_run(client().create_experiment(run.tracking.experiment))
+    write(run.folder, "mlflow_run.json", json.dumps({"run_id": made.info.run_id}))
+    write(run.folder, "mlflow/facts.json")
+    write(run.folder, "config.yaml", dump_config(run))
+    write(run.folder, "metrics.jsonl", '{"step": 1, "reward/mean": 0.5}\n')
+    write(run.folder, "summary.json")
+    assert deliver(run.folder, 120)
+    assert stored(run).info.run_id == made.info.run_id
+    assert stored(run).info.status == "FINISHED"
     assert history(run, "reward/mean") == [(1, 0.5)]
-    for name in ("mlflow_run.json", "mlflow/facts.json"):  # it died before it wrote them
-        (run.folder / name).unlink()
-    tracker = open_spool(run)
-    tracker.log(2, {"reward/mean": 0.75})
-    tracker.finish("FINISHED")
-    assert len(all_runs(run)) == 1
-    assert history(run, "reward/mean") == [(1, 0.5), (2, 0.75)]
 
 
-# ---------------------------------------------------------------------------- the spool
+# ---------------------------------------------------------------------------- the run's folder
 
 
-def metrics(step: int) -> dict[str, Any]:
-    return {"kind": "metrics", "time": step, "step": step, "values": {"m": float(step)}}
+def line(step: int) -> bytes:
+    return json.dumps({"step": step, "time/step": float(step)}).encode() + b"\n"
 
 
-def line(event: Any) -> bytes:
-    return json.dumps(event).encode() + b"\n"
-
-
-@given(
-    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    cut=st.integers(0, 400),
-    junk=st.binary(max_size=8),
-)
-def test_a_file_cut_anywhere_costs_its_last_line_alone(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cut: int, junk: bytes
-) -> None:
-    folder = tmp_path_factory.mktemp("spool")
-    expected = []
-    for number, length in enumerate(lengths, start=1):
-        whole = b"".join(line(metrics(number * 10 + step)) for step in range(length))
-        kept = whole[:cut]
-        (folder / f"spool_{number:06d}.jsonl").write_bytes(kept + junk.replace(b"\n", b""))
-        num_whole = kept.count(b"\n")
-        expected += [number * 10 + step for step in range(num_whole)]
-    found = list(spool.events(folder))
-    assert [event["step"] for event, _ in found] == expected
-    for index, (_, place) in enumerate(found):  # any place is one to go on from
-        rest = [event["step"] for event, _ in spool.events(folder, place)]
-        assert rest == expected[index + 1 :]
+def begin(folder: Path, number: int, step: int) -> None:
+    """Begin start `number` after a step, at a time of its own."""
+    (folder / "mlflow").mkdir(exist_ok=True)
+    start = {"attempt": str(number), "job": None, "step": step, "time": 1e6 * number}
+    with (folder / "attempts.jsonl").open("a") as file:
+        file.write(json.dumps(start) + "\n")
 
 
 class Killed(BaseException):
-    """The sender dies, at any moment."""
+    """The mirror dies, at any moment."""
 
 
 class Memory:
-    """What MLflow was told: enough of a run for a lane."""
+    """What MLflow was told: enough of a run for a mirror."""
 
-    def __init__(self, deaths: list[str]) -> None:
-        self.steps: list[int] = []
-        self.deaths = deaths
-        self.now = Target("server", "run")
+    def __init__(self, state: MirrorState, sent: list[Any], deaths: list[str]) -> None:
+        self.state, self.sent, self.deaths = state, sent, deaths
 
-    def target(self) -> Target:
-        return self.now
+    def open(self) -> None:
+        self.state.aim("server", "run")
+        if self.state.cursor.begun < self.state.number:
+            self.state.begin()
 
-    def forget(self) -> None:
-        """Nothing."""
-
-    def deliver(self, chunk: Sequence[Any], number: int, cursor: Cursor) -> None:
+    def metrics(self, rows: Sequence[Row]) -> None:
         death = self.deaths.pop() if self.deaths else ""
         if death == "before":
             raise Killed
-        self.steps += [event["step"] for event in chunk if event["kind"] == "metrics"]
+        self.sent += [(row.step, row.time, row.values["time/step"]) for row in rows]
         if death == "after":
             raise Killed
 
+    def end(self) -> None:
+        self.state.save(closed=self.state.number)
 
-@settings(max_examples=50)
-@given(
-    kinds=st.lists(
-        st.lists(st.sampled_from(["metrics", "artifact", "end"]), max_size=8), max_size=3
-    ),
-    deaths=st.lists(st.sampled_from(["before", "after", ""]), max_size=12),
-)
-def test_a_sender_killed_at_any_moment_repeats_at_most_what_it_was_delivering(
-    tmp_path_factory: pytest.TempPathFactory, kinds: list[list[str]], deaths: list[str]
-) -> None:
-    folder = tmp_path_factory.mktemp("spool")
-    step = 0
-    for number, attempt in enumerate(kinds, start=1):
-        with (folder / f"spool_{number:06d}.jsonl").open("wb") as file:
-            for kind in attempt:
-                step += kind == "metrics"
-                file.write(line({**metrics(step), "kind": kind}))
-    closing = threading.Event()
-    closing.set()
-    memory = Memory([*deaths])
-    num_deaths = sum(death != "" for death in deaths)
-    for _ in range(num_deaths + 1):
+    def file(self, name: str, folder: str) -> None:
+        """Nothing."""
+
+
+def send_all(folder: Path, number: int, sent: list[Any], deaths: list[str]) -> None:
+    """Send as a new mirror does, and as another one when that one dies."""
+    while True:
+        state = MirrorState(folder, number)
+        state.prepare("run", "server", {})
+        memory = Memory(state, sent, deaths)
         try:
-            Lane(folder, "facts", memory, closing).work()  # type: ignore[arg-type]
+            Mirror(state, memory).send(is_last=True)  # type: ignore[arg-type]
         except Killed:
             continue
-        break
-    assert list(dict.fromkeys(memory.steps)) == list(range(1, step + 1)), "lost, or out of order"
-    assert sorted(set(memory.steps)) == list(range(1, step + 1))
-    if "after" not in deaths:
-        assert memory.steps == list(range(1, step + 1)), "repeated without need"
-    assert spool.num_waiting(folder) == sum(attempt.count("artifact") for attempt in kinds)
+        return
 
 
+@settings(max_examples=50, deadline=None)
 @given(
-    runs=st.lists(
-        st.builds(Target, st.sampled_from("ab"), st.sampled_from("xy")), min_size=1, max_size=5
-    )
+    starts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=4),
+    deaths=st.lists(st.sampled_from(["before", "after", ""]), max_size=12),
+    at_once=st.integers(1, 5),
 )
-def test_a_cursor_counts_for_one_run_on_one_server(
-    tmp_path_factory: pytest.TempPathFactory, runs: list[Target]
+def test_a_mirror_killed_at_any_moment_sends_what_the_folder_has(
+    tmp_path_factory: pytest.TempPathFactory,
+    starts: list[tuple[int, int]],
+    deaths: list[str],
+    at_once: int,
 ) -> None:
-    folder = tmp_path_factory.mktemp("spool")
-    closing = threading.Event()
-    closing.set()
-    before = None
-    for number, target in enumerate(runs, start=1):
-        begin = {"kind": "begin", "time": 0, "uri": target.server}
-        path = folder / f"spool_{number:06d}.jsonl"
-        path.write_bytes(line(begin) + line(metrics(number)))
-        is_elsewhere = before is None or before.server != target.server
-        assert spool.num_waiting(folder) == (2 * number if is_elsewhere else 2)
-        memory = Memory([])
-        memory.now = target
-        Lane(folder, "facts", memory, closing).work()  # type: ignore[arg-type]
-        assert memory.steps == [*range(1 if target != before else number, number + 1)]
-        assert spool.num_waiting(folder) == 0
-        before = target
+    """Over starts that go back to any checkpoint. Sent again is the same to the last bit, and only
+    what was being sent; the newest of a step is what the folder has."""
+    folder = tmp_path_factory.mktemp("run")
+    truth: list[int] = []
+    sent: list[Any] = []
+    num_deaths = sum(map(bool, deaths))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mirror_state, "MAX_METRICS", at_once)
+        for number, (back_to, num_steps) in enumerate(starts, start=1):
+            truth = [step for step in truth if step <= back_to]
+            first = truth[-1] if truth else 0
+            begin(folder, number, first)
+            truth += range(first + 1, first + 1 + num_steps)
+            (folder / "metrics.jsonl").write_bytes(b"".join(map(line, truth)))
+            send_all(folder, number, sent, deaths)
+    newest: dict[int, int] = {}
+    for step, time_, _ in sent:
+        newest[step] = max(time_, newest.get(step, 0))
+    rows, _ = MirrorState(folder, len(starts)).rows()
+    assert rows == []
+    assert is_complete(folder)
+    write(folder, mirror_state.CURSOR)
+    rows, _ = MirrorState(folder, len(starts)).rows()
+    assert [row.step for row in rows] == truth
+    assert [row.time for row in rows] == [newest[step] for step in truth]
+    assert len(sent) - len(set(sent)) <= at_once * num_deaths
 
 
-@given(cut=st.integers(0, 60))
-def test_a_line_is_read_once_it_is_whole(
-    tmp_path_factory: pytest.TempPathFactory, cut: int
+@given(junk=st.binary(max_size=8), cut=st.integers(0, 200))
+def test_a_file_cut_anywhere_costs_its_last_line_alone(
+    tmp_path_factory: pytest.TempPathFactory, junk: bytes, cut: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("spool")
-    whole = line(metrics(1))
-    cut = min(cut, len(whole) - 1)
-    with (folder / "spool_000001.jsonl").open("wb", buffering=0) as file:
-        file.write(whole[:cut])
-        assert list(spool.events(folder)) == []
-        file.write(whole[cut:])
-        assert list(spool.events(folder)) == [(metrics(1), Place(1, len(whole)))]
-
-
-def test_a_spoilt_cursor_starts_again(tmp_path: Path) -> None:
-    (tmp_path / "facts.json").write_text('{"number": 3')
-    assert spool.read_cursor(tmp_path, "facts") == Cursor()
-    (tmp_path / "facts.json").write_text('{"number": 3, "of a later version": 1}')
-    assert spool.read_cursor(tmp_path, "facts").place == Place(3, 0)
-
-
-# ---------------------------------------------------------------------------- a full disk
-
-
-@contextmanager
-def disk_with_room(num_bytes: int) -> Iterator[None]:
-    """Files of this process end at `num_bytes`: a write is cut short there, then fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@given(
-    texts=st.lists(st.text("abc", max_size=30), min_size=1, max_size=10),
-    room=st.integers(0, 120),
-    full_for=st.integers(0, 10),
-)
-def test_a_full_disk_costs_no_line_and_never_leaves_half_a_one(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], room: int, full_for: int
-) -> None:
-    path = tmp_path_factory.mktemp("disk") / "lines"
+    """A line is read once it is whole, and one that is damaged is skipped."""
+    folder = tmp_path_factory.mktemp("run")
+    begin(folder, 1, 0)
+    whole = b"".join(line(step) for step in range(1, 5))
+    (folder / "metrics.jsonl").write_bytes(whole[:cut])
     said: list[str] = []
-    lines = Lines(path, said.append)
-    whole = [text.encode() + b"\n" for text in texts]
-    with disk_with_room(room):
-        for text in texts[:full_for]:
-            lines.append(text.encode())
-    found = path.read_bytes() if path.exists() else b""
-    assert found in [b"".join(whole[:number]) for number in range(len(whole) + 1)]
-    for text in texts[full_for:]:
-        lines.append(text.encode())
-    lines.close()
-    assert path.read_bytes() == b"".join(whole)
-    assert len(said) <= 2, "one loud line, and one when it is over"
+    state = MirrorState(folder, 1, said.append)
+    rows, changes = state.rows()
+    assert [row.step for row in rows] == list(range(1, 1 + whole[:cut].count(b"\n")))
+    state.save(**changes)
+    damaged = b"" if cut >= len(whole) else junk.replace(b"\n", b"") + b"{\n"
+    (folder / "metrics.jsonl").write_bytes(whole[:cut] + damaged + whole)
+    for _ in range(2):
+        more, _ = state.rows()
+        assert [row.step for row in rows + more] == [1, 2, 3, 4]
+    assert len(said) == bool(damaged)
+
+
+def test_another_server_gets_everything_and_a_damaged_cursor_starts_again(tmp_path: Path) -> None:
+    begin(tmp_path, 1, 0)
+    (tmp_path / "metrics.jsonl").write_bytes(line(1) + line(2))
+    sent: list[Any] = []
+    write(tmp_path, mirror_state.CURSOR, json.dumps({"uri": "server"}))
+    send_all(tmp_path, 1, sent, [])
+    assert is_complete(tmp_path)
+    state = MirrorState(tmp_path)
+    state.prepare("", "another", {})
+    assert not is_complete(tmp_path)
+    state.aim("another", "run")
+    assert [row.step for row in state.rows()[0]] == [1, 2]
+    write(tmp_path, mirror_state.CURSOR, '{"offset": 3')
+    assert read_cursor(tmp_path) == mirror_state.Cursor()
+    write(tmp_path, mirror_state.CURSOR, '{"offset": 3, "of a later version": 1}')
+    assert read_cursor(tmp_path).offset == 3
+
+
+def test_a_later_start_ends_the_mirror_of_an_earlier_one(tmp_path: Path) -> None:
+    begin(tmp_path, 1, 0)
+    (tmp_path / "metrics.jsonl").write_bytes(line(1))
+    begin(tmp_path, 2, 0)
+    sent: list[Any] = []
+    with pytest.raises(mirror_state.Superseded):
+        send_all(tmp_path, 1, sent, [])
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("notes", "has_summary", "status"),
+    [
+        ({"end": "crashed"}, True, "FAILED"),
+        ({"end": "stopped"}, True, "KILLED"),
+        ({"end": "hung", "status": "FAILED"}, False, "FAILED"),
+        ({"status": "FINISHED"}, False, "FINISHED"),
+        ({}, True, "FINISHED"),
+        ({}, False, "KILLED"),
+    ],
+)
+def test_the_status_of_a_run_is_that_of_its_last_start(
+    tmp_path: Path, notes: dict[str, str], has_summary: bool, status: str
+) -> None:
+    begin(tmp_path, 1, 0)
+    if notes:
+        end = {"attempt": "1", "step": 0, "time": 2e6, "closed": 2e6, **notes}
+        with (tmp_path / "attempts.jsonl").open("a") as file:
+            file.write(json.dumps(end) + "\n")
+    if has_summary:
+        write(tmp_path, "summary.json")
+    state = MirrorState(tmp_path)
+    state.save(begun=1)
+    assert state.end() == (status, 2_000_000_000 if notes else 1_000_000_000)
+
+
+def test_checkpoints_that_are_gone_stay_listed(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        write(tmp_path, f"checkpoints/step_00000{number}/manifest.json")
+    (tmp_path / "mlflow").mkdir()
+    state = MirrorState(tmp_path)
+    state.list_checkpoints()
+    (tmp_path / "checkpoints/step_000001").rename(tmp_path / "gone")
+    (tmp_path / "checkpoints/step_000003").rename(tmp_path / "checkpoints/step_000003.1")
+    state.list_checkpoints()
+    listed = json.loads((tmp_path / "mlflow/checkpoints.json").read_text())["checkpoints"]
+    assert [entry["step"] for entry in listed] == [1, 2]
 
 
 # ---------------------------------------------------------------------------- small things
@@ -872,7 +880,7 @@ def test_parameters_are_flat() -> None:
         ("databricks", "databricks"),
     ],
 )
-def test_the_sender_finds_files_from_where_it_works(
+def test_the_mirror_finds_files_from_where_it_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, taken: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -881,11 +889,11 @@ def test_the_sender_finds_files_from_where_it_works(
 
 
 def test_a_status_is_one_of_three(run: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MlflowSpool, "_put", lambda *_, **__: None)
+    monkeypatch.setattr(MlflowTracker, "_start", lambda _: None)
     with pytest.raises(ValueError, match="'DONE': must be one of FINISHED, FAILED, KILLED"):
-        open_spool(run).finish("DONE")
+        Run(run).finish("DONE")
 
 
 def test_rank_0_does_not_import_mlflow() -> None:
-    check = "import dapo_megatron.tracking, sys; sys.exit('mlflow' in sys.modules)"
+    check = "import dapo_megatron.run.record, sys; sys.exit('mlflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

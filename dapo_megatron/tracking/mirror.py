@@ -1,0 +1,229 @@
+"""The process that copies a run's folder to MLflow: python -m dapo_megatron.tracking.mirror.
+
+It looks at what the run writes, sends what MLflow lacks, and notes how far it is (mirror_state.py).
+A server that is down, slow, full or talks nonsense is tried again, after 1 s, 2 s, ... 30 s. When
+its standard input closes, rank 0 will write no more: the mirror sends the rest and ends, at the
+latest LINGER_SECONDS after the process that started it is gone. It prints to logs/mlflow.log.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+
+from dapo_megatron.config.file import load_config
+from dapo_megatron.files import open_lock, try_lock
+from dapo_megatron.tracking.mirror_state import (
+    CONFIG,
+    FOLDER,
+    FORWARDED,
+    LOCK,
+    MISSING,
+    MirrorState,
+    Superseded,
+    data_files,
+    lock_holder,
+    parameters,
+    sha256,
+    stamp_of,
+    write_holder,
+)
+from dapo_megatron.tracking.mlflow_run import MlflowRun
+from dapo_megatron.tracking.uri import hide_password, without_password
+from dapo_megatron.types import ConfigError
+
+METRICS_SECONDS = 0.5
+"""Between two looks at metrics.jsonl."""
+FILES_SECONDS = 5.0
+"""Between two looks at the other files."""
+MAX_DELAY_SECONDS = 30.0
+LINGER_SECONDS = 25.0
+"""After the death of the process that started it. Slurm and Ctrl-C do not end it earlier."""
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the mirror retries in its own way
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # which may hang behind a firewall
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
+class Mirror:
+    """Sends a run's folder to MLflow until start `state.number` is over and MLflow has it all.
+
+    `is_over`: the start's end is told after its last metrics. `data`: tag of each data file.
+    """
+
+    def __init__(
+        self,
+        state: MirrorState,
+        run: MlflowRun,
+        *,
+        is_over: bool = True,
+        data: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
+        self._state, self._run, self._is_over, self._data = state, run, is_over, data
+        self._looked_at = -math.inf
+
+    def work(self, closing: threading.Event) -> None:
+        """Send until `closing` is set and nothing is left, whatever goes wrong in between."""
+        delay = 1.0
+        while True:
+            is_last = closing.is_set()  # before looking: nothing is written after it
+            try:
+                self.send(is_last)
+            except Superseded as error:
+                say(str(error))
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, the run must not end by it
+                self._run.forget()
+                if (text := why(error)) != self._state.cursor.error:
+                    say(f"{text}; tried again until it goes", error)
+                    self._state.save(error=text)
+                time.sleep(min(delay, 2.0)) if is_last else closing.wait(delay)
+                delay = min(2 * delay, MAX_DELAY_SECONDS)
+                continue
+            delay = 1.0
+            if self._state.cursor.error:
+                say("MLflow takes it again")
+                self._state.save(error="")
+            if is_last:
+                return
+            closing.wait(METRICS_SECONDS)
+
+    def send(self, is_last: bool) -> None:
+        """Send all that MLflow lacks: metrics before files, which may take longer or fail."""
+        is_due = is_last or time.monotonic() - self._looked_at > FILES_SECONDS
+        if is_due:
+            self._state.list_checkpoints()  # before they are deleted
+        self._run.open()
+        self.send_metrics()
+        if is_last and self._is_over and self._state.cursor.closed < self._state.number:
+            self._run.end()
+        if is_due:
+            self._send_files(known=is_last or self._looked_at < 0)
+            self._looked_at = time.monotonic()
+
+    def send_metrics(self) -> None:
+        """Send the metrics of all new steps."""
+        while True:
+            rows, changes = self._state.rows()
+            self._state.check_newest()  # after reading: the rows may be a later start's
+            if rows:
+                self._run.metrics(rows)
+            elif changes == {name: getattr(self._state.cursor, name) for name in changes}:
+                return
+            self._state.save(**changes)
+
+    def _send_files(self, *, known: bool) -> None:
+        files = self._state.cursor.files
+        try:
+            for name, folder, stamp in self._state.files(known=known):
+                self.send_metrics()
+                try:
+                    self._run.file(name, folder)
+                except FileNotFoundError:
+                    if stamp_of(self._state.folder / name) != MISSING:
+                        raise
+                else:
+                    files[name] = stamp
+            for tag, path in self._data.items():
+                if (stamp := stamp_of(path)) not in (MISSING, files.get(tag)):
+                    self._run.tag(tag, sha256(path))
+                    files[tag] = stamp
+        finally:
+            self._state.save()
+
+
+def why(error: BaseException) -> str:
+    """One line, the same for the same trouble. What the system said, if it said something, is at
+    the bottom of what the libraries made of it."""
+    said, inner = f"{type(error).__name__}: {error}", error
+    while cause := inner.__cause__ or inner.__context__:
+        inner = cause
+        if isinstance(inner, OSError) and inner.strerror:
+            said = f"{type(inner).__name__}: {inner.strerror}"
+    line = hide_password(said.splitlines()[0], _uri())
+    return re.sub(r"0x[0-9a-f]+", "0x", line)[:300]
+
+
+def say(text: str, error: Exception | None = None) -> None:
+    """A line in the log, and the traceback."""
+    if error is not None:
+        text += "\n" + "".join(traceback.format_exception(error)).rstrip()
+    with suppress(OSError):
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), hide_password(text, _uri()), flush=True)
+
+
+def _uri() -> str:
+    """Address of the server as MLflow is given it. Libraries quote it in their errors."""
+    return os.environ["MLFLOW_TRACKING_URI"]
+
+
+def serve(home: Path, number: int, parent: int, run: str, *, is_over: bool) -> None:
+    """Send the run in `home` for process `parent`. When the standard input closes, start `number`
+    writes no more."""
+    closing = threading.Event()
+    threading.Thread(target=_watch, args=(closing, parent), daemon=True).start()
+    cwd, run_folder = Path.cwd(), Path("..")
+    # It works in the folder, not by its name: it may be moved aside, and another take the name.
+    os.chdir(home / FOLDER)
+    path = run_folder / LOCK
+    with open_lock(path) as lock:
+        with suppress(OSError, ConfigError):  # a full disk, a file system without locks
+            if not try_lock(lock, path):
+                # That of the start before, which ends soon unless something stopped it.
+                _, holder = lock_holder(run_folder) or (0, "another process")
+                say(f"waits for {holder}, which sends this run")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            write_holder(lock)
+        state = MirrorState(run_folder, number, say)
+        with suppress(Superseded):
+            state.check_newest()
+            config = load_config(run_folder / CONFIG)
+            state.prepare(run, without_password(_uri()), parameters(config))
+            target = MlflowRun(state, home, config)
+            data = data_files(config, cwd)
+            Mirror(state, target, is_over=is_over, data=data).work(closing)
+
+
+def _watch(closing: threading.Event, parent: int) -> None:
+    """Learn that rank 0 is gone: its end of the pipe closes. (Children that it forked may hold the
+    pipe open: it is gone as well if this process has another parent.)"""
+    while os.getppid() == parent and not select.select([0], [], [], 1.0)[0]:
+        pass
+    closing.set()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    time.sleep(LINGER_SECONDS)
+    say(f"gives up {LINGER_SECONDS:g} s after rank 0; the next start goes on here")
+    os._exit(1)
+
+
+def main() -> None:
+    """Arguments: the run's folder, the number of the start, the process that started this one, the
+    name of the run, and 1 if the start is over when the standard input closes."""
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    with suppress(OSError):
+        os.nice(10)
+    os.environ.update(ENVIRONMENT)
+    home, start, parent, run, is_over = sys.argv[1:]
+    serve(Path(home).absolute(), int(start), int(parent), run, is_over=is_over == "1")
+
+
+if __name__ == "__main__":
+    main()

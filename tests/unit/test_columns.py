@@ -1,0 +1,245 @@
+"""A user's own data: columns by name, sources by path, data sets of the library `datasets`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import prepare_data
+import pyarrow
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from dapo_megatron.config import Columns, FileSource, Source
+from dapo_megatron.config.file import dump_config, load_config, parse_config
+from dapo_megatron.config.yaml12 import parse_yaml
+from dapo_megatron.data.columns import OPTIONAL, columns_read
+from dapo_megatron.data.prompts import LoadedSource, load_source
+from dapo_megatron.data.rows import checked_row
+from dapo_megatron.types import DataError
+from tests.helpers.configs import REPOSITORY
+from tests.helpers.words import Words
+
+TINY = REPOSITORY / "model_configs/tiny_cpu.yaml"
+MINE = Columns(prompt="question", answer="solution")
+ROWS = [{"question": f"{n} + 1 =", "solution": n + 1} for n in range(5)]
+
+
+def source_of(value: str) -> Source:
+    """The source that `data.train=value` describes."""
+    (source,) = load_config(TINY, [f"data.train={value}"]).data.train
+    return source
+
+
+def load(value: str, columns: Columns = MINE) -> LoadedSource:
+    return load_source(source_of(value), Words(), 10, columns=columns)  # type: ignore[arg-type]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# ---------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_file_of_two_columns_becomes_prompts(tmp_path: Path, ending: str) -> None:
+    prompts = load(write(tmp_path / f"sums.{ending}", ROWS)).prompts
+    assert [(prompt.text, prompt.truth) for prompt in prompts] == [
+        (row["question"], str(row["solution"])) for row in ROWS
+    ]
+    assert prompts[0].source == "sums"
+    assert prompts[0].extra == {"data_source": "sums", "ability": "", "extra_info": {}}
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+
+
+@settings(deadline=None)
+@given(NAMES, NAMES, TEXTS, TEXTS | st.integers(-(10**300), 10**300), st.booleans())
+def test_any_two_columns_are_read_under_their_names(
+    prompt: str, answer: str, question: str, truth: str | int, nested: bool
+) -> None:
+    assume(prompt != answer and not {prompt, answer} & {*OPTIONAL})
+    row: dict[str, Any] = {prompt: question, answer: truth}
+    columns = Columns(prompt=prompt, answer=answer)
+    if nested:
+        assume("." not in prompt and "." not in answer)
+        row = {prompt: question, "fields": {answer: truth}}
+        columns = Columns(prompt=prompt, answer=f"fields.{answer}")
+        assume(columns.answer != prompt != "fields")
+    checked = checked_row(0, "file, line 1", json.loads(json.dumps(row)), columns)
+    assert checked.messages == [{"role": "user", "content": question}]
+    assert checked.truth == str(truth)
+
+
+@settings(deadline=None)
+@given(
+    st.floats(allow_nan=False, allow_infinity=False)
+    | st.booleans()
+    | st.none()
+    | st.lists(st.integers())
+    | st.just(" ")
+)
+def test_any_other_answer_is_refused_under_the_users_name(value: Any) -> None:
+    row = {"question": "1 + 2 =", "solution": value}
+    with pytest.raises(DataError, match=r"^file, line 1, column solution: .*; .*(write|drop) "):
+        checked_row(0, "file, line 1", row, MINE)
+
+
+SUGGESTIONS = [
+    (["question", "solution"], Columns(), "{prompt: question, answer: solution}"),
+    (["Problem", "solution", "answer"], Columns(), "{prompt: Problem, answer: answer}"),
+    (["prompt", "ground_truth"], Columns(), "{prompt: prompt, answer: ground_truth}"),
+    (["query", "solution"], Columns(prompt="querry", answer="solution"), "{prompt: query, answer"),
+    (["a", "b"], Columns(), "{prompt: COLUMN, answer: COLUMN}"),
+]
+
+
+@pytest.mark.parametrize(("names", "columns", "suggestion"), SUGGESTIONS)
+def test_wrong_columns_are_refused_with_those_of_the_file_and_the_likely_pair(
+    names: list[str], columns: Columns, suggestion: str
+) -> None:
+    with pytest.raises(DataError) as refused:
+        columns_read(names, columns, "mine.parquet")
+    message = str(refused.value)
+    assert message.startswith("mine.parquet, column ")
+    assert f"is missing; there are {', '.join(names)}; " in message
+    assert f"columns: {suggestion}" in message
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_first_file_without_columns_says_what_to_write(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / f"sums.{ending}", ROWS)
+    with pytest.raises(DataError) as refused:
+        load(path, Columns())
+    assert f"{path}, " in str(refused.value)
+    assert "write columns: {prompt: question, answer: solution}" in str(refused.value)
+
+
+def test_chat_messages_stand_in_a_column_of_any_name(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 2 ="}]
+    rows = [{"question": messages, "solution": "3"}]
+    assert load(write(tmp_path / "chat.jsonl", rows)).prompts[0].text == "Be brief."
+    rows.append({"question": messages[:1], "solution": "3"})
+    with pytest.raises(DataError, match=r"line 2, column question: the last message must be"):
+        load(write(tmp_path / "chat.jsonl", rows))
+
+
+# ---------------------------------------------------------------------------- the config
+
+
+def test_a_source_may_be_a_path(tmp_path: Path) -> None:
+    written = "[a/b c.jsonl, d.parquet, owner/set, {path: owner/set, subset: main, split: test}]"
+    config = load_config(TINY, [f"data.train={written}", "evaluation.sets=held out.jsonl"])
+    sources = (*config.data.train, *config.evaluation.sets)
+    assert [(source.kind, source.name) for source in sources] == [
+        ("jsonl", "b_c"), ("parquet", "d"), ("datasets", "set"), ("datasets", "set-test"),
+        ("jsonl", "held_out"),
+    ]  # fmt: skip
+    assert {source.grader for source in sources} == {"math_verify"}
+    assert parse_config(parse_yaml(dump_config(config), "dump")) == config
+
+
+@settings(deadline=None, max_examples=200)
+@given(NAMES)
+def test_a_name_from_any_path_is_a_name(path: str) -> None:
+    config = parse_yaml(TINY.read_text(encoding="utf-8"), "tiny")
+    config["data"]["train"] = [f"{path}.jsonl"]
+    assert parse_config(config).data.train[0].name
+
+
+def test_columns_of_a_source_count_before_those_of_its_section(tmp_path: Path) -> None:
+    path = write(tmp_path / "own.jsonl", [{"q": "1 + 2 =", "solution": "3"}])
+    own = FileSource(
+        kind="jsonl", name="own", path=path, columns=Columns(prompt="q", answer="solution")
+    )
+    assert len(load_source(own, Words(), 10, columns=MINE).prompts) == 1  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------- datasets
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def saved(folder: Path) -> dict[str, str]:
+    """The same rows, as `datasets` saves them, and as a folder of files."""
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(str(folder / "one"))
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(folder / "dict"))
+    (folder / "files").mkdir()
+    write(folder / "files/train.jsonl", ROWS)
+    return {name: str(folder / name) for name in ("one", "dict", "files")}
+
+
+@pytest.mark.parametrize("form", ["one", "dict", "files"])
+def test_a_folder_of_datasets_is_a_source(tmp_path: Path, form: str) -> None:
+    path = saved(tmp_path)[form]
+    prompts = load(path).prompts
+    assert [prompt.truth for prompt in prompts] == [str(row["solution"]) for row in ROWS]
+    with pytest.raises(DataError) as refused:
+        load(path, Columns(prompt="question", answer="soluton"))
+    assert str(refused.value).startswith(f"{path}, split train, column soluton is missing; ")
+    assert "columns: {prompt: question, answer: solution}" in str(refused.value)
+
+
+@pytest.mark.parametrize("form", ["dict", "files"])
+def test_a_split_that_is_not_there_is_refused(tmp_path: Path, form: str) -> None:
+    with pytest.raises(DataError, match=r"split dev: cannot be read .*train.*set `subset` and"):
+        load(f"{{path: {saved(tmp_path)[form]}, split: dev}}")
+
+
+def test_a_name_that_cannot_be_reached_is_refused() -> None:
+    with pytest.raises(DataError, match=r"nobody/nothing, split train: .*Without a network"):
+        load("nobody/nothing")
+
+
+def test_nothing_of_a_data_set_is_executed(tmp_path: Path) -> None:
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    with pytest.raises(DataError, match="scripts are no longer supported"):
+        load(str(folder))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_archives_and_media_are_refused_unread(tmp_path: Path) -> None:
+    (tmp_path / "train.xml").write_text("<a/>")
+    with pytest.raises(DataError, match="its files are of the kind xml"):
+        load(str(tmp_path))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("question,solution\n1,2\n")
+    with pytest.raises(DataError, match=r"rows.csv: is a file of another kind; save it as .jsonl"):
+        load(str(tmp_path / "rows.csv"))
+
+
+# ---------------------------------------------------------------------------- preparing
+
+
+def test_own_columns_are_prepared_and_kept(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw.jsonl", [*ROWS, ROWS[0], {**ROWS[1], "question": "1  + 1 ="}])
+    output = tmp_path / "out.parquet"
+    words = [raw, "--output", str(output), "--near-duplicates", "off"]
+    ran = CliRunner().invoke(prepare_data.app, [*words, "--columns", "{prompt: question}"])
+    assert ran.exit_code == 2
+    names = "{prompt: question, answer: solution}"
+    ran = CliRunner().invoke(prepare_data.app, [*words, "--columns", names])
+    assert ran.exit_code == 0, ran.output
+    assert parquet.read_table(output).to_pylist() == ROWS
+    assert len(load(str(output)).prompts) == len(ROWS)
