@@ -60,9 +60,14 @@ def _command_line(pid: int) -> str:
     return b" ".join(words).decode(errors="replace")[:200].strip()
 
 
+_OWN_VARIABLES = ("DAPO", "LOCAL_", "MASTER_", "MLFLOW_", "RANK", "SLURM_", "WORLD_SIZE")
+"""Beginnings of the variables that tests set. Libraries set others when they are imported."""
+
+
 def _state() -> dict[str, object]:
-    environment = {f"${name}": value for name, value in os.environ.items()}
-    environment.pop("$PYTEST_CURRENT_TEST", None)
+    environment = {
+        f"${name}": value for name, value in os.environ.items() if name.startswith(_OWN_VARIABLES)
+    }
     torch = sys.modules.get("torch")
     return environment | {
         "working directory": os.getcwd(),
