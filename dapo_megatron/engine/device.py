@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dapo_megatron.cluster.imports import disable_compiler
 from dapo_megatron.cluster.scratch import clear_abandoned, locked
 from dapo_megatron.types import ConfigError
 
@@ -59,6 +60,13 @@ def prepare_environment(rank: int, local_rank: int) -> None:
     """Set what vLLM reads when it is imported. What the user has set stays as it is."""
     for name, value in {**_ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}.items():
         os.environ.setdefault(name, value)
+    if not has_cuda():
+        disable_compiler()
+
+
+def import_vllm() -> None:
+    """Import vLLM, after `prepare_environment`."""
+    import vllm.entrypoints.llm  # noqa: F401
 
 
 def arguments(config: EngineConfig) -> dict[str, Any]:
@@ -246,24 +254,12 @@ def _keep_process_groups() -> None:
     core.cleanup_dist_env_and_memory = cleanup
 
 
-def compile_nothing() -> None:
-    """Let vLLM run its one-line functions on CPU as they are.
-
-    It would compile them with inductor, which takes 14 s and needs a C++ compiler. It decides when
-    it imports them, so this comes first.
-    """
-    from vllm.platforms import current_platform
-
-    type(current_platform).simple_compile_backend = "eager"
-
-
 def _adapt_cpu_platform() -> None:
-    """Mend vLLM on CPU, before it is used.
+    """Mend what vLLM gets wrong on CPU, before it is used.
 
     Under `external_launcher` it names the memory that the ranks of an engine share after the ranks
-    alone, so that two jobs on one machine would open each other's. User and port go into the name.
+    alone, so that two jobs on one machine would open each other's: user and port go into the name.
     """
-    compile_nothing()
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     plain = _CPUSHMDistributed.make_group_name

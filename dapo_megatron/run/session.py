@@ -23,6 +23,7 @@ from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.run.context import RunContext, open_context, report_error
+from dapo_megatron.run.libraries import import_libraries
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopped
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 def train(config: Config, replay: Path | None = None) -> None:
     """Train, on this rank of a launched job; with `replay`, on what that run's folder recorded."""
     with open_context(config, with_folder=True) as context:
+        import_libraries(context.ranks, has_engine=replay is None)
         _train(context, replay)
 
 
@@ -179,6 +181,7 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
 
     with open_context(config, with_folder=False) as context:
         ranks = context.ranks
+        import_libraries(ranks, has_engine=True)
         store = build.open_checkpoint(config, Path(checkpoint)) if checkpoint else None
         prompts = build.load_prompts(config)
         core = build.build_core(config, ranks)

@@ -1,13 +1,13 @@
 """The panel under the lines of a run on a terminal: what it is doing now, and how it goes.
 
     step 12/40  generate 0:14  left 12:40  done at 14:32
-    groups    ████████████░░░░░░  21/32  requests 118 of 128
+    groups    ━━━━━━━━━━━━━━━━━━ 21/32 requests 118 of 128
     accuracy  0.412  ▁▂▂▃▄▄▅▆▇█
     reward -0.120  tokens 4.2, max 9  keep 0.62  entropy 0.512
     last step ██████████▓▓▓▓▓▓▒▒
     generate 55%  update 30%  sync 15%
 
-Each line holds what fits into the window; what matters least is left out first. The panel is as
+Each line is cut at the width of the window, with what matters least at its end. The panel is as
 wide as the window, up to MAX_COLUMNS, so that most changes of a window's size leave it whole.
 """
 
@@ -16,17 +16,25 @@ from __future__ import annotations
 import math
 import os
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, cycle, pairwise
+from itertools import cycle
 
 from rich.box import ASCII, ROUNDED
-from rich.cells import cell_len
-from rich.console import Console, ConsoleDimensions, ConsoleOptions, Group, RenderResult
+from rich.console import (
+    Console,
+    ConsoleDimensions,
+    ConsoleOptions,
+    Group,
+    RenderableType,
+    RenderResult,
+)
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.rule import Rule
+from rich.table import Column, Table
 from rich.text import Text
 
 from dapo_megatron.types import STEP_PHASES, Phase
@@ -62,7 +70,14 @@ class LiveView:
         self._step = 0
         self._phase = ("starting", now())
         self._eta = (now(), math.nan)
-        self._groups: tuple[int, int] | None = None
+        self._progress = Progress(
+            TextColumn(f"{'groups':<{_LABEL}}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[requests]}", table_column=Column(no_wrap=True)),
+            expand=True,
+        )
+        self._groups = self._progress.add_task("", visible=False, requests="")
         self._requests: Callable[[], str] = lambda: ""
         self._metrics: Mapping[str, float] = {}
         self._accuracies: deque[float] = deque(maxlen=MAX_COLUMNS)
@@ -85,18 +100,16 @@ class LiveView:
 
     def groups(self, done: int, needed: int) -> None:
         """Groups of the step that can be trained on by now."""
-        self._groups = (done, needed)
+        self._progress.update(self._groups, completed=done, total=needed, visible=True)
 
     def ask_requests(self, ask: Callable[[], str]) -> None:
         """Whom to ask, while engines run, how many requests they have: "118 of 128"."""
         self._requests = ask
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, MAX_COLUMNS)
-        plain = not options.encoding.startswith("utf")
-        lines = Group(*self._lines(max(width - 4, 1), plain))
+        width, plain = min(options.max_width, MAX_COLUMNS), options.ascii_only
         yield Panel(
-            lines,
+            Group(*self._lines(max(width - 4, 1), plain)),
             title=Text(self.name, style="bold"),
             title_align="left",
             border_style="bright_black",
@@ -104,17 +117,16 @@ class LiveView:
             width=width,
         )
 
-    def _lines(self, width: int, plain: bool) -> Iterator[Text]:
-        fills = PLAIN_FILLS if plain else FILLS
-        yield fitting(self._head(), width)
-        if self._groups is not None:
-            done, needed = self._groups
-            counted = [Text(f"{done}/{needed}"), *self._now_running()]
-            yield _bar_line("groups", done / max(needed, 1), counted, width, fills)
+    def _lines(self, width: int, plain: bool) -> Iterator[RenderableType]:
+        yield _line(self._head())
+        generates = self._phase[0] == Phase.GENERATE
+        requests = self._requests() if generates else ""
+        self._progress.update(self._groups, requests=requests and f"requests {requests}")
+        yield self._progress
         if self._metrics:
             yield self._accuracy(width, PLAIN_LEVELS if plain else LEVELS)
-            yield fitting(self._figures(), width)
-            yield from _phase_lines(self._metrics, width, fills)
+            yield _line(self._figures())
+            yield from _phase_lines(self._metrics, PLAIN_FILLS if plain else FILLS)
 
     def _head(self) -> Iterator[Text]:
         yield Text(f"step {self._step}/{self._num_steps}", style="bold")
@@ -128,15 +140,10 @@ class LiveView:
             if left < YEAR_SECONDS:
                 yield Text(f"done at {_time_of_day(left)}")
 
-    def _now_running(self) -> Iterator[Text]:
-        if self._phase[0] == Phase.GENERATE and (requests := self._requests()):
-            yield Text(f"requests {requests}")
-
     def _accuracy(self, width: int, levels: str) -> Text:
-        shown = _number(self._metrics.get("accuracy/raw"), ".3f")
-        head = Text(f"{'accuracy':<{_LABEL}} {shown}  ")
-        room = max(width - cell_len(head.plain), 0)
-        return head + Text(sparkline(list(self._accuracies)[-room:] if room else [], levels))
+        head = f"{'accuracy':<{_LABEL}} {_number(self._metrics.get('accuracy/raw'), '.3f')}  "
+        newest = list(self._accuracies)[-max(width - len(head), 1) :]
+        return _line([Text(head + sparkline(newest, levels))])
 
     def _figures(self) -> Iterator[Text]:
         metrics = self._metrics
@@ -165,7 +172,7 @@ class TerminalConsole(Console):
         return False
 
 
-class LivePanel:
+class LivePanel(Live):
     """A `LiveView` on a terminal; it goes without a trace when it is closed. The cursor stays
     visible (TerminalConsole): a run that is killed could not show it again.
 
@@ -173,46 +180,22 @@ class LivePanel:
     """
 
     def __init__(self, view: LiveView, console: Console) -> None:
-        self._console = console
-        self._live = Live(
+        super().__init__(
             view,
             console=console,
             transient=True,
-            auto_refresh=False,  # rich's thread writes whether the terminal takes it or not
+            refresh_per_second=FRAMES_PER_SECOND,
             redirect_stdout=False,  # what others print belongs in the rank's log
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._draw, daemon=True)
+        self._terminal = select.poll()
+        self._terminal.register(console.file, select.POLLOUT)
 
-    def __enter__(self) -> None:
-        self._live.start(refresh=True)
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._live.stop()
-
-    def _draw(self) -> None:
-        taking = select.poll()
-        taking.register(self._console.file, select.POLLOUT)
-        while not self._ended.wait(1 / FRAMES_PER_SECOND):
-            if taking.poll(0):
-                self._live.refresh()
-
-
-def fitting(cells: Iterable[Text], width: int, gap: str = "  ") -> Text:
-    """The first of the cells, as many as fit; of the first itself what fits."""
-    line = Text(no_wrap=True)
-    for cell in cells:
-        longer = line + Text(gap) + cell if line.plain else cell.copy()
-        if line.plain and cell_len(longer.plain) > width:
-            break
-        line = longer
-    line.truncate(width)
-    return line
+    def refresh(self) -> None:
+        """Draw, unless the terminal would make its writer wait."""
+        if self._terminal.poll(0):
+            super().refresh()
 
 
 def sparkline(values: Sequence[float], levels: str = LEVELS) -> str:
@@ -225,15 +208,6 @@ def sparkline(values: Sequence[float], levels: str = LEVELS) -> str:
         return levels[len(levels) // 2] * len(values)
     top = len(levels) - 1
     return "".join(levels[round((value - low) / (high - low) * top)] for value in values)
-
-
-def shares(seconds: Sequence[float], width: int) -> list[int]:
-    """`width` columns divided as the seconds are: each end is where its sum is, rounded."""
-    total = sum(seconds)
-    if total <= 0:
-        return [0] * len(seconds)
-    ends = [round(width * (part / total)) for part in accumulate(seconds)]
-    return [end - begin for begin, end in pairwise([0, *ends])]
 
 
 def step_phases(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -254,32 +228,29 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _phase_lines(metrics: Mapping[str, float], width: int, fills: str) -> Iterator[Text]:
+def _phase_lines(metrics: Mapping[str, float], fills: str) -> Iterator[RenderableType]:
+    """A bar that is divided as the seconds of the last step are, and its legend."""
     phases = step_phases(metrics)
-    head = Text(f"{'last step':<{_LABEL}} ")
-    columns = shares(list(phases.values()), max(width - cell_len(head.plain), 0))
-    legend: dict[str, Text] = {}
-    for (phase, seconds), num, fill in zip(phases.items(), columns, cycle(fills), strict=False):
-        head.append(fill * num, style=COLOURS[phase])
-        share = seconds / sum(phases.values())
-        legend[phase] = Text(f"{fill} ", style=COLOURS[phase]) + Text(f"{phase} {share:.0%}")
-    if phases:
-        head.truncate(width)
-        yield head
-        longest_first = sorted(phases, key=phases.__getitem__, reverse=True)
-        yield fitting((legend[phase] for phase in longest_first), width)
+    if not phases:
+        return
+    total = sum(phases.values())
+    fill_of = dict(zip(phases, cycle(fills), strict=False))
+    bar = Table.grid(Column(width=_LABEL + 1), expand=True)
+    for seconds in phases.values():
+        bar.add_column(ratio=round(1000 * seconds / total) or 1)
+    parts = (Rule(characters=fill, style=COLOURS[phase]) for phase, fill in fill_of.items())
+    bar.add_row("last step", *parts)
+    yield bar
+    yield _line(
+        Text(f"{fill_of[phase]} {phase} {phases[phase] / total:.0%}", style=COLOURS[phase])
+        for phase in sorted(phases, key=phases.__getitem__, reverse=True)
+    )
 
 
-def _bar_line(label: str, share: float, cells: Iterable[Text], width: int, fills: str) -> Text:
-    """A bar, and the cells beside it."""
-    head = f"{label:<{_LABEL}} "
-    beside = fitting(cells, max(width - len(head) - 12, 1))
-    room = max(width - len(head) - cell_len(beside.plain) - 2, 0)
-    filled = round(room * min(max(share, 0.0), 1.0))
-    line = Text(head, no_wrap=True)
-    line.append(fills[0] * filled, style="cyan").append(fills[-1] * (room - filled), style="dim")
-    line.append("  ").append_text(beside)
-    line.truncate(width)
+def _line(cells: Iterable[Text]) -> Text:
+    """Return the cells in a line that is cut at the window's width."""
+    line = Text("  ").join(cells)
+    line.no_wrap, line.overflow = True, "crop"
     return line
 
 

@@ -68,7 +68,7 @@ ROOMS = {
     "tracking": room(f"{LOW} config cluster checkpoints rollout", "mlflow rich torch"),
     "doctor": room(
         f"{LOW} config model algo policy cluster plan tracking run",
-        "torch transformers rich",
+        "torch transformers psutil rich",
     ),
     # rewards for the causes of missing grades, doctor for whether a run is alive, cluster for its
     # owner.

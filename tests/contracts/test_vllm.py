@@ -33,7 +33,6 @@ NAMES = {
     # Replaced.
     "vllm.v1.engine.core:cleanup_dist_env_and_memory": "engine/device.py",
     "vllm.distributed.parallel_state:_TP": "engine/device.py",
-    "vllm.platforms:current_platform.simple_compile_backend": "engine/device.py",
     SHARED_MEMORY + ".make_group_name": "engine/device.py",
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_cpu": "engine/device.py",
     f"{LAYERS}rotary_embedding.base:RotaryEmbedding.forward_native": "engine/device.py",

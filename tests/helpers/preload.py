@@ -1,4 +1,4 @@
-"""Imports of the server that processes of tests are forked from (warm.py)."""
+"""Imports of the server that processes of tests are forked from (warm.py): those of a rank."""
 
 import contextlib
 import gc
@@ -9,23 +9,18 @@ import warnings
 # OpenMP reads it when torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from dapo_megatron.engine import device
-
-# vLLM reads it when it is imported.
-device.prepare_environment(0, 0)
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.run.libraries import import_libraries
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    if not device.has_cuda():
-        device.compile_nothing()
+    import_libraries(Ranks(0, 1, 0), has_engine=True)
     for module in (
-        "dapo_megatron.engine.engine",
-        "dapo_megatron.policy.policy",
         "dapo_megatron.run.build",
-        "vllm.entrypoints.llm",
-        "vllm.v1.engine.llm_engine",
+        "compressed_tensors",
+        "vllm.model_executor.models.llama",
+        "vllm.model_executor.models.qwen3_moe",
         "vllm.v1.worker.cpu_worker",
-        "transformers.models.auto.modeling_auto",
         "hypothesis",
         "pytest",
     ):

@@ -1,52 +1,30 @@
-"""Addresses that processes of this machine listen on, from /proc."""
+"""Processes of this machine, and the addresses that they listen on."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable
 from contextlib import suppress
-from ipaddress import ip_address
-from pathlib import Path
 
-_LISTEN = "0A"
+import psutil
 
 
 def listening(pids: Iterable[int]) -> set[str]:
-    """ADDRESS:PORT of the TCP sockets that these processes listen on."""
-    inodes = {inode for pid in pids for inode in _sockets(pid)}
-    return {
-        address
-        for name in ("tcp", "tcp6")
-        for address, inode in _listeners(Path("/proc/self/net") / name)
-        if inode in inodes
-    }
+    """Return ADDRESS:PORT of the TCP sockets that these processes listen on."""
+    addresses = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            addresses |= {
+                f"{connection.laddr.ip}:{connection.laddr.port}"
+                for connection in psutil.Process(pid).net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            }
+    return addresses
 
 
 def children(pid: int) -> list[int]:
-    """A process and all that it started, directly or not."""
-    direct: list[int] = []
-    with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            direct += map(int, task.read_text().split())
-    return [pid, *(one for child in direct for one in children(child))]
-
-
-def _sockets(pid: int) -> Iterable[str]:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):
-                if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry)):
-                    yield match[1]
-
-
-def _listeners(table: Path) -> Iterable[tuple[str, str]]:
-    for line in table.read_text().splitlines()[1:]:
-        words = line.split()
-        if words[3] == _LISTEN:
-            host, port = words[1].split(":")
-            # Words of four bytes, each as this machine has it in memory.
-            packed = b"".join(
-                bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8)
-            )
-            yield f"{ip_address(packed)}:{int(port, 16)}", words[9]
+    """Return a process and all that it started, directly or not."""
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return [pid]
+    return [pid, *(process.pid for process in below)]

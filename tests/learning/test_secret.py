@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dapo_megatron.cluster.secret import SECRET
@@ -22,12 +23,6 @@ OVERRIDES = (
     "evaluation.every=0",
     "tracking.report=true",
 )
-
-
-def variables(pid: int) -> dict[str, str]:
-    """With which a process was started."""
-    words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    return dict(word.partition("=")[::2] for word in words)
 
 
 @pytest.mark.long
@@ -44,13 +39,15 @@ def test_a_run_listens_on_loopback_and_keeps_its_secret(tmp_path: Path) -> None:
         )
         while run.poll() is None:
             for pid in children(run.pid):
-                with suppress(OSError):  # it may have ended
-                    commands.add(Path(f"/proc/{pid}/cmdline").read_text(errors="replace"))
+                with suppress(psutil.Error):  # it may have ended
+                    process = psutil.Process(pid)
+                    command_line = " ".join(process.cmdline())
+                    commands.add(command_line)
                     addresses |= listening([pid])
-                    secret = variables(pid).get(SECRET)
+                    secret = process.environ().get(SECRET)
                     secrets |= {secret} - {None}
-                    if secret and b"dapo_megatron\0train" not in _command_of(pid):
-                        told.add(_command_of(pid))
+                    if secret and "dapo_megatron train" not in command_line:
+                        told.add(command_line)
             time.sleep(0.1)
     assert run.returncode == 0, output.read_text()
     [secret] = secrets
@@ -61,7 +58,3 @@ def test_a_run_listens_on_loopback_and_keeps_its_secret(tmp_path: Path) -> None:
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert not [path for path in files if secret.encode() in path.read_bytes()]
-
-
-def _command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dapo_megatron.checkpoints import Checkpoints, fault_of, read_state
@@ -94,7 +95,7 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(tmp_path: Pat
 
 def end(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    while Path(f"/proc/{pid}").exists():
+    while psutil.pid_exists(pid):
         time.sleep(0.001)
 
 

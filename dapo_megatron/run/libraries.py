@@ -1,0 +1,24 @@
+"""Import what a rank computes with, at once and on all ranks at the same time."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from dapo_megatron.cluster.imports import quick_imports
+from dapo_megatron.cluster.ranks import Ranks
+
+
+def import_libraries(ranks: Ranks, *, has_engine: bool) -> None:
+    """Import Megatron, transformers and vLLM.
+
+    Each would otherwise be imported where it is first used, at times on rank 0 while other ranks
+    wait.
+    """
+    from dapo_megatron.engine import device
+
+    device.prepare_environment(ranks.rank, ranks.local_rank)
+    with quick_imports():
+        import_module("dapo_megatron.policy.policy")
+        import_module("transformers.models.auto.auto_factory")
+        if has_engine:
+            device.import_vllm()

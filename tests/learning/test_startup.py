@@ -1,0 +1,108 @@
+"""What the processes of a run import, which is most of the time until the first prompt."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.cluster.imports import COMPILER, UNUSED, quick_imports
+from tests.helpers.configs import REPOSITORY, TINY
+
+HEAVY = {"torch", "transformers", "vllm", "megatron", "mlflow", "numpy", "reasoning_gym", "rich"}
+"""What only ranks and the processes that they start need."""
+NOT_ON_A_RANK = {
+    *UNUSED,
+    COMPILER,
+    "torch._inductor.compile_fx",
+    "mlflow",
+    "math_verify",
+    "networkx",
+    "pandas",
+    "pyarrow",
+    "ray",
+}
+LAUNCHER = """
+import sys
+from pathlib import Path
+from dapo_megatron import __main__ as command_line
+command_line._load(Path(sys.argv[1]), [], [])
+print(*sys.modules)
+"""
+RANK = """
+import atexit, sys
+from pathlib import Path
+from dapo_megatron.__main__ import main
+modules = Path(sys.argv.pop())
+atexit.register(lambda: modules.write_text(" ".join(sys.modules)))
+main()
+"""
+PLAIN = """
+import sys
+import vllm.multimodal.audio
+import transformers.generation.candidate_generator
+print(*sys.modules)
+"""
+
+
+def run_python(code: str, *arguments: str | Path, **variables: str) -> str:
+    """Run `code` in a new process and return what it printed."""
+    environment = {**os.environ, **variables}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_launcher_imports_nothing_heavy() -> None:
+    """It checks the config while the ranks wait to be started."""
+    assert not HEAVY & set(run_python(LAUNCHER, TINY).split())
+
+
+def test_a_rank_imports_only_what_it_uses(tmp_path: Path) -> None:
+    short = ("train.rollout_steps=1", "rollout.prompts_per_step=2", "evaluation.every=0")
+    folder = (f"run.directory={tmp_path}", "run.name=run", "tracking.mlflow=false")
+    alone = ("run.processes=1", "policy.tensor_parallel=1", "tracking.report=false")
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    modules = tmp_path / "modules"
+    arguments = ("train", TINY, *short, *folder, *alone, modules)
+    run_python(RANK, *arguments, **place, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    imported = set(modules.read_text().split())
+    assert "vllm" in imported
+    assert not NOT_ON_A_RANK & imported
+
+
+def test_what_is_hidden_would_be_imported_otherwise() -> None:
+    """If this fails, quick_imports has less to hide."""
+    imported = set(run_python(PLAIN, TORCHDYNAMO_DISABLE="1").split())
+    assert {"sklearn.metrics", "scipy.signal", COMPILER} <= imported
+
+
+def test_imports_are_hidden_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    for name in (*UNUSED, COMPILER):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with quick_imports():
+        assert not gc.isenabled()
+        assert importlib.util.find_spec("sklearn") is None
+        with pytest.raises(ModuleNotFoundError):
+            import sklearn  # noqa: F401
+        with pytest.raises(ImportError):
+            from torch._inductor import lowering  # noqa: F401
+    assert gc.isenabled()
+    assert importlib.util.find_spec("sklearn") is not None
+    assert COMPILER not in sys.modules
+
+
+def test_what_is_imported_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", sys)
+    with quick_imports():
+        assert sys.modules["sklearn"] is sys
+    assert sys.modules["sklearn"] is sys
