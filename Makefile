@@ -15,7 +15,7 @@ CORE   := tests/contracts tests/parity/test_policy.py tests/parity/test_families
           tests/parity/test_latent.py tests/parity/test_checkpoint.py tests/parity/test_transfer.py
 
 .PHONY: help env env-gpu quickstart ladder test test-long test-layouts test-sync test-slurm \
-        test-browser test-contracts test-triton test-gpu-stack lint mlflow-ui clean
+        test-browser test-contracts test-triton test-mutations test-gpu-stack lint mlflow-ui clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,6 +82,16 @@ build/triton/.ready: $(READY) requirements.txt
 		-r build/triton/pins.txt
 	touch $@
 
+test-mutations: env build/mutations/.ready  ## faults put into algo, bridge, data and rollout, and which of them no unit test sees: an hour, tests/mutations/README.md
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/mutations $(VENV)/bin/python tests/mutations/run.py $(ARGS)
+
+build/mutations/.ready: $(READY) tests/mutations/requirements.txt
+	rm -rf build/mutations
+	mkdir -p build/mutations
+	$(VENV)/bin/pip install -qq --no-deps --require-hashes --only-binary :all: --target build/mutations \
+		-r tests/mutations/requirements.txt
+	touch $@
+
 test-gpu-stack: env-gpu  ## the H100 stack of requirements.txt in .venv-gpu: PYTHON=python3.12, 10 GB, no GPU needed
 	$(GPU)/bin/python -m pytest tests/gpu_stack tests/contracts/test_transformer_engine.py $(ARGS)
 
@@ -94,5 +104,5 @@ mlflow-ui: env  ## browse the runs of this machine
 	$(VENV)/bin/mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///runs/mlflow.db} $(ARGS)
 
 clean:  ## remove environments and caches; runs/ stays
-	rm -rf $(VENV) $(GPU) .contracts .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(GPU) .contracts .pytest_cache .mypy_cache .ruff_cache .hypothesis build mutants *.egg-info
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

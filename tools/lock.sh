@@ -38,8 +38,13 @@ cp "$work/requirements.txt" requirements.txt
 env -u UV_FIND_LINKS "$uv" pip compile tests/contracts/next_megatron.in --no-deps \
     --output-file tests/contracts/next_megatron.txt --python-version 3.12 "${common[@]}"
 
+# The same Python as the CPU environment, next to which it is installed.
+env -u UV_FIND_LINKS "$uv" pip compile tests/mutations/requirements.in --no-deps \
+    --output-file tests/mutations/requirements.txt --python-version 3.11 "${common[@]}"
+
 # Each lock opens with the comment that opens its .in file: what was left out, and why.
-locks=(requirements-cpu.txt requirements.txt tests/contracts/next_megatron.txt)
+locks=(requirements-cpu.txt requirements.txt tests/contracts/next_megatron.txt
+       tests/mutations/requirements.txt)
 for lock in "${locks[@]}"; do
     { sed '/^$/,$d' "${lock%.txt}.in"; echo; cat "$lock"; } > "$work/headed"
     cp "$work/headed" "$lock"

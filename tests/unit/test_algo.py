@@ -15,14 +15,29 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.evaluation import avg_at_k, cons_at_k, pass_at_k
-from dapo_megatron.algo.loss import aggregation_weights, dapo_token_loss, tis_weights
-from dapo_megatron.algo.mismatch import gap_statistics
-from dapo_megatron.algo.overlong import overlong_penalty
+from dapo_megatron.algo.loss import (
+    Aggregation,
+    aggregation_weights,
+    dapo_token_loss,
+    tis_weights,
+)
+from dapo_megatron.algo.mismatch import GapStatistics, check_gap, gap_statistics
+from dapo_megatron.algo.overlong import completion_reward, overlong_penalty
 from dapo_megatron.algo.sampling import Verdict, verdict
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble, fresh_mask
-from dapo_megatron.types import Completion, Finish, Grade, Group, MicroTokens, Prompt, Segment
+from dapo_megatron.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    MicroTokens,
+    Prompt,
+    Segment,
+    SyncError,
+    TokenBatch,
+)
 from tests.helpers.losses import loss_with
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
@@ -144,6 +159,14 @@ def test_clip_fractions_name_the_bound_that_gave_the_loss() -> None:
     assert float(without.dual_clip_fraction) == 0.0
 
 
+def test_of_one_token_all_or_nothing_is_clipped() -> None:
+    one = torch.ones(1)
+    result = dapo_token_loss(torch.tensor([1.5]).log(), torch.zeros(1), one / 2, one, **CLIP)
+    assert (result.clip_fraction_high, result.clip_fraction_low) == (1.0, 0.0)
+    empty = dapo_token_loss(one, one, one, torch.zeros(1), **CLIP)
+    assert empty.clip_fraction_high == empty.clip_fraction_low == empty.dual_clip_fraction == 0.0
+
+
 def test_a_loss_at_the_dual_clip_is_not_held_by_it() -> None:
     ones = torch.ones(2)
     result = dapo_token_loss(
@@ -223,6 +246,25 @@ def test_tis_of_a_completion_that_two_versions_sampled() -> None:
     assert not [name for name in plain.sums if name.startswith("tis")]
 
 
+def test_sums_are_over_masked_tokens_in_the_dtype_of_the_log_probs() -> None:
+    logp, micro = random_micro(20, 2)
+    mask = micro.mask
+    out = loss_with(**CLIP, tis_cap=1.1)(logp, micro)
+    assert {value.dtype for value in out.sums.values()} == {torch.float64}
+    apart = (micro.old_logprobs - logp.detach())[mask].sum()
+    torch.testing.assert_close(out.sums["approx_kl"], apart)
+    tis = tis_weights(micro.old_logprobs, micro.engine_logprobs, mask, cap=1.1)
+    assert not tis[~mask].any()
+    torch.testing.assert_close(out.sums["tis_weight"], tis.sum())
+
+
+def test_the_limit_of_the_log_ratio_reaches_the_loss() -> None:
+    zeros, ones = torch.zeros(1), torch.ones(1)
+    micro = MicroTokens(zeros, -ones, ones, zeros, ones)
+    limits = {"clip_low": 0.2, "clip_high": 0.28, "log_ratio_limit": 2.0}
+    assert float(loss_with(**limits)(5 * ones, micro).total) == pytest.approx(math.exp(2))
+
+
 def test_a_weight_at_the_cap_is_not_capped() -> None:
     like, ones = torch.zeros(2), torch.ones(2)
     out = loss_with(**CLIP, tis_cap=1.0)(like, MicroTokens(like, ones, ones, like, ones))
@@ -249,6 +291,7 @@ def test_weights_add_up_to_the_number_of_tokens_and_weigh_units_the_same(
     weights = aggregation_weights(
         kind, mask=mask, lengths=lengths_S, group_ids=groups, dtype=torch.float64
     )
+    assert weights.dtype == torch.float64
     assert weights.isfinite().all()
     assert not weights[~mask].any()
     assert float(weights.sum()) == pytest.approx(int(mask.sum()))
@@ -259,6 +302,13 @@ def test_weights_add_up_to_the_number_of_tokens_and_weigh_units_the_same(
     }[kind]
     per_unit = [float(weights[(unit == u) & mask].sum()) for u in unit[mask].unique()]
     assert per_unit == pytest.approx([sum(per_unit) / max(len(per_unit), 1)] * len(per_unit))
+
+
+@pytest.mark.parametrize("kind", ["token", "prompt", "sequence"])
+def test_weights_are_float32_unless_asked_otherwise(kind: Aggregation) -> None:
+    two = torch.tensor([2, 3])
+    weights = aggregation_weights(kind, mask=torch.ones(5), lengths=two, group_ids=two)
+    assert weights.dtype == torch.float32
 
 
 def test_aggregation_refuses_what_does_not_fit() -> None:
@@ -300,6 +350,8 @@ def test_advantage_keeps_shape_and_refuses_what_does_not_fit() -> None:
     assert ours.shape == (2, 2)
     assert ours[1].tolist() == [0.0, 0.0]
     assert group_advantage(torch.zeros(0), []).shape == (0,)
+    assert group_advantage(torch.tensor([1, -1]), [0, 0]).dtype == torch.get_default_dtype()
+    assert group_advantage(torch.ones(2, dtype=torch.float64), [0, 0]).dtype == torch.float64
     with pytest.raises(ValueError, match="2 rewards, but 1"):
         group_advantage(torch.zeros(2), [0])
     with pytest.raises(ValueError, match="finite"):
@@ -313,11 +365,20 @@ def test_overlong_penalty_is_bounded_and_refuses_bad_arguments() -> None:
     values = [overlong_penalty(n, max_tokens=10, buffer_tokens=4) for n in (0, 6, 7, 10, 99)]
     assert values == [0.0, 0.0, -0.25, -1.0, -1.0]
     assert math.copysign(1.0, values[0]) == 1.0
+    steepest = [overlong_penalty(n, max_tokens=2, buffer_tokens=1) for n in range(3)]
+    assert steepest == [0.0, 0.0, -1.0]
     for maximum, buffer in ((10, 0), (10, 10), (10, -1)):
         with pytest.raises(ValueError, match="buffer_tokens"):
             overlong_penalty(1, max_tokens=maximum, buffer_tokens=buffer)
     with pytest.raises(ValueError, match="negative"):
         overlong_penalty(-1, max_tokens=10, buffer_tokens=4)
+
+
+def test_the_reward_of_a_completion_keeps_its_two_parts() -> None:
+    limits = {"max_tokens": 10, "buffer_tokens": 4}
+    assert completion_reward(0.5, 8, penalty=True, **limits) == (0.5, -0.5)
+    assert completion_reward(0.5, 8, penalty=True, **limits).total == 0.0
+    assert completion_reward(0.5, 99, penalty=False, **limits) == (0.5, 0.0)
 
 
 def test_verdict() -> None:
@@ -380,9 +441,58 @@ def test_a_gap_that_is_not_finite_is_infinite(bad: float) -> None:
 
 def test_gap_of_no_tokens_and_of_other_shapes() -> None:
     nothing = gap_statistics(torch.ones(2), torch.zeros(2), torch.zeros(2))
-    assert (nothing.max, nothing.worst_token, nothing.num_tokens) == (0.0, None, 0)
+    assert nothing == GapStatistics(mean=0.0, max=0.0, kl=0.0, worst_token=None, num_tokens=0)
     with pytest.raises(ValueError, match="shapes differ"):
         gap_statistics(torch.ones(2), torch.zeros(1), torch.ones(2))
+
+
+def disagreeing_batch() -> TokenBatch:
+    """Two sequences of 2 and 3 tokens; the gaps are 0.25 at tokens 1 and 3, and 0.5 at token 2."""
+    engine = torch.tensor([-1.0, -2.0, -3.0, -1.0, -2.0])
+    zeros = torch.zeros(5)
+    return TokenBatch(
+        tokens=torch.arange(10, 15), lengths=torch.tensor([2, 3]), loss_mask=zeros.bool(),
+        advantages=zeros, weights=zeros, engine_logprobs=engine, group_ids=torch.tensor([0, 1]),
+        old_logprobs=engine + torch.tensor([0.0, 0.25, -0.5, 0.25, 0.0]),
+        sequence_names=("ticket 4, sample 0", "ticket 7, sample 2"),
+    )  # fmt: skip
+
+
+def test_gaps_at_their_bounds_pass() -> None:
+    batch, mask = disagreeing_batch(), torch.tensor([1, 1, 1, 1, 0]).bool()
+    gap = check_gap(batch, mask, version=3, max_gap=0.5, max_mean_gap=0.25)
+    assert (gap.mean, gap.max, gap.num_tokens, gap.worst_token) == (0.25, 0.5, 4, 2)
+    assert check_gap(batch, mask, version=3, max_gap=0.5, max_mean_gap=None) == gap
+    nothing = check_gap(batch, torch.zeros(5).bool(), version=3, max_gap=-1.0, max_mean_gap=None)
+    assert nothing.num_tokens == 0
+
+
+def test_a_mean_gap_above_its_bound_is_named() -> None:
+    batch = disagreeing_batch()
+    mask = torch.tensor([1, 1, 1, 1, 0]).bool()
+    with pytest.raises(
+        SyncError,
+        match=r"^weights 3: engine and policy disagree by 0\.25 on the mean of 4 tokens; "
+        r"sync\.max_mean_gap is 0\.2\. ",
+    ):
+        check_gap(batch, mask, version=3, max_gap=9.0, max_mean_gap=0.2)
+
+
+@pytest.mark.parametrize(
+    ("masked", "named"),
+    [
+        ([1, 1, 1, 1, 1], r"0\.5 on ticket 7, sample 2, token 0 \(id 12\): log-prob -3\.000000 by "
+                          r"the engine, -3\.500000 by the policy"),
+        ([1, 1, 0, 0, 0], r"0\.25 on ticket 4, sample 0, token 1 \(id 11\): log-prob -2\.000000"),
+        ([0, 0, 0, 1, 1], r"0\.25 on ticket 7, sample 2, token 1 \(id 13\): log-prob -1\.000000"),
+    ],
+)  # fmt: skip
+def test_the_token_with_the_largest_gap_is_named(masked: list[int], named: str) -> None:
+    mask = torch.tensor(masked).bool()
+    with pytest.raises(SyncError, match=f"^weights 3: engine and policy disagree by {named}"):
+        check_gap(disagreeing_batch(), mask, version=3, max_gap=0.2, max_mean_gap=None)
+    with pytest.raises(SyncError, match=r"sync\.max_gap is 0\.2\. "):
+        check_gap(disagreeing_batch(), mask, version=3, max_gap=0.2, max_mean_gap=0.5)
 
 
 def test_algo_needs_no_backend() -> None:

