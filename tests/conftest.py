@@ -24,6 +24,10 @@ settings.register_profile(
 settings.load_profile("default")
 
 
+_EXECUTOR = "asyncio_"
+"""Threads of asyncio's default executor, which Python ends at exit."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def processes_end(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a file whose tests leave a process or a thread that keeps this one alive."""
@@ -33,7 +37,7 @@ def processes_end(request: pytest.FixtureRequest) -> Iterator[None]:
     threads = [
         thread.name
         for thread in set(threading.enumerate()) - before[1]
-        if thread.is_alive() and not thread.daemon
+        if thread.is_alive() and not thread.daemon and not thread.name.startswith(_EXECUTOR)
     ]
     assert not processes, f"{request.node.name}: its tests leave processes running: {processes}"
     assert not threads, f"{request.node.name}: its tests leave threads running: {threads}"
