@@ -1,5 +1,14 @@
-"""Settings of all tests."""
+"""Settings of all tests, and a check that none leaves anything behind for those after it."""
 
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import Phase, settings
 
 # A busy machine is no failure.
@@ -13,3 +22,68 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate],
 )
 settings.load_profile("default")
+
+
+_EXECUTOR = "asyncio_"
+"""Threads of asyncio's default executor, which Python ends at exit."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def processes_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a file whose tests leave a process or a thread that keeps this one alive."""
+    before = _processes(), set(threading.enumerate())
+    yield
+    processes = _processes() - before[0]
+    threads = [
+        thread.name
+        for thread in set(threading.enumerate()) - before[1]
+        if thread.is_alive() and not thread.daemon and not thread.name.startswith(_EXECUTOR)
+    ]
+    assert not processes, f"{request.node.name}: its tests leave processes running: {processes}"
+    assert not threads, f"{request.node.name}: its tests leave threads running: {threads}"
+
+
+@pytest.fixture(autouse=True)
+def state_is_restored(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves another environment, working directory or process group."""
+    before = _state()
+    yield
+    after = _state()
+    changed = [name for name in before | after if before.get(name) != after.get(name)]
+    assert not changed, f"{request.node.name}: it leaves changed: {', '.join(changed)}"
+
+
+def _processes() -> set[str]:
+    """Command lines of this process's children. Those of multiprocessing serve all tests."""
+    children = [
+        int(pid)
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    ]
+    lines = {_command_line(pid) for pid in children}
+    return {line for line in lines if line and "multiprocessing" not in line}
+
+
+def _command_line(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # it has ended
+        return ""
+    return b" ".join(words).decode(errors="replace")[:200].strip()
+
+
+_OWN_VARIABLES = ("DAPO", "LOCAL_", "MASTER_", "MLFLOW_", "RANK", "SLURM_", "WORLD_SIZE")
+"""Beginnings of the variables that tests set. Libraries set others when they are imported."""
+
+
+def _state() -> dict[str, object]:
+    environment = {
+        f"${name}": value for name, value in os.environ.items() if name.startswith(_OWN_VARIABLES)
+    }
+    torch = sys.modules.get("torch")
+    return environment | {
+        "working directory": os.getcwd(),
+        "torch.distributed": torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized(),
+    }

@@ -58,7 +58,9 @@ def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
     overlap = chunks[0].ddp_config.overlap_param_gather
     with _told(adam(name)), _host_copies():
         settings = _settings(config, overlap=overlap)
-        return get_megatron_optimizer(settings, list(chunks), config_overrides={})
+        return get_megatron_optimizer(
+            settings, list(chunks), config_overrides={}, use_gloo_process_groups=False
+        )
 
 
 def _settings(config: Config, *, overlap: bool) -> MegatronOptimizerConfig:

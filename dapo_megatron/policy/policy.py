@@ -28,7 +28,13 @@ from dapo_megatron.policy.data_parallel import (
     unshard_gradients,
 )
 from dapo_megatron.policy.device import device, megatron_device
-from dapo_megatron.policy.model import Decoder, build_model, initialize_parallel, place
+from dapo_megatron.policy.model import (
+    Decoder,
+    build_model,
+    destroy_parallel,
+    initialize_parallel,
+    place,
+)
 from dapo_megatron.policy.moe import set_balance_scale
 from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
@@ -186,7 +192,7 @@ class MegatronPolicy:
         for chunk in self._chunks:
             vars(chunk).clear()
         self._chunks.clear()
-        parallel_state.destroy_model_parallel()
+        destroy_parallel()
 
     # ------------------------------------------------------------------ inside
 

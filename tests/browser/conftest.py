@@ -4,8 +4,6 @@ once."""
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.browser.chromium import Watched, find_chromium, launch
+from tests.helpers.commands import run
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
 
@@ -28,14 +27,7 @@ Open = Callable[..., Page]
 
 def write_report(*runs: Path, output: Path, options: tuple[str, ...] = ()) -> Path:
     """What `python -m dapo_megatron report` makes of runs' folders."""
-    command = [sys.executable, "-m", "dapo_megatron", "report", *map(str, runs)]
-    done = subprocess.run(
-        [*command, "--output", str(output), *options],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("report", *runs, "--output", output, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return output
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 
 from dapo_megatron.cluster.launch import meeting_variables
 from dapo_megatron.cluster.ranks import join
+from tests.helpers.warm import take_environment, warm_context
 
 
 class RankFailed(AssertionError):
@@ -25,18 +25,19 @@ class RankFailed(AssertionError):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 400.0
 ) -> list[Any]:
-    """`[fn(rank, *args) for each rank]`, each in a spawned process under torchrun's variables.
+    """Return `[fn(rank, *args) for each rank]`, each in a new process under torchrun's variables.
 
     `fn` must be importable (a module-level function); arguments and results are pickled.
-    Before `fn` is called they have joined each other with gloo, as the ranks of `launch` do. Raises
-    RankFailed with the traceback of the first rank to fail, and ends the others.
+    Before `fn` is called the ranks have joined each other with gloo, as those of `launch` do.
+    Raises RankFailed with the traceback of the first rank to fail, and ends the others.
     """
-    context = multiprocessing.get_context("spawn")
+    context = warm_context()
     processes, pipes = [], {}
     folder = TemporaryDirectory(prefix="dapo-ranks-")
     # For the names of shared memory: held here, or another world may be given the same.
     port = socket.create_server(("127.0.0.1", 0))
-    shared = {**meeting_variables(Path(folder.name)), "MASTER_PORT": str(port.getsockname()[1])}
+    meeting = {**meeting_variables(Path(folder.name)), "MASTER_PORT": str(port.getsockname()[1])}
+    shared = {**os.environ, **meeting}
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
@@ -92,15 +93,15 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        OMP_NUM_THREADS="1",
-        **shared,
-    )
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }
+    take_environment(shared | variables)
     import torch
 
     torch.set_num_threads(1)

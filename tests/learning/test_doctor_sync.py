@@ -6,35 +6,29 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.commands import run
 from tests.helpers.configs import REPOSITORY, TINY
 
 BASE = REPOSITORY / "model_configs" / "tiny_qwen3"
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
-    )
-
-
 def convert(source: Path, target: Path) -> Path:
     """Cut in four."""
     cut = ("--tensor-parallel", "2", "--pipeline-parallel", "2")
-    done = run("tools/convert_checkpoint.py", "hf-to-megatron", str(source), str(target), *cut)
+    done = run("tools/convert_checkpoint.py", "hf-to-megatron", source, target, *cut)
     assert done.returncode == 0, done.stdout + done.stderr
     return target
 
 
 def evaluate(checkpoint: Path, figures: Path) -> subprocess.CompletedProcess[str]:
     small = ("evaluation.sets.0.size=40", "evaluation.samples=2", f"checkpoint={checkpoint}")
-    return run("-m", "dapo_megatron", "evaluate", str(TINY), *small, "--json", str(figures))
+    return run("evaluate", TINY, *small, "--json", figures)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +47,8 @@ def test_a_sync_of_a_converted_model_is_proved(tmp_path: Path) -> None:
     converted, figures = convert(BASE, tmp_path / "megatron"), tmp_path / "sync.json"
     layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "engine.tensor_parallel=2")
     done = run(
-        "-m", "dapo_megatron", "doctor", "sync", str(TINY), f"model.path={converted}", *layout,
-        "--json", str(figures),
-    )  # fmt: skip
+        *("doctor", "sync", TINY, f"model.path={converted}", *layout, "--json", figures),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "engines hold and compute with what the policy holds\n" in done.stdout
     proof: dict[str, Any] = json.loads(figures.read_text())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.configs import REPOSITORY, TINY
+from tests.helpers.commands import run
+from tests.helpers.configs import TINY
 
 STEPS = 3
 OVERRIDES = (
@@ -28,13 +28,7 @@ OVERRIDES = (
 
 def train(directory: Path, name: str, *more: str) -> subprocess.CompletedProcess[str]:
     where = (f"run.directory={directory}", f"run.name={name}")
-    return subprocess.run(
-        [sys.executable, "-m", "dapo_megatron", "train", str(TINY), *OVERRIDES, *where, *more],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run("train", TINY, *OVERRIDES, *where, *more)
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.configs import REPOSITORY, TINY
+from tests.helpers.commands import run
+from tests.helpers.configs import TINY
 
 OVERRIDES = (
     "run.processes=1",
@@ -28,13 +28,7 @@ OVERRIDES = (
 
 def train(directory: Path, rows: Path, grader: str, *more: str) -> subprocess.CompletedProcess[str]:
     source = f"data.train=[{{kind: jsonl, name: sums, path: {rows}, grader: '{grader}'}}]"
-    return subprocess.run(
-        [sys.executable, "-m", "dapo_megatron", "train", str(TINY), *OVERRIDES, source,
-         f"run.directory={directory}", *more],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
+    return run("train", TINY, *OVERRIDES, source, f"run.directory={directory}", *more)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from dapo_megatron.cluster.attempt import STOPPED
-from tests.helpers.configs import REPOSITORY, TINY
+from tests.helpers.commands import Running, run, started
+from tests.helpers.configs import TINY
 
 STEPS = 3
 OVERRIDES = (
@@ -42,8 +42,7 @@ def command(directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = Fals
     told = str(mlflow).lower()
     tracking = (f"tracking.mlflow={told}", "tracking.wait_seconds=60", f"tracking.report={told}")
     where = (f"run.directory={directory}", f"run.name={name}", "resume=auto", *tracking)
-    program = (sys.executable, "-m", "tests.helpers.stopper", str(stop_at))
-    return [*program, "train", str(TINY), *OVERRIDES, *where]
+    return ["-m", "tests.helpers.stopper", str(stop_at), "train", str(TINY), *OVERRIDES, *where]
 
 
 def environment() -> dict[str, str]:
@@ -59,10 +58,7 @@ def environment() -> dict[str, str]:
 def start(
     directory: Path, name: str, stop_at: int = 0, *, mlflow: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(directory, name, stop_at, mlflow=mlflow),
-        cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return run(*command(directory, name, stop_at, mlflow=mlflow), environment=environment())
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +138,14 @@ def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
 
     directory = undisturbed.parent
     folder = directory / "signalled"
-    process = subprocess.Popen(
-        command(directory, "signalled", mlflow=True),
-        cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    wait_for_step(folder, 1, process)
-    begun = time.monotonic()
-    process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=100)
-    assert process.returncode == STOPPED, out
+    with started(
+        *command(directory, "signalled", mlflow=True), environment=environment()
+    ) as stopping:
+        wait_for_step(folder, 1, stopping)
+        begun = time.monotonic()
+        stopping.send_signal(signal.SIGUSR1)
+        code, out = stopping.wait(timeout=100), stopping.stdout
+    assert code == STOPPED, out
     print(f"from SIGUSR1 to the end: {time.monotonic() - begun:.1f} s")
     page = folder / "report.html"
     while "WARNING: report.html is not ready" in out and not page.exists():
@@ -172,7 +167,7 @@ def test_a_signal_in_the_middle_of_a_step(undisturbed: Path) -> None:
     assert "asked to stop" not in page.read_text(encoding="utf-8")
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(folder: Path, step: int, process: Running) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         path = folder / "metrics.jsonl"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.commands import Running, run, started
 from tests.helpers.configs import REPOSITORY, TINY
 
 STEPS = 10
@@ -80,7 +81,7 @@ METRICS = {
 
 def command(directory: Path, name: str, *more: str) -> list[str]:
     where = (f"run.directory={directory}", f"run.name={name}")
-    return [sys.executable, "-m", "dapo_megatron", "train", str(TINY), *OVERRIDES, *where, *more]
+    return ["train", str(TINY), *OVERRIDES, *where, *more]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -100,10 +101,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(directory: Path) -> Path:
-    """An uninterrupted run's folder."""
-    done = subprocess.run(
-        command(directory, "straight"), cwd=REPOSITORY, capture_output=True, text=True
-    )
+    """An uninterrupted run's folder, of the very command that a user types."""
+    program = [sys.executable, "-m", "dapo_megatron", *command(directory, "straight")]
+    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accuracy before" in done.stdout
     assert "mlflow ui --backend-store-uri" in done.stdout
@@ -261,16 +261,8 @@ def test_mlflow_has_every_metric_and_the_true_status(directory: Path, straight: 
 
 def test_evaluate_finds_what_training_said(directory: Path, straight: Path) -> None:
     figures = directory / "figures.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "dapo_megatron", "evaluate", str(TINY), *OVERRIDES),
-            f"checkpoint={straight / 'checkpoints' / f'step_{STEPS:06d}'}",
-            *("--json", str(figures)),
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
+    checkpoint = straight / "checkpoints" / f"step_{STEPS:06d}"
+    done = run("evaluate", TINY, *OVERRIDES, f"checkpoint={checkpoint}", "--json", figures)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((straight / "summary.json").read_text())
     assert json.loads(figures.read_text()) == summary["evaluation_after"]
@@ -280,9 +272,7 @@ def test_evaluate_finds_what_training_said(directory: Path, straight: Path) -> N
 @pytest.mark.long
 def test_pipeline_parallel_policy_with_two_engines_learns(directory: Path) -> None:
     layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "tracking.mlflow=false")
-    done = subprocess.run(
-        command(directory, "pp2", *layout), cwd=REPOSITORY, capture_output=True, text=True
-    )
+    done = run(*command(directory, "pp2", *layout))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "pipeline 2 x data 1" in done.stdout
     assert "tensor 1 x 2 replicas" in done.stdout
@@ -297,10 +287,7 @@ def test_goes_on_in_another_layout(directory: Path, straight: Path) -> None:
     slices, with two engines instead of one."""
     checkpoint = straight / "checkpoints" / "step_000009"
     layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "tracking.mlflow=false")
-    done = subprocess.run(
-        command(directory, "moved", f"resume={checkpoint}", *layout),
-        cwd=REPOSITORY, capture_output=True, text=True,
-    )  # fmt: skip
+    done = run(*command(directory, "moved", f"resume={checkpoint}", *layout))
     assert done.returncode == 0, done.stdout + done.stderr
     [moved], there = read_metrics(directory / "moved"), read_metrics(straight)[-1]
     assert moved["step"] == there["step"] == STEPS
@@ -313,25 +300,14 @@ def test_goes_on_in_another_layout(directory: Path, straight: Path) -> None:
 
 def test_killed_and_resumed_is_as_if_never_killed(directory: Path, straight: Path) -> None:
     folder = directory / "killed"
-    process = subprocess.Popen(
-        command(directory, "killed", "resume=auto"),
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        wait_for_step(folder, 5, process)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with started(*command(directory, "killed", "resume=auto"), new_session=True) as running:
+        wait_for_step(folder, 5, running)
+        os.killpg(running.pid, signal.SIGKILL)
     run_id = (folder / "mlflow_run.json").read_text()
     assert not (folder / "summary.json").exists()
     wait_until_unlocked(folder)
 
-    done = subprocess.run(
-        command(directory, "killed", "resume=auto"), cwd=REPOSITORY, capture_output=True, text=True
-    )
+    done = run(*command(directory, "killed", "resume=auto"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step_000003" in done.stdout
     assert (folder / "mlflow_run.json").read_text() == run_id
@@ -341,7 +317,7 @@ def test_killed_and_resumed_is_as_if_never_killed(directory: Path, straight: Pat
     assert [both[0][key] for key in kept] == [both[1][key] for key in kept]
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_step(folder: Path, step: int, process: Running) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         path = folder / "metrics.jsonl"

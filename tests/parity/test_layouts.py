@@ -8,8 +8,6 @@ test-layouts`.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from dapo_megatron.doctor.matrix import matrix
 from dapo_megatron.doctor.shrink import shrink
 from dapo_megatron.files import read_json
 from dapo_megatron.model import architecture
+from tests.helpers.commands import run
 from tests.helpers.models import RANDOM_MODELS, make_random_model
 from tests.unit.test_cli import outside_a_launcher
 
@@ -35,22 +34,10 @@ def doctor(
 ) -> tuple[int, Rows, str]:
     """Run the command; its exit code, its rows by the name of the case, and what it printed."""
     figures = folder / "figures.json"
-    command = ["doctor", "layouts", *arguments, "--json", str(figures)]
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.helpers.broken_doctor",
-            fault,
-            "--ranks",
-            str(ranks),
-            *command,
-        ],
-        cwd=REPOSITORY,
-        env={**outside_a_launcher(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    ran = run(
+        *("-m", "tests.helpers.broken_doctor", fault, "--ranks", ranks),
+        *("doctor", "layouts", *arguments, "--json", figures),
+        environment={**outside_a_launcher(), "OMP_NUM_THREADS": "1"},
     )
     said = ran.stdout + ran.stderr[-4000:]
     assert figures.exists(), said

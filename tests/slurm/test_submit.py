@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.types import ConfigError
+from tests.helpers import commands
 from tests.helpers.published import PUBLISHED
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import REPOSITORY, SCRIPTS
@@ -44,10 +45,8 @@ def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """submit.py with this Python as the venv, where no image is named."""
     if not {"--venv", "--container", "--apptainer"} & set(words):
         words = (*words, "--venv", sys.prefix)
-    command = [sys.executable, str(SCRIPTS / "submit.py"), *words]
-    return subprocess.run(
-        command, cwd=REPOSITORY, env={**os.environ, **env}, capture_output=True, text=True
-    )
+    program = SCRIPTS / "submit.py"
+    return commands.run(program, *words, folder=REPOSITORY, environment={**os.environ, **env})
 
 
 @pytest.mark.parametrize("config", TINY_CONFIGS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.commands import run
 from tests.helpers.configs import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "tools"))
@@ -25,10 +26,7 @@ H100 = {"name": "H100", "capability": [9, 0], "gib": 79.2}
 
 
 def tool(*words: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/gpu_check.py", *words]
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=NO_GPU, capture_output=True, text=True, timeout=timeout
-    )
+    return run("tools/gpu_check.py", *words, environment=NO_GPU, timeout=timeout)
 
 
 def last_line(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.configs import REPOSITORY
+from tests.helpers.commands import run
 from tests.helpers.published import PUBLISHED
 
 CONFIG = "model_configs/qwen3_8b.yaml"
@@ -24,14 +23,8 @@ def model(tmp_path: Path) -> str:
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dapo_megatron", "plan", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    plain_and_wide = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+    return run("plan", *arguments, environment={**os.environ, **plain_and_wide})
 
 
 def test_a_plan_that_fits(model: str, tmp_path: Path) -> None:
@@ -70,13 +63,7 @@ def test_a_model_that_is_not_known_is_refused_with_the_closest_names() -> None:
 
 
 def test_training_needs_the_folder_and_says_how_to_get_it() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "dapo_megatron", "train", CONFIG, "model.path=nowhere/qwen3-8b"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run("train", CONFIG, "model.path=nowhere/qwen3-8b")
     assert ran.returncode == 2
     assert "`hf download Qwen/Qwen3-8B --local-dir nowhere/qwen3-8b`" in ran.stderr
 

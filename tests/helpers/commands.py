@@ -1,0 +1,195 @@
+"""Commands of this project in processes that need no imports (warm.py), launched ranks too.
+
+`python -m dapo_megatron ...` and `python tools/... ...` run in processes of their own, with their
+arguments, folder, environment, signals and exit codes. Only exec is left out, and with it the
+imports: 10 s of CPU per process. tests/unit/test_cli.py and tests/learning/test_train.py start the
+real thing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+from tests.helpers.warm import take_environment, warm_context
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass
+class Running:
+    """A command under way. Its output goes to files in `folder`."""
+
+    arguments: list[str]
+    process: BaseProcess
+    folder: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, return the exit code."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.arguments, timeout or 0.0)
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    @property
+    def stdout(self) -> str:
+        """Everything printed so far."""
+        return (self.folder / "stdout").read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        """Everything printed as errors so far."""
+        return (self.folder / "stderr").read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def started(
+    *arguments: object,
+    folder: Path = REPOSITORY,
+    environment: Mapping[str, str] | None = None,
+    new_session: bool = False,
+) -> Iterator[Running]:
+    """Start `program.py ...`, `-m module ...`, or what follows `python -m dapo_megatron`. It is
+    killed at the end of the block."""
+    words = [str(argument) for argument in arguments]
+    if words[0] != "-m" and not words[0].endswith(".py"):
+        words = ["-m", "dapo_megatron", *words]
+    with TemporaryDirectory(prefix="dapo-command-") as output:
+        process = warm_context().Process(
+            target=_main,
+            args=(words, folder, dict(environment or os.environ), new_session, Path(output)),
+        )
+        for name in ("stdout", "stderr"):
+            (Path(output) / name).touch()
+        process.start()
+        try:
+            yield Running(words, process, Path(output))
+        finally:
+            process.kill()
+            process.join()
+
+
+def run(
+    *arguments: object,
+    folder: Path = REPOSITORY,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 400.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, as `subprocess.run` with captured output."""
+    with started(*arguments, folder=folder, environment=environment) as running:
+        code = running.wait(timeout)
+        return subprocess.CompletedProcess(running.arguments, code, running.stdout, running.stderr)
+
+
+# ------------------------------------------------------------------ inside the process
+
+
+def _main(
+    words: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    new_session: bool,
+    output: Path,
+) -> None:
+    take_environment(environment)
+    os.chdir(folder)
+    if new_session:
+        os.setsid()
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        target = os.open(output / name, os.O_WRONLY | os.O_APPEND)
+        os.dup2(target, stream.fileno())
+        os.close(target)
+    from dapo_megatron.cluster import launch
+
+    launch.subprocess = SimpleNamespace(Popen=_ForkedRank)  # type: ignore[assignment]
+    _exit_after(_run_program, words)
+
+
+def _run_program(words: Sequence[str]) -> None:
+    """Run what follows `python`: `-m module ...` or `program.py ...`."""
+    if words[0] == "-m":
+        _, module, *arguments = words
+        sys.argv = [module, *arguments]
+        sys.modules.pop(f"{module}.__main__", None)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _exit_after(program: Callable[..., None], *arguments: Any) -> None:
+    """Run a program, then end this process as Python would end."""
+    code = 0
+    try:
+        program(*arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - Python itself would print it and end, too
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+class _ForkedRank:
+    """`subprocess.Popen` as `launch` uses it: the rank is forked from the launcher."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], preexec_fn: Callable[[], None]
+    ) -> None:
+        self.returncode: int | None = None
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            take_environment(env)
+            preexec_fn()
+            _exit_after(_run_program, command[1:])
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)

@@ -1,0 +1,32 @@
+"""Imports of the server that processes of tests are forked from (warm.py): those of a rank."""
+
+import contextlib
+import gc
+import importlib
+import os
+import warnings
+
+# OpenMP reads it when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from dapo_megatron.cluster.ranks import Ranks
+from dapo_megatron.run.libraries import import_libraries
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import_libraries(Ranks(0, 1, 0), has_engine=True)
+    for module in (
+        "dapo_megatron.run.build",
+        "compressed_tensors",
+        "vllm.model_executor.models.llama",
+        "vllm.model_executor.models.qwen3_moe",
+        "vllm.v1.worker.cpu_worker",
+        "hypothesis",
+        "pytest",
+    ):
+        # A test that needs the module reports its absence better.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+
+# Collections in a child would copy the pages of all these objects.
+gc.freeze()
