@@ -200,6 +200,15 @@ def test_a_response_without_a_token_has_no_gap() -> None:
     assert other.gap_max == 0.0
 
 
+def test_groups_of_another_batch_are_not_inspected() -> None:
+    groups = [group(7, completion(0, 3, RIGHT), completion(2, 1, WRONG))]
+    batch = assembled(*groups)
+    policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
+    other = replace(groups[0], completions=groups[0].completions[:1])
+    with pytest.raises(ValueError, match="longer than"):
+        list(inspect([other], batch, policy, overlong=overlong()))
+
+
 def test_logprobs_that_do_not_cover_the_tokens_are_refused() -> None:
     broken = replace(completion(4, 2, RIGHT), logprobs=(-0.5,))
     with pytest.raises(ValueError, match=r"ticket 9, sample 4: 1 log-probs for 2 tokens"):

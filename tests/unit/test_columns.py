@@ -102,8 +102,11 @@ SUGGESTIONS = [
     (["Problem", "solution", "answer"], Columns(), "{prompt: Problem, answer: answer}"),
     (["prompt", "ground_truth"], Columns(), "{prompt: prompt, answer: ground_truth}"),
     (["query", "solution"], Columns(prompt="querry", answer="solution"), "{prompt: query, answer"),
-    (["a", "b"], Columns(), "{prompt: COLUMN, answer: COLUMN}"),
-]
+    (["problem", "location", "answer"], Columns(prompt="problem", answer="solution"),
+     "{prompt: problem, answer: answer}"),
+    (["question", "b"], Columns(), "{prompt: COLUMN, answer: COLUMN}, or drop the row"),
+    (["a", "answer"], Columns(), "{prompt: COLUMN, answer: COLUMN}, or drop the row"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "columns", "suggestion"), SUGGESTIONS)
