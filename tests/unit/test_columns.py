@@ -81,6 +81,7 @@ def test_any_two_columns_are_read_under_their_names(
     checked = checked_row(0, "file, line 1", json.loads(json.dumps(row)), columns)
     assert checked.messages == [{"role": "user", "content": question}]
     assert checked.truth == str(truth)
+    assert checked.extra["data_source"] == ""
 
 
 @settings(deadline=None)
@@ -95,6 +96,12 @@ def test_any_other_answer_is_refused_under_the_users_name(value: Any) -> None:
     row = {"question": "1 + 2 =", "solution": value}
     with pytest.raises(DataError, match=r"^file, line 1, column solution: .*; .*(write|drop) "):
         checked_row(0, "file, line 1", row, MINE)
+
+
+def test_a_field_may_have_a_dot_in_its_name() -> None:
+    row = {"question": "1 + 2 =", "fields": {"answer.text": "3"}}
+    columns = Columns(prompt="question", answer="fields.answer.text")
+    assert checked_row(0, "file, line 1", row, columns).truth == "3"
 
 
 SUGGESTIONS = [
