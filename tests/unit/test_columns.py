@@ -128,6 +128,15 @@ def test_wrong_columns_are_refused_with_those_of_the_file_and_the_likely_pair(
     assert f"columns: {suggestion}" in message
 
 
+@pytest.mark.parametrize(
+    ("num_names", "listed"), [(0, "none"), (12, "c0, .*, c11"), (13, r"c0, .*, c11, \.\.\.")]
+)
+def test_a_dozen_columns_are_listed(num_names: int, listed: str) -> None:
+    names = [f"c{number}" for number in range(num_names)]
+    with pytest.raises(DataError, match=f" is missing; there are {listed}; name those of "):
+        columns_read(names, Columns(), "mine.parquet")
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_a_first_file_without_columns_says_what_to_write(tmp_path: Path, ending: str) -> None:
     path = write(tmp_path / f"sums.{ending}", ROWS)
