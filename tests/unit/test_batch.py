@@ -90,7 +90,9 @@ def test_layout_of_a_batch() -> None:
 
 
 def test_a_batch_does_not_depend_on_the_default_dtype_of_torch() -> None:
-    groups = [group(1, completion(0, 2, RIGHT), completion(1, 2, Grade(0.1, False, "8")))]
+    scores = (0.1, 0.2, 0.4, 0.7, 1.0)
+    grades = [Grade(score, score == 1.0, "7") for score in scores]
+    groups = [group(1, *(completion(n, 2, grade) for n, grade in enumerate(grades)))]
     expected = assembled(*groups)
     torch.set_default_dtype(torch.float64)
     try:
