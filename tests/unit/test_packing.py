@@ -201,7 +201,9 @@ def test_the_bound_is_exact() -> None:
         plan = plan_microbatches([3, 3, 3], 1, max_tokens=5, packed=packed)
         assert plan == [[[0], [1], [2]]], packed
     options = {"max_tokens": 15, "sequence_multiple": 4, "row_multiple": 8}
-    assert plan_microbatches([3, 3, 3], 1, **options) == [[[0, 1], [2]]]  # 4 + 4 + 4 is 16, not 12
+    assert plan_microbatches([3, 3, 3], 1, **options) == [[[0, 1], [2]]]  # 12 become 16
+    plan = plan_microbatches([3, 3, 3], 1, max_tokens=11, sequence_multiple=4)
+    assert plan == [[[0, 1], [2]]]  # 4 + 4 + 4 are more than 11
 
 
 def test_full_micro_batches_are_no_more_than_their_tokens_need() -> None:
@@ -214,6 +216,7 @@ def test_padding_is_counted_as_the_rows_are_made() -> None:
     assert padded_tokens([3, 5, 1], sequence_multiple=4, row_multiple=8) == 16
     assert padded_tokens([3, 5, 1], packed=False, sequence_multiple=4, row_multiple=8) == 24
     assert padded_tokens([]) == padded_tokens([], packed=False) == 0
+    assert padded_tokens([3]) == padded_tokens([3], packed=False) == 3
 
 
 def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
