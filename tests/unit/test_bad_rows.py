@@ -279,6 +279,19 @@ def test_parquet_strings_that_are_not_utf8_are_refused_by_row_and_column(tmp_pat
         )
 
 
+def test_a_parquet_date_that_python_cannot_represent_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.Table.from_pylist([GOOD])
+    dates = pyarrow.array([10_000_000], pyarrow.date32())
+    ability = table.schema.get_field_index("ability")
+    parquet.write_table(table.set_column(ability, "ability", dates), path)
+    for message in refusals(path):
+        assert message == (
+            f"{path}, row 0, column ability: cannot be read (date value out of range); "
+            "write JSON values, or drop the row"
+        )
+
+
 def test_nested_parquet_strings_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     messages = pyarrow.StructArray.from_arrays(
@@ -298,6 +311,34 @@ def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None
     parquet.write_table(table.append_column("ability", pyarrow.array(["other"])), path)
     for message in refusals(path):
         assert message == f"{path}: the column ability is there twice; remove one of them"
+
+
+def test_a_damaged_parquet_page_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([GOOD]), path)
+    content = bytearray(path.read_bytes())
+    content[4:12] = b"\xff" * 8
+    path.write_bytes(content)
+    for message in refusals(path):
+        assert message.startswith(f"{path}: cannot be read (Couldn't deserialize")
+
+
+def test_out_of_memory_names_the_parquet_file_and_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Batch:
+        def to_pylist(self) -> None:
+            raise pyarrow.lib.ArrowMemoryError("malloc of size 64 failed")
+
+    with pytest.raises(DataError, match=r"^rows, row 7: not enough memory to read it"):
+        list(rows.plain_rows(Batch(), "rows", 7))
+
+    def fail(*_: object) -> None:
+        raise pyarrow.lib.ArrowMemoryError("malloc of size 64 failed")
+
+    monkeypatch.setattr(parquet, "ParquetFile", fail)
+    with pytest.raises(DataError, match=r"^rows\.parquet: not enough memory to read it"):
+        list(read_parquet("rows.parquet"))
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1xxxxPAR1", b"PAR1" + b"\xff" * 50 + b"PAR1"])

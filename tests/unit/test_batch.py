@@ -89,6 +89,26 @@ def test_layout_of_a_batch() -> None:
     assert {tensor.dtype for tensor in floats} == {torch.float32}
 
 
+def test_a_batch_does_not_depend_on_the_default_dtype_of_torch() -> None:
+    scores = (0.1, 0.2, 0.4, 0.7, 1.0)
+    grades = [Grade(score, score == 1.0, "7") for score in scores]
+    groups = [group(1, *(completion(n, 2, grade) for n, grade in enumerate(grades)))]
+    expected = assembled(*groups)
+    torch.set_default_dtype(torch.float64)
+    try:
+        batch = assembled(*groups)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert batch.weights.dtype is torch.float32
+    assert torch.equal(batch.advantages, expected.advantages)
+
+
+def test_eps_is_added_to_the_standard_deviation() -> None:
+    groups = [group(1, completion(0, 1, RIGHT), completion(1, 1, WRONG))]
+    batch = assemble(groups, overlong=overlong(), eps=1.0)
+    assert advantages(batch) == pytest.approx([2**0.5 - 1, 1 - 2**0.5])
+
+
 def test_a_completion_without_a_grade_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ticket 7, sample 1: no grade"):
         assembled(group(7, completion(0, 2, RIGHT), completion(1, 5, None)))
@@ -152,6 +172,9 @@ def test_a_group_all_cut_off_leaves_nothing() -> None:
     batch = assembled(nothing, filter=True)
     assert (batch.num_sequences, batch.num_loss_tokens, batch.tokens.numel()) == (0, 0, 0)
     assert split(batch, 4, "token") == []
+    full = assembled(CUT)
+    for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs", "group_ids"):
+        assert getattr(batch, name).dtype == getattr(full, name).dtype, name
 
 
 def test_fresh_tokens_are_response_tokens_of_this_version() -> None:
@@ -198,6 +221,15 @@ def test_a_response_without_a_token_has_no_gap() -> None:
     assert math.isnan(empty.gap_max)
     assert empty.logprobs.tolist() == []
     assert other.gap_max == 0.0
+
+
+def test_groups_of_another_batch_are_not_inspected() -> None:
+    groups = [group(7, completion(0, 3, RIGHT), completion(2, 1, WRONG))]
+    batch = assembled(*groups)
+    policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
+    other = replace(groups[0], completions=groups[0].completions[:1])
+    with pytest.raises(ValueError, match="longer than"):
+        list(inspect([other], batch, policy, overlong=overlong()))
 
 
 def test_logprobs_that_do_not_cover_the_tokens_are_refused() -> None:

@@ -81,6 +81,7 @@ def test_any_two_columns_are_read_under_their_names(
     checked = checked_row(0, "file, line 1", json.loads(json.dumps(row)), columns)
     assert checked.messages == [{"role": "user", "content": question}]
     assert checked.truth == str(truth)
+    assert checked.extra["data_source"] == ""
 
 
 @settings(deadline=None)
@@ -97,13 +98,22 @@ def test_any_other_answer_is_refused_under_the_users_name(value: Any) -> None:
         checked_row(0, "file, line 1", row, MINE)
 
 
+def test_a_field_may_have_a_dot_in_its_name() -> None:
+    row = {"question": "1 + 2 =", "fields": {"answer.text": "3"}}
+    columns = Columns(prompt="question", answer="fields.answer.text")
+    assert checked_row(0, "file, line 1", row, columns).truth == "3"
+
+
 SUGGESTIONS = [
     (["question", "solution"], Columns(), "{prompt: question, answer: solution}"),
     (["Problem", "solution", "answer"], Columns(), "{prompt: Problem, answer: answer}"),
     (["prompt", "ground_truth"], Columns(), "{prompt: prompt, answer: ground_truth}"),
     (["query", "solution"], Columns(prompt="querry", answer="solution"), "{prompt: query, answer"),
-    (["a", "b"], Columns(), "{prompt: COLUMN, answer: COLUMN}"),
-]
+    (["problem", "location", "answer"], Columns(prompt="problem", answer="solution"),
+     "{prompt: problem, answer: answer}"),
+    (["question", "b"], Columns(), "{prompt: COLUMN, answer: COLUMN}, or drop the row"),
+    (["a", "answer"], Columns(), "{prompt: COLUMN, answer: COLUMN}, or drop the row"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "columns", "suggestion"), SUGGESTIONS)
@@ -116,6 +126,15 @@ def test_wrong_columns_are_refused_with_those_of_the_file_and_the_likely_pair(
     assert message.startswith("mine.parquet, column ")
     assert f"is missing; there are {', '.join(names)}; " in message
     assert f"columns: {suggestion}" in message
+
+
+@pytest.mark.parametrize(
+    ("num_names", "listed"), [(0, "none"), (12, "c0, .*, c11"), (13, r"c0, .*, c11, \.\.\.")]
+)
+def test_a_dozen_columns_are_listed(num_names: int, listed: str) -> None:
+    names = [f"c{number}" for number in range(num_names)]
+    with pytest.raises(DataError, match=f" is missing; there are {listed}; name those of "):
+        columns_read(names, Columns(), "mine.parquet")
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

@@ -154,6 +154,21 @@ def test_padded_micro_batches_are_cut_evenly() -> None:
     assert plan == [[[0], [1], [2], [3]]]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "max_tokens", "expected"),
+    [
+        ([60, 20], 1, 200, [[[0, 1]]]),  # one is enough
+        ([100, 70, 10], 2, 150, [[[1, 2]], [[0]]]),  # two rows of 70 cost more than one of 100
+        # Loads before the last are 90 + 70 and 80 + 80. Attention makes the first one larger.
+        ([90, 80, 80, 70, 40], 2, 100, [[[0], [3], []], [[1], [2], [4]]]),
+    ],
+)
+def test_padded_micro_batches_go_costliest_first_to_the_least_load(
+    lengths: list[int], num_ranks: int, max_tokens: int, expected: list[list[list[int]]]
+) -> None:
+    assert plan_microbatches(lengths, num_ranks, max_tokens=max_tokens, packed=False) == expected
+
+
 def test_a_rank_that_had_much_gets_less() -> None:
     plan = plan_microbatches([100, 90, 80, 70], 2, max_tokens=100, packed=False)
     assert plan == [[[0], [3]], [[1], [2]]]
@@ -186,7 +201,14 @@ def test_the_bound_is_exact() -> None:
         plan = plan_microbatches([3, 3, 3], 1, max_tokens=5, packed=packed)
         assert plan == [[[0], [1], [2]]], packed
     options = {"max_tokens": 15, "sequence_multiple": 4, "row_multiple": 8}
-    assert plan_microbatches([3, 3, 3], 1, **options) == [[[0, 1], [2]]]  # 4 + 4 + 4 is 16, not 12
+    assert plan_microbatches([3, 3, 3], 1, **options) == [[[0, 1], [2]]]  # 12 become 16
+    plan = plan_microbatches([3, 3, 3], 1, max_tokens=11, sequence_multiple=4)
+    assert plan == [[[0, 1], [2]]]  # 4 + 4 + 4 are more than 11
+
+
+def test_full_micro_batches_are_no_more_than_their_tokens_need() -> None:
+    (micros,) = plan_microbatches([5] * 34, 1, max_tokens=10)
+    assert len(micros) == 17
 
 
 def test_padding_is_counted_as_the_rows_are_made() -> None:
@@ -194,6 +216,7 @@ def test_padding_is_counted_as_the_rows_are_made() -> None:
     assert padded_tokens([3, 5, 1], sequence_multiple=4, row_multiple=8) == 16
     assert padded_tokens([3, 5, 1], packed=False, sequence_multiple=4, row_multiple=8) == 24
     assert padded_tokens([]) == padded_tokens([], packed=False) == 0
+    assert padded_tokens([3]) == padded_tokens([3], packed=False) == 3
 
 
 def test_a_long_sequence_weighs_more_than_its_tokens() -> None:

@@ -1,0 +1,309 @@
+"""Properties of the loss and its aggregation that single vectors do not show."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo_megatron.algo.loss import (
+    Aggregation,
+    aggregation_weights,
+    dapo_token_loss,
+    tis_weights,
+)
+from dapo_megatron.config import OverlongConfig
+from dapo_megatron.data.batch import assemble, fresh_mask
+from dapo_megatron.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    MicroTokens,
+    Prompt,
+    Segment,
+)
+from tests.helpers.losses import loss_with
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+FIELDS = tuple(MicroTokens.__dataclass_fields__)
+
+
+def random_micro(num_tokens: int, seed: int) -> tuple[torch.Tensor, MicroTokens]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+
+    old = -normal().abs()
+    micro = MicroTokens(
+        old_logprobs=old,
+        advantages=normal(),
+        weights=normal().abs(),
+        engine_logprobs=old + 0.3 * normal(),
+        mask=torch.rand(num_tokens, generator=generator) < 0.7,
+    )
+    return (old + normal()).requires_grad_(), micro
+
+
+def select(micro: MicroTokens, index: torch.Tensor) -> MicroTokens:
+    return MicroTokens(*(getattr(micro, name)[index] for name in FIELDS))
+
+
+# ------------------------------------------------------------------------ loss
+
+POISON = st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
+
+
+@settings(deadline=None)  # torch's first call is slow, the others are not
+@given(seed=st.integers(0, 10**6), poison=st.lists(POISON, min_size=5, max_size=5))
+def test_nothing_outside_the_mask_reaches_the_loss_or_its_gradient(
+    seed: int, poison: list[float]
+) -> None:
+    logp, micro = random_micro(12, seed)
+    loss = loss_with(**CLIP, tis_cap=2.0)
+
+    clean = loss(logp, micro)
+    clean.total.backward()
+    gradient, logp.grad = logp.grad, None
+
+    outside = ~micro.mask
+    values = [torch.where(outside, bad, getattr(micro, name)) for name, bad in zip(FIELDS, poison)]
+    values[FIELDS.index("mask")] = micro.mask
+    dirty_logp = torch.where(outside, poison[4], logp.detach()).requires_grad_()
+    dirty = loss(dirty_logp, MicroTokens(*values))
+    dirty.total.backward()
+
+    assert torch.equal(dirty.total, clean.total)
+    assert torch.equal(dirty_logp.grad, gradient)
+    assert not gradient[outside].any()
+    for name, value in clean.sums.items():
+        assert torch.equal(dirty.sums[name], value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_token_loss_ignores_each_argument_outside_the_mask(argument: int, bad: float) -> None:
+    values = [torch.tensor([-0.5, bad if i == argument else -0.5]) for i in range(3)]
+    values[0].requires_grad_()
+    result = dapo_token_loss(*values, torch.tensor([1.0, 0.0]), clip_low=0.2, clip_high=0.28)
+    result.total.backward()
+    assert result.per_token.tolist() == [0.5, 0.0]
+    assert values[0].grad.tolist() == [0.5, 0.0]
+
+
+def test_a_nan_under_the_mask_is_not_hidden() -> None:
+    for argument in range(3):
+        values = [torch.tensor([math.nan if i == argument else -0.5]) for i in range(3)]
+        result = dapo_token_loss(*values, torch.ones(1), **CLIP)
+        assert result.total.isnan()
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(0, 30), max_size=5))
+def test_any_split_into_microbatches_adds_up(seed: int, cuts: list[int]) -> None:
+    logp, micro = random_micro(30, seed)
+    loss = loss_with(**CLIP, tis_cap=2.0)
+    whole = loss(logp, micro)
+    (gradient,) = torch.autograd.grad(whole.total, logp)
+
+    edges = sorted([0, *cuts, 30])
+    parts = [loss(logp[a:b], select(micro, torch.arange(a, b))) for a, b in pairwise(edges)]
+    total = sum(part.total for part in parts)
+    (split_gradient,) = torch.autograd.grad(total, logp)
+    torch.testing.assert_close(total, whole.total)
+    torch.testing.assert_close(split_gradient, gradient)
+    for name, value in whole.sums.items():
+        torch.testing.assert_close(sum(part.sums[name] for part in parts), value)
+
+
+def test_an_empty_microbatch_still_has_a_backward() -> None:
+    # Every rank must enter backward, or the all-reduce of the gradients never completes.
+    for mask in (torch.zeros(0, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)):
+        logp = torch.zeros(len(mask), requires_grad=True)
+        like = torch.zeros(len(mask))
+        out = loss_with(**CLIP)(logp, MicroTokens(like, like, like, like, mask))
+        out.total.backward()
+        assert float(out.total.detach()) == 0.0
+        assert logp.grad is not None and not logp.grad.any()
+
+
+def test_clip_fractions_name_the_bound_that_gave_the_loss() -> None:
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 5.0, 1.0])
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
+    result = dapo_token_loss(ratio.log(), torch.zeros(6), advantage, torch.ones(6), **CLIP)
+    assert float(result.clip_fraction_high) == pytest.approx(1 / 6)
+    assert float(result.clip_fraction_low) == pytest.approx(1 / 6)
+    assert float(result.dual_clip_fraction) == pytest.approx(1 / 6)
+    expected = torch.tensor([-1.28, 1.5, -0.5, 0.8, 3.0, -1.0])
+    torch.testing.assert_close(result.per_token, expected)
+    without = dapo_token_loss(
+        ratio.log(), torch.zeros(6), advantage, torch.ones(6), clip_low=0.2, clip_high=0.28
+    )
+    assert float(without.per_token[4]) == pytest.approx(5.0)
+    assert float(without.dual_clip_fraction) == 0.0
+
+
+def test_of_one_token_all_or_nothing_is_clipped() -> None:
+    one = torch.ones(1)
+    result = dapo_token_loss(torch.tensor([1.5]).log(), torch.zeros(1), one / 2, one, **CLIP)
+    assert (result.clip_fraction_high, result.clip_fraction_low) == (1.0, 0.0)
+    empty = dapo_token_loss(one, one, one, torch.zeros(1), **CLIP)
+    assert empty.clip_fraction_high == empty.clip_fraction_low == empty.dual_clip_fraction == 0.0
+
+
+def test_a_loss_at_the_dual_clip_is_not_held_by_it() -> None:
+    ones = torch.ones(2)
+    result = dapo_token_loss(
+        torch.zeros(2), torch.zeros(2), -ones, ones, clip_low=0.2, clip_high=0.28, dual_clip=1.0
+    )
+    assert result.per_token.tolist() == [1.0, 1.0]
+    assert float(result.dual_clip_fraction) == 0.0
+
+
+def test_the_ratio_is_constant_beyond_its_limit() -> None:
+    logp = torch.tensor([25.0, 90.0, -90.0], requires_grad=True)
+    advantage = torch.tensor([-1.0, -1.0, 1.0])
+    result = dapo_token_loss(
+        logp, torch.zeros(3), advantage, torch.ones(3), clip_low=0.2, clip_high=0.28
+    )
+    result.total.backward()
+    expected = torch.tensor([math.exp(20), math.exp(20), -math.exp(-20)])
+    torch.testing.assert_close(result.per_token.detach(), expected)
+    assert not logp.grad.any()
+
+
+def test_shapes_of_the_loss_must_agree() -> None:
+    with pytest.raises(ValueError, match=r"old_logp \(2,\)"):
+        dapo_token_loss(torch.zeros(3), torch.zeros(2), torch.zeros(3), torch.ones(3), **CLIP)
+
+
+def test_tis_weight_multiplies_the_token_loss_and_carries_no_gradient() -> None:
+    logp, micro = random_micro(20, 1)
+    plain = loss_with(**CLIP)
+    corrected = loss_with(**CLIP, tis_cap=1.1)
+    old = micro.old_logprobs.requires_grad_()
+    weights = tis_weights(old, micro.engine_logprobs, micro.mask, cap=1.1)
+    assert not weights.requires_grad
+    assert float(weights.max()) == pytest.approx(1.1)
+    expected = plain(logp, MicroTokens(*(
+        getattr(micro, name) * weights if name == "weights" else getattr(micro, name)
+        for name in FIELDS
+    )))  # fmt: skip
+    torch.testing.assert_close(corrected(logp, micro).total, expected.total)
+
+
+def test_tis_of_a_completion_that_two_versions_sampled() -> None:
+    """Each token against the version that sampled it; the ratio is against the old policy alone.
+
+    Old policy 0.25 each. Version 1 sampled the first two tokens, at 0.5 and 0.0625: policy / engine
+    is 0.5 and 4, capped at 2. Version 2, the policy's own, the others, at 0.25 and 0.2: 1, 1.25.
+    """
+    engine = (0.5, 0.0625, 0.25, 0.2)
+    prompt = Prompt("s", 0, (10,), "4 + 3 =", "7")
+    segments = (Segment(1, 2), Segment(2, 2))
+    logprobs = tuple(map(math.log, engine))
+    mixed = Completion(0, (5, 6, 7, 8), logprobs, "7", Finish.STOP, segments, Grade(1.0, True, "7"))
+    other = replace(mixed, sample=1, grade=Grade(-1.0, False, "8"))
+    overlong = OverlongConfig(
+        max_tokens=8, buffer_tokens=4, penalty=False, filter=False, filtered_in_mean=False
+    )
+    batch = assemble([Group(0, prompt, (mixed, other))], overlong=overlong, eps=1e-6)
+    assert fresh_mask([Group(0, prompt, (mixed,))], version=2, overlong=overlong).tolist() == [
+        False, False, False, True, True
+    ]  # fmt: skip
+    response = slice(1, 5)  # of `mixed`, whose advantage is 2 ** -0.5
+    old = torch.full((4,), math.log(0.25))
+    micro = MicroTokens(
+        old_logprobs=old,
+        advantages=batch.advantages[response],
+        weights=batch.weights[response],
+        engine_logprobs=batch.engine_logprobs[response],
+        mask=batch.loss_mask[response],
+    )
+    # The policy has moved to 0.275, a ratio of 1.1 for every token, within the clip.
+    out = loss_with(**CLIP, tis_cap=2.0)(torch.full((4,), math.log(0.275)), micro)
+    assert float(out.total) == pytest.approx(-(2**-0.5) * 1.1 * (0.5 + 2 + 1 + 1.25), rel=1e-5)
+    assert float(out.sums["tis_weight"]) == pytest.approx(0.5 + 2 + 1 + 1.25)
+    assert float(out.sums["tis_capped_fraction"]) == 1.0
+    plain = loss_with(**CLIP)(torch.full((4,), math.log(0.275)), micro)
+    assert float(plain.total) == pytest.approx(-(2**-0.5) * 1.1 * 4, rel=1e-5)
+    assert not [name for name in plain.sums if name.startswith("tis")]
+
+
+def test_sums_are_over_masked_tokens_in_the_dtype_of_the_log_probs() -> None:
+    logp, micro = random_micro(20, 2)
+    mask = micro.mask
+    out = loss_with(**CLIP, tis_cap=1.1)(logp, micro)
+    assert {value.dtype for value in out.sums.values()} == {torch.float64}
+    apart = (micro.old_logprobs - logp.detach())[mask].sum()
+    torch.testing.assert_close(out.sums["approx_kl"], apart)
+    tis = tis_weights(micro.old_logprobs, micro.engine_logprobs, mask, cap=1.1)
+    assert not tis[~mask].any()
+    torch.testing.assert_close(out.sums["tis_weight"], tis.sum())
+
+
+def test_the_limit_of_the_log_ratio_reaches_the_loss() -> None:
+    zeros, ones = torch.zeros(1), torch.ones(1)
+    micro = MicroTokens(zeros, -ones, ones, zeros, ones)
+    limits = {"clip_low": 0.2, "clip_high": 0.28, "log_ratio_limit": 2.0}
+    assert float(loss_with(**limits)(5 * ones, micro).total) == pytest.approx(math.exp(2))
+
+
+def test_a_weight_at_the_cap_is_not_capped() -> None:
+    like, ones = torch.zeros(2), torch.ones(2)
+    out = loss_with(**CLIP, tis_cap=1.0)(like, MicroTokens(like, ones, ones, like, ones))
+    assert float(out.sums["tis_weight"]) == 2.0
+    assert float(out.sums["tis_capped_fraction"]) == 0.0
+
+
+# ------------------------------------------------------------------------ aggregation
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    kind=st.sampled_from(["token", "prompt", "sequence"]),
+    seed=st.integers(0, 10**6),
+)
+def test_weights_add_up_to_the_number_of_tokens_and_weigh_units_the_same(
+    lengths: list[int], kind: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(sum(lengths), generator=generator) < 0.6
+    groups = torch.randint(-3, 3, (len(lengths),), generator=generator)
+    lengths_S = torch.tensor(lengths)
+    weights = aggregation_weights(
+        kind, mask=mask, lengths=lengths_S, group_ids=groups, dtype=torch.float64
+    )
+    assert weights.dtype == torch.float64
+    assert weights.isfinite().all()
+    assert not weights[~mask].any()
+    assert float(weights.sum()) == pytest.approx(int(mask.sum()))
+    unit = {
+        "token": torch.arange(len(mask)),
+        "prompt": groups.repeat_interleave(lengths_S),
+        "sequence": torch.arange(len(lengths)).repeat_interleave(lengths_S),
+    }[kind]
+    per_unit = [float(weights[(unit == u) & mask].sum()) for u in unit[mask].unique()]
+    assert per_unit == pytest.approx([sum(per_unit) / max(len(per_unit), 1)] * len(per_unit))
+
+
+@pytest.mark.parametrize("kind", ["token", "prompt", "sequence"])
+def test_weights_are_float32_unless_asked_otherwise(kind: Aggregation) -> None:
+    two = torch.tensor([2, 3])
+    weights = aggregation_weights(kind, mask=torch.ones(5), lengths=two, group_ids=two)
+    assert weights.dtype == torch.float32
+
+
+def test_aggregation_refuses_what_does_not_fit() -> None:
+    mask, two = torch.ones(5), torch.tensor([2, 3])
+    with pytest.raises(ValueError, match="summing to 4"):
+        aggregation_weights("token", mask=mask, lengths=torch.tensor([2, 2]), group_ids=two)
+    with pytest.raises(ValueError, match="'tokens'"):
+        aggregation_weights("tokens", mask=mask, lengths=two, group_ids=two)  # type: ignore[arg-type]
