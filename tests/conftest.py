@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 
+import psutil
 import pytest
 from hypothesis import Phase, settings
 
@@ -55,21 +56,11 @@ def state_is_restored(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _processes() -> set[str]:
     """Command lines of this process's children. Those of multiprocessing serve all tests."""
-    children = [
-        int(pid)
-        for path in Path("/proc/self/task").glob("*/children")
-        for pid in path.read_text().split()
-    ]
-    lines = {_command_line(pid) for pid in children}
+    lines = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended
+            lines.add(" ".join(child.cmdline())[:200])
     return {line for line in lines if line and "multiprocessing" not in line}
-
-
-def _command_line(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:  # it has ended
-        return ""
-    return b" ".join(words).decode(errors="replace")[:200].strip()
 
 
 _OWN_VARIABLES = ("DAPO", "LOCAL_", "MASTER_", "MLFLOW_", "RANK", "SLURM_", "WORLD_SIZE")

@@ -95,21 +95,13 @@ Overlap = Annotated[Action, typer.Option(help="What to do with prompts of an eva
 Threshold = Annotated[
     float, typer.Option(min=0.1, max=1.0, help="Jaccard similarity from which two are near.")
 ]
+_columns = partial(typer.Option, metavar="{prompt: NAME, answer: NAME}", show_default=False)
 ColumnNames = Annotated[
     str | None,
-    typer.Option(
-        metavar="{prompt: NAME, answer: NAME}",
-        help="Columns of INPUT with question and answer; by default the DAPO-Math schema.",
-        show_default=False,
-    ),
+    _columns(help="Columns of INPUT with question and answer; by default the DAPO-Math schema."),
 ]
 EvaluationColumnNames = Annotated[
-    str | None,
-    typer.Option(
-        metavar="{prompt: NAME, answer: NAME}",
-        help="The same for the files of --evaluation.",
-        show_default=False,
-    ),
+    str | None, _columns(help="The same for the files of --evaluation.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUTPUT and its report.")]
 

@@ -75,9 +75,6 @@ class RunConsole:
         for line in _evaluation_lines(metrics):
             self._print(line, style="cyan")
 
-    def artifact(self, path: Path, folder: str = "") -> None:
-        """Nothing."""
-
     def finish(self, status: str) -> None:
         """Says how the run ended, unless it is a matter of course."""
         if status != "FINISHED":

@@ -21,11 +21,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
 
+from tests.helpers.configs import REPOSITORY
 from tests.helpers.warm import take_environment, warm_context
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass
@@ -126,7 +124,7 @@ def _main(
     from dapo_megatron.cluster import launch
 
     launch.subprocess = SimpleNamespace(Popen=_ForkedRank)  # type: ignore[assignment]
-    _exit_after(_run_program, words)
+    _run_and_exit(words)
 
 
 def _run_program(words: Sequence[str]) -> None:
@@ -142,11 +140,11 @@ def _run_program(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _exit_after(program: Callable[..., None], *arguments: Any) -> None:
-    """Run a program, then end this process as Python would end."""
+def _run_and_exit(words: Sequence[str]) -> None:
+    """Run what follows `python`, then end this process as Python would end."""
     code = 0
     try:
-        program(*arguments)
+        _run_program(words)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
@@ -175,7 +173,7 @@ class _ForkedRank:
         if self.pid == 0:
             take_environment(env)
             preexec_fn()
-            _exit_after(_run_program, command[1:])
+            _run_and_exit(command[1:])
 
     def poll(self) -> int | None:
         if self.returncode is None:
