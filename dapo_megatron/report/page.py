@@ -120,11 +120,9 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
     share = -(-options.completions // len(runs))
     blobs: dict[str, bytes] = {}
     views: list[View] = []
-    bodies: list[dict[str, Any]] = []
     for place, run in enumerate(runs):
         kept = rollouts(run, share, options.tickets, options.steps)
         views.append(_view(run, shown, kept))
-        bodies.append({"name": run.name})
         if kept is not None:
             blobs |= {f"{place}-{ticket}": blob for ticket, blob in kept.blobs.items()}
     looks = curves.looks(runs)
@@ -143,7 +141,7 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
             for place, view in enumerate(views)
             for one in view.timelines
         },
-        "runs": bodies,
+        "runs": [{"name": run.name} for run in runs],
     }
     return Payload(data, blobs, views, looks, shown, missing)
 
