@@ -38,6 +38,7 @@ def start(
         model__path=folder,
         policy__tensor_parallel=1,
         engine__tensor_parallel=engine_ranks,
+        engine__kv_cache_gib=0.03,
         rollout__max_prompt_tokens=PROMPT_TOKENS,
         rollout__max_response_tokens=RESPONSE_TOKENS,
         overlong__max_tokens=RESPONSE_TOKENS,
