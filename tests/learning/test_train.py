@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.commands import Running, run, started
 from tests.helpers.configs import REPOSITORY, TINY
 
-STEPS = 10
+STEPS = 7
 OVERRIDES = (
     f"train.rollout_steps={STEPS}",
     "rollout.prompts_per_step=16",
@@ -27,6 +27,7 @@ OVERRIDES = (
     "optimizer.lr=2e-4",
     "optimizer.warmup_rollout_steps=1",
     "checkpoint.every=3",
+    "tracking.timeline_every=4",
     "evaluation.every=0",
 )
 METRICS = {
@@ -133,17 +134,18 @@ def test_the_folder_is_complete(straight: Path) -> None:
     assert issued == settled + rows[-1]["groups/carried"]
     assert len(list((straight / "samples").glob("step_*.jsonl"))) == STEPS
     assert sorted(path.name for path in (straight / "checkpoints").glob("step_*")) == [
-        "step_000009",
-        "step_000010",
+        "step_000006",
+        "step_000007",
     ]
     assert (straight / "logs" / "rank_1.log").exists()
 
 
 def test_timelines_say_what_the_clock_said(straight: Path) -> None:
-    """Of the first step and each tenth: on rank 0 to the seconds of time/*, on others nearly."""
+    """Timelines of the first step and each fourth: on rank 0 they add up to time/*, on other ranks
+    nearly."""
     rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     paths = sorted((straight / "timeline").iterdir())
-    assert [path.name for path in paths] == ["step_000001.json", "step_000010.json"]
+    assert [path.name for path in paths] == ["step_000001.json", "step_000004.json"]
     for record in (json.loads(path.read_text()) for path in paths):
         row = rows[record["step"]]
         assert [rank["rank"] for rank in record["ranks"]] == [0, 1]
@@ -285,7 +287,7 @@ def test_pipeline_parallel_policy_with_two_engines_learns(directory: Path) -> No
 def test_goes_on_in_another_layout(directory: Path, straight: Path) -> None:
     """The last step again, from the checkpoint before it: by pipeline stages instead of tensor
     slices, with two engines instead of one."""
-    checkpoint = straight / "checkpoints" / "step_000009"
+    checkpoint = straight / "checkpoints" / "step_000006"
     layout = ("policy.tensor_parallel=1", "policy.pipeline_parallel=2", "tracking.mlflow=false")
     done = run(*command(directory, "moved", f"resume={checkpoint}", *layout))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -301,7 +303,7 @@ def test_goes_on_in_another_layout(directory: Path, straight: Path) -> None:
 def test_killed_and_resumed_is_as_if_never_killed(directory: Path, straight: Path) -> None:
     folder = directory / "killed"
     with started(*command(directory, "killed", "resume=auto"), new_session=True) as running:
-        wait_for_step(folder, 5, running)
+        wait_for_step(folder, 4, running)
         os.killpg(running.pid, signal.SIGKILL)
     run_id = (folder / "mlflow_run.json").read_text()
     assert not (folder / "summary.json").exists()

@@ -70,13 +70,18 @@ def check(row: dict[str, Any], precision: str) -> None:
 
 # ------------------------------------------------------------------ the proof, on two ranks
 
-FAST = [("tiny_cpu", "float64", "skewed"), ("tiny_moe", "float32", "skewed, packed")]
+FAST = [
+    ("tiny_cpu", "float64", "skewed, packed"),
+    ("tiny_cpu", "float64", "CP2, skewed, padded"),
+    ("tiny_moe", "float32", "skewed, packed"),
+]
+"""(config, precision, --only). Padded rows: test_latent.py has tensor parallelism."""
 
 
 @pytest.fixture(scope="module")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Rows, str]]:
+def fast(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, Rows, str]]:
     return {
-        config: doctor(
+        (config, only): doctor(
             tmp_path_factory.mktemp(config),
             CONFIGS[config],
             "--precision",
@@ -89,22 +94,22 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Rows,
 
 
 @pytest.mark.parametrize(
-    ("config", "precision", "case"),
+    ("config", "only", "precision", "case"),
     [
-        (config, precision, case)
+        (config, only, precision, case)
         for config, precision, only in FAST
         for case in cases(config, precision, only)
     ],
 )
 def test_a_layout_gives_the_gradient_of_one_process(
-    config: str, precision: str, case: str, fast: dict[str, tuple[int, Rows, str]]
+    config: str, only: str, precision: str, case: str, fast: Any
 ) -> None:
-    check(fast[config][1][case], precision)
+    check(fast[config, only][1][case], precision)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_the_command_says_so(config: str, fast: dict[str, tuple[int, Rows, str]]) -> None:
-    code, rows, said = fast[config]
+@pytest.mark.parametrize(("config", "only"), [(config, only) for config, _, only in FAST])
+def test_the_command_says_so(config: str, only: str, fast: Any) -> None:
+    code, rows, said = fast[config, only]
     assert code == 0
     assert f"all {len(rows)} cases agree" in said
 
@@ -131,13 +136,17 @@ MORE_FAULTS: list[tuple[str, str, Touched]] = [
 
 
 @pytest.mark.parametrize(
-    ("fault", "config", "touched"),
-    FAULTS + [pytest.param(*fault, marks=pytest.mark.long) for fault in MORE_FAULTS],
+    ("fault", "config", "only", "touched"),
+    [(fault, config, "P2, skewed, packed", touched) for fault, config, touched in FAULTS]
+    + [
+        pytest.param(fault, config, "skewed, packed", touched, marks=pytest.mark.long)
+        for fault, config, touched in FAULTS + MORE_FAULTS
+    ],
 )
 def test_a_fault_fails_the_rows_it_touches(
-    fault: str, config: str, touched: Touched, tmp_path: Path
+    fault: str, config: str, only: str, touched: Touched, tmp_path: Path
 ) -> None:
-    code, rows, said = doctor(tmp_path, CONFIGS[config], "--only", "skewed, packed", fault=fault)
+    code, rows, said = doctor(tmp_path, CONFIGS[config], "--only", only, fault=fault)
     assert code == 1, said
     wrong = {name for name, row in rows.items() if not row["ok"]}
     assert wrong == {name for name in rows if touched(name)}, said

@@ -3,11 +3,14 @@
 The first link compares with plain torch on the HF model, the second with the one-process result.
 Both compare log-probs, entropy, every gradient tensor, and loss, gradient norm and weights over
 three optimizer steps. All in float32.
+
+Every family is compared on one process and on two tensor-parallel ranks, `DEEP` in every layout. The
+rest of the matrix is marked long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,7 @@ from tests.helpers.configs import tiny_config
 from tests.helpers.losses import loss_with
 from tests.helpers.models import RANDOM_MODELS, make_random_model, per_expert
 from tests.helpers.ranks import run_ranks
+from tests.helpers.selection import selected
 
 LR = 1e-4
 LENGTHS = (5, 60, 17, 9, 33, 4, 40, 12, 3)
@@ -39,6 +43,8 @@ MODELS = {
     "qwen3_one_group": ("qwen3", {**ODD, "num_key_value_heads": 1}),
     "qwen2_one_group": ("qwen2", {"num_key_value_heads": 1}),
 }
+
+DEEP = ("qwen3_tied", "qwen3_moe")
 
 
 @dataclass
@@ -93,11 +99,11 @@ def observe(rank: int, world_size: int, folder: str, model: str, layout: Mapping
     )
 
 
-def observe_all(rank: int, world_size: int, folders: dict[str, str], layouts: Any) -> Any:
+def observe_all(rank: int, world_size: int, folders: dict[str, str], cases: Any) -> Any:
+    """Observe (model, layout) cases, by the names of both."""
     return {
-        (model, name): observe(rank, world_size, folder, model, layout)
-        for model, folder in folders.items()
-        for name, layout in layouts.items()
+        (model, layout): observe(rank, world_size, folders[model], model, LAYOUTS[layout])
+        for model, layout in cases
     }
 
 
@@ -106,6 +112,20 @@ COOL = {"one_cool": {"temperature": 0.7}}
 TWO = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "dp2_skewed": {"skewed": 1}}
 FOUR = {"tp2_pp2": {"tp": 2, "pp": 2}, "tp2_dp2": {"tp": 2}, "pp2_dp2": {"pp": 2}}
 FOUR |= {"tp4": {"tp": 4}, "tp4_sequence": {"tp": 4, "sequence": True}}  # on two key-value heads
+LAYOUTS: dict[str, dict[str, Any]] = ONE | COOL | TWO | FOUR
+
+
+def cases(layouts: Iterable[str], everywhere: str) -> list[Any]:
+    """Every model in every layout; long unless the model is of DEEP, or the layout `everywhere`."""
+    return [
+        pytest.param(
+            model,
+            layout,
+            marks=() if model in DEEP or layout == everywhere else pytest.mark.long,
+        )
+        for model in MODELS
+        for layout in layouts
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +138,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def one(folders: dict[str, str]) -> dict[tuple[str, str], Observed]:
-    return run_ranks(observe_all, 1, 1, folders, {**ONE, **COOL})[0]
+def one(
+    folders: dict[str, str], request: pytest.FixtureRequest
+) -> dict[tuple[str, str], Observed]:
+    """What one process gives: for every model in the layout "one", and what the tests look at."""
+    chosen = selected(request, "model", "layout") | {
+        (model, "one") for (model,) in selected(request, "model")
+    }
+    own = sorted((model, layout) for model, layout in chosen if layout in ONE | COOL)
+    return run_ranks(observe_all, 1, 1, folders, own)[0]
 
 
 @pytest.fixture(scope="module")
-def two(folders: dict[str, str]) -> dict[tuple[str, str], Observed]:
-    first, second = run_ranks(observe_all, 2, 2, folders, TWO)
+def two(
+    folders: dict[str, str], request: pytest.FixtureRequest
+) -> dict[tuple[str, str], Observed]:
+    """What two ranks give, in the layouts that the tests look at."""
+    own = sorted(case for case in selected(request, "model", "layout") if case[1] in TWO)
+    first, second = run_ranks(observe_all, 2, 2, folders, own)
     for key, seen in first.items():  # every rank sees the same
         assert torch.equal(seen.logprobs, second[key].logprobs)
         assert seen.losses == second[key].losses
@@ -208,16 +239,16 @@ def check_same(seen: Observed, wanted: Observed) -> None:
     assert distance(seen.moved, wanted.moved) < 2e-3  # 7.5e-4
 
 
-@pytest.mark.parametrize("layout", [{}, *COOL.values()], ids=["1.0", "0.7"])
-@pytest.mark.parametrize("model", MODELS)
-def test_hf_equals_megatron(model: str, layout: Any, folders: dict[str, str], one: Any) -> None:
-    temperature = layout.get("temperature", 1.0)
+@pytest.mark.parametrize(("model", "layout"), cases(("one", *COOL), everywhere="one"))
+def test_hf_equals_megatron(model: str, layout: str, folders: dict[str, str], one: Any) -> None:
+    temperature = LAYOUTS[layout].get("temperature", 1.0)
     wanted = hf_observed(Path(folders[model]), batch_for(model), temperature)
-    check_same(one[model, "one_cool" if layout else "one"], wanted)
+    check_same(one[model, layout], wanted)
 
 
-@pytest.mark.parametrize("layout", [name for name in (*ONE, *TWO) if name != "one"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "layout"), cases([name for name in (*ONE, *TWO) if name != "one"], everywhere="tp2")
+)
 def test_layout_gives_the_same(model: str, layout: str, one: Any, two: Any) -> None:
     check_same({**one, **two}[model, layout], one[model, "one"])
 
@@ -225,6 +256,6 @@ def test_layout_gives_the_same(model: str, layout: str, one: Any, two: Any) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["qwen3_tied", "qwen2_bias"])
 def test_four_ranks_give_the_same(model: str, folders: dict[str, str], one: Any) -> None:
-    four = run_ranks(observe_all, 4, 4, {model: folders[model]}, FOUR)[0]
+    four = run_ranks(observe_all, 4, 4, folders, [(model, layout) for layout in FOUR])[0]
     for layout in FOUR:
         check_same(four[model, layout], one[model, "one"])
