@@ -85,8 +85,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
 ODD = {"tp1": {}, "pp2_4_and_3": {"pipeline_parallel": 2, "first_stage_layers": 4}}
-EVERY_DAY = {("qwen3_moe", "tp4")}
-"""The others are marked `sync` (make test-sync)."""
+DAILY = ("qwen3_moe", "tp4", ("tp1", "tp2_pp2", "tp2_ep4"))
+"""(model, engine, policies) of the only case that is not marked `sync` (make test-sync)."""
 
 
 def policies(model: str) -> dict[str, dict[str, int]]:
@@ -102,7 +102,9 @@ def policies(model: str) -> dict[str, dict[str, int]]:
     }
 
 
-def rank_main(rank: int, folder: Path, engine: dict[str, Any], model: str) -> dict[str, Any]:
+def rank_main(
+    rank: int, folder: Path, engine: dict[str, Any], layouts: dict[str, dict[str, int]]
+) -> dict[str, Any]:
     """Each policy layout's gaps: HF to engine and HF to policy at the start, policy to engine after
     each of two updates; bytes received and the lower bound; and whether our table of what an engine
     rank holds (for forecasts) is what vLLM's loaders take."""
@@ -119,7 +121,7 @@ def rank_main(rank: int, folder: Path, engine: dict[str, Any], model: str) -> di
     config = tiny_config(model__path=folder, **cut)
     running = VllmEngine(config, rank=rank, world_size=NUM_RANKS, local_rank=rank)
     seen: dict[str, Any] = {}
-    for name, layout in policies(model).items():
+    for name, layout in layouts.items():
         keys = {f"policy__{key}": value for key, value in {"tensor_parallel": 1, **layout}.items()}
         config = tiny_config(model__path=folder, **cut, **keys)
         policy = MegatronPolicy(config, exchange, build.planner(config.policy, config.train))
@@ -181,20 +183,23 @@ def fitting(model: str) -> list[str]:
 
 
 def cases() -> list[Any]:
-    marks = {True: (), False: (pytest.mark.sync,)}
-    return [
-        pytest.param(model, engine, marks=marks[(model, engine) in EVERY_DAY])
+    whole = [
+        pytest.param(model, engine, tuple(policies(model)), marks=pytest.mark.sync)
         for model in MODELS
         for engine in ENGINES
         if engine in fitting(model)
     ]
+    return [pytest.param(*DAILY), *whole]
 
 
-@pytest.mark.parametrize(("model", "engine"), cases())
-def test_engine_equals_policy_equals_hf(model: str, engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "engine", "names"), cases())
+def test_engine_equals_policy_equals_hf(
+    model: str, engine: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
     family, overrides = MODELS[model]
     folder = make_random_model(family, tmp_path, **{"num_hidden_layers": 4, **overrides})
-    seen, *others = run_ranks(rank_main, NUM_RANKS, folder, ENGINES[engine], model)
+    layouts = {name: policies(model)[name] for name in names}
+    seen, *others = run_ranks(rank_main, NUM_RANKS, folder, ENGINES[engine], layouts)
     assert all(other.keys() == seen.keys() for other in others)
     bound = ODD_GAP if model == "llama_odd" else GAP
     for layout, figures in seen.items():

@@ -20,7 +20,9 @@ from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY
 
 RECORDED = REPOSITORY / "tests" / "browser" / "recorded_run"
-NUM_DAMAGES = 80
+NUM_DAMAGES = 20
+ALL_DAMAGES = 200
+"""With those marked long."""
 NUM_HURT = 4
 """Places in each."""
 
@@ -261,7 +263,13 @@ def hurt_file(path: Path, chance: random.Random) -> None:
     path.write_text(text, encoding="utf-8", errors="replace")
 
 
-@pytest.mark.parametrize("seed", range(NUM_DAMAGES))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(NUM_DAMAGES),
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(NUM_DAMAGES, ALL_DAMAGES)),
+    ],
+)
 def test_no_damage_stops_a_report(folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     if chance.random() < 0.5:  # with an index, groups that have moved are not looked at
