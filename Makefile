@@ -1,7 +1,7 @@
 PYTHON ?= python3
 CONFIG ?= model_configs/tiny_cpu.yaml
 ARGS   ?=
-JOBS   ?= 2
+JOBS   ?= 3
 VENV   := .venv
 READY  := $(VENV)/.ready
 GPU    := .venv-gpu
@@ -35,8 +35,10 @@ quickstart: env  ## train the tiny model on this machine; more arguments with AR
 ladder: env  ## the paper's ladder on the tiny task, six rungs and three seeds (half an hour): docs/ladder.md
 	$(VENV)/bin/python tools/lab/ladder.py $(ARGS)
 
-# The slow files come first: they are not sorted by their number of tests.
-test: env  ## the tests, without those of the next four, two files at a time (JOBS=2); more arguments with ARGS="-k name"
+# tests/conftest.py sorts the files: --no-loadscope-reorder. Tests start hundreds of processes, each
+# of which would compile this package again if it may not keep what it compiled.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+test: env  ## the tests, without those of the next four, three files at a time (JOBS=3); more arguments with ARGS="-k name"
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: env  ## only the tests marked long

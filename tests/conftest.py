@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,9 +25,32 @@ settings.register_profile(
 )
 settings.load_profile("default")
 
+TESTS = Path(__file__).parent
+_LONGEST = (
+    "learning/test_train",
+    "unit/test_mirror",
+    "unit/test_watch",
+    "parity/test_layouts",
+    "browser/test_page",
+    "browser/test_charts",
+    "browser/test_rollouts",
+    "unit/test_pool",
+    "parity/test_engine_weights",
+    "unit/test_report_damage",
+    "unit/test_hostile",
+    "parity/test_engine_sleep",
+)
+"""Files of half a minute or more, longest first."""
 
-_EXECUTOR = "asyncio_"
-"""Threads of asyncio's default executor, which Python ends at exit."""
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first, so that the processes of `make test` end together."""
+    places = {TESTS / f"{name}.py": place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(_LONGEST)))
+
+
+_EXECUTORS = ("asyncio_", "Mlflow")
+"""Threads of the executors of asyncio and MLflow's client, which Python ends at exit."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +62,7 @@ def processes_end(request: pytest.FixtureRequest) -> Iterator[None]:
     threads = [
         thread.name
         for thread in set(threading.enumerate()) - before[1]
-        if thread.is_alive() and not thread.daemon and not thread.name.startswith(_EXECUTOR)
+        if thread.is_alive() and not thread.daemon and not thread.name.startswith(_EXECUTORS)
     ]
     assert not processes, f"{request.node.name}: its tests leave processes running: {processes}"
     assert not threads, f"{request.node.name}: its tests leave threads running: {threads}"
