@@ -4,8 +4,8 @@ The first link compares with plain torch on the HF model, the second with the on
 Both compare log-probs, entropy, every gradient tensor, and loss, gradient norm and weights over
 three optimizer steps. All in float32.
 
-Every family is compared on one process and on two tensor-parallel ranks, `DEEP` in every layout. The
-rest of the matrix is marked long.
+Every family is compared on one process and on two tensor-parallel ranks, the families of DEEP in
+every layout. The rest of the matrix is marked long.
 """
 
 from __future__ import annotations
@@ -138,9 +138,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def one(
-    folders: dict[str, str], request: pytest.FixtureRequest
-) -> dict[tuple[str, str], Observed]:
+def one(folders: dict[str, str], request: pytest.FixtureRequest) -> dict[tuple[str, str], Observed]:
     """What one process gives: for every model in the layout "one", and what the tests look at."""
     chosen = selected(request, "model", "layout") | {
         (model, "one") for (model,) in selected(request, "model")
@@ -150,9 +148,7 @@ def one(
 
 
 @pytest.fixture(scope="module")
-def two(
-    folders: dict[str, str], request: pytest.FixtureRequest
-) -> dict[tuple[str, str], Observed]:
+def two(folders: dict[str, str], request: pytest.FixtureRequest) -> dict[tuple[str, str], Observed]:
     """What two ranks give, in the layouts that the tests look at."""
     own = sorted(case for case in selected(request, "model", "layout") if case[1] in TWO)
     first, second = run_ranks(observe_all, 2, 2, folders, own)
