@@ -13,6 +13,9 @@ import psutil
 import pytest
 from hypothesis import Phase, settings
 
+# Three test processes on two cores: threads would only wait for each other. Torch reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A busy machine is no failure.
 settings.register_profile("default", deadline=None)
 # The same examples for every mutant, and no search for the smallest that fails.
