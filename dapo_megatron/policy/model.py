@@ -142,6 +142,9 @@ def _experts(arch: Architecture, config: PolicyConfig, fused: bool) -> dict[str,
         "moe_router_topk": arch.experts_per_token,
         "moe_ffn_hidden_size": arch.moe_intermediate_size,
         "moe_grouped_gemm": fused,
+        # Transformer Engine adds up a token's experts in float32 and in a fixed order. Megatron's
+        # own kernel uses atomics in bfloat16, and log-probs differ from one pass to the next.
+        "moe_permute_fusion": fused,
         "expert_model_parallel_size": config.expert_parallel,
         "expert_tensor_parallel_size": 1,
         # Routing and its balance are ours: policy/moe.py.

@@ -91,7 +91,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny_moe": _QWEN3 | _TINY | _EXPERTS | {"moe_intermediate_size": 48},
 }
 # Parts of the 4B model, for GPUs that do not hold a step of it: the same matmuls, fewer of them.
-SHAPES |= {f"4b_{count}_layers": SHAPES["4b"] | {"num_hidden_layers": count} for count in (9, 18)}
+LAYERS_OF_4B = (36, 30, 24, 18, 12, 9, 6)
+SHAPES |= {
+    f"4b_{count}_layers": SHAPES["4b"] | {"num_hidden_layers": count} for count in LAYERS_OF_4B
+}
 INIT_STD = 0.02
 
 
@@ -114,6 +117,14 @@ def model_folder(name: str, workspace: Path) -> Path:
     save_file(_random_weights(hf), folder / "model.safetensors", {"format": "pt"})
     # Last: a folder with it is whole.
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    return folder
+
+
+def config_folder(name: str, workspace: Path) -> Path:
+    """Write only the config.json of a shape, which is all that `plan` reads. Return its folder."""
+    folder = workspace / "configs" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
     return folder
 
 
