@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,10 @@ SHAPES |= {
     f"4b_{count}_layers": SHAPES["4b"] | {"num_hidden_layers": count} for count in LAYERS_OF_4B
 }
 INIT_STD = 0.02
+LOGIT_STD = 5.0
+"""Standard deviation of logits of the models NAME_sharp. Their largest logits are about 25, as in a
+trained model. Logits of plain random weights are about 0.6, too small for roundings to show."""
+SHAPES |= {f"{name}_sharp": SHAPES[name] for name in ("0.6b", "4b", "tiny")}
 
 
 def model_folder(name: str, workspace: Path) -> Path:
@@ -114,7 +119,11 @@ def model_folder(name: str, workspace: Path) -> Path:
         "torch_dtype": "bfloat16",
     }
     tokenizer.save_pretrained(folder)
-    save_file(_random_weights(hf), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        _random_weights(hf, is_sharp=name.endswith("_sharp")),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     # Last: a folder with it is whole.
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     return folder
@@ -128,8 +137,9 @@ def config_folder(name: str, workspace: Path) -> Path:
     return folder
 
 
-def _random_weights(hf: dict[str, Any]) -> dict[str, Tensor]:
-    """Norms about 1, all else about 0."""
+def _random_weights(hf: dict[str, Any], *, is_sharp: bool) -> dict[str, Tensor]:
+    """Make norms of about 1 and other weights of about 0. The last norm sets the size of the logits
+    if `is_sharp`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     weights = {}
@@ -137,5 +147,7 @@ def _random_weights(hf: dict[str, Any]) -> dict[str, Tensor]:
         values = torch.empty(shape, device=device).normal_(std=INIT_STD, generator=generator)
         if name.endswith("norm.weight"):
             values += 1.0
+        if is_sharp and name == "model.norm.weight":
+            values *= LOGIT_STD / (INIT_STD * math.sqrt(hf["hidden_size"]))
         weights[name] = values.bfloat16().cpu()
     return weights
