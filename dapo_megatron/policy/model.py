@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import Architecture, Place, Rope
-from dapo_megatron.policy import fp8
+from dapo_megatron.policy import activation, fp8
 from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.specs import block_spec
@@ -57,10 +57,10 @@ def destroy_parallel() -> None:
 
 
 def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerConfig:
-    """Megatron's description of the model.
+    """Describe the model to Megatron.
 
-    Fused activations stay off, and fused rope by default: with them, spikes of log-probs are on
-    record (NVIDIA-NeMo/RL issue 1801)."""
+    Fused rope is off by default: spikes of log-probs with it are on record (NVIDIA-NeMo/RL issue
+    1801). The "fused" activation is that of policy/activation.py."""
     dtype = torch_dtype(config.precision)
     fused = kernels(config, arch) == "transformer_engine"
     make = MLATransformerConfig if arch.latent else TransformerConfig
@@ -105,7 +105,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         embedding_init_method=_leave_unset,
         use_cpu_initialization=not has_cuda(),
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,
         bias_dropout_fusion=False,
         apply_rope_fusion=fused and config.fused_rope,
         # Where Transformer Engine has it, `_accumulate_in_place` turns it on.
@@ -204,6 +204,7 @@ def build_model(
     """This rank's chunks of the model (one, but for interleaved pipelines), weights unset.
 
     `where`: the meta device, to look at names and shapes alone; None for the policy's own."""
+    activation.use_in_megatron()
     with warnings.catch_warnings():
         # About the default of a setting that nobody here has set.
         warnings.filterwarnings("ignore", message="full scope is deprecated")

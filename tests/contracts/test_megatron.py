@@ -41,6 +41,10 @@ NAMES = {
     f"{C}utils:local_multi_tensor_applier": "policy/device.py",
     f"{C}utils:local_multi_tensor_l2_norm": "policy/device.py",
     f"{C}utils:local_multi_tensor_scale": "policy/device.py",
+    f"{C}transformer.mlp:bias_swiglu_impl": "policy/activation.py",
+    f"{C}transformer.mlp:weighted_bias_swiglu_impl": "policy/activation.py",
+    f"{C}transformer.moe.experts:weighted_bias_swiglu_impl": "policy/activation.py",
+    f"{C}transformer.moe.shared_experts:bias_swiglu_impl": "policy/activation.py",
     # Replaced for good.
     LATENT + "Linear": "policy/attention.py",
     LATENT + "HAVE_TE": "policy/attention.py",
