@@ -97,7 +97,6 @@ def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
 def test_a_run_that_recorded_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is nothing else"):
         Replay(tmp_path).collect(0, lambda _: None)
-    assert "step_000001.jsonl to step_000002.jsonl" in str(caught.value)
 
 
 def test_a_step_without_trained_groups_is_named(tmp_path: Path) -> None:
