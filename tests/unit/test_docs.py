@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dapo_megatron.__main__ import __file__ as main_file
+from dapo_megatron.config import Columns
 from dapo_megatron.config.file import load_config
-from dapo_megatron.data.columns import Columns
-from dapo_megatron.data.rows import parse_row
+from dapo_megatron.data.rows import checked_row
 from dapo_megatron.rewards.registry import resolve
 from dapo_megatron.run.build import loss_function
 from dapo_megatron.types import MicroTokens
@@ -165,7 +165,7 @@ def test_the_readmes_own_model_and_data(tmp_path: Path, monkeypatch: pytest.Monk
     assert source.grader == "my_grader:grade"
 
     [text] = re.findall(r"`(\{.*?\})`", read(README))
-    row = parse_row(row_of(text), config.data.columns, 0, "mine.jsonl", "mine")
+    row = checked_row(0, "mine.jsonl", row_of(text), config.data.columns)
     assert row.truth == "42"
 
     [code] = blocks(README, "python")
@@ -177,7 +177,7 @@ def test_the_readmes_own_model_and_data(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_grader_of_extending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [text] = blocks(EXTENDING, "json")
-    row = parse_row(row_of(text), Columns(prompt="q", answer="a"), 0, "mine.jsonl", "mine")
+    row = checked_row(0, "mine.jsonl", row_of(text), Columns(prompt="q", answer="a"))
     _, code = blocks(EXTENDING, "python")
     write_module(tmp_path, monkeypatch, code, "extending_grader")
     grade = resolve("extending_grader:grade")
