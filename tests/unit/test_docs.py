@@ -27,6 +27,7 @@ RECORDS = {"CHANGELOG.md", "decisions.md", "results.md"}
 """Pages about the past: they may name what is gone."""
 LIVING = [page for page in PAGES if page.name not in RECORDS]
 GENERATED = {"compatibility.md"}
+GENERATED_PART = "<!-- tools/lab/ladder.py writes what follows -->"
 README = REPOSITORY / "README.md"
 EXTENDING = REPOSITORY / "docs" / "extending.md"
 MADE_BY_USERS = ("model_configs/x.yaml", "tools/preparing/", "slurm_logs/")
@@ -48,7 +49,8 @@ def blocks(page: Path, language: str) -> list[str]:
 def prose(page: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines outside of code blocks."""
     is_code = False
-    for number, line in enumerate(read(page).splitlines(), 1):
+    written_by_hand, _, _ = read(page).partition(GENERATED_PART)
+    for number, line in enumerate(written_by_hand.splitlines(), 1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
         elif not is_code:
