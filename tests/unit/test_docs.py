@@ -241,9 +241,12 @@ def test_the_loss_of_extending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("diff", blocks(EXTENDING, "diff"), ids=lambda diff: diff.splitlines()[1])
 def test_diffs_of_extending_fit_the_code(diff: str) -> None:
     header, target, *lines = diff.splitlines()
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
     if header == "--- /dev/null":
         assert not (REPOSITORY / target.removeprefix("+++ b/")).exists()
+        exec(after, {})
         return
     source = read(REPOSITORY / header.removeprefix("--- a/"))
-    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
     assert before in source
+    compile(source.replace(before, after), target, "exec")
