@@ -58,8 +58,8 @@ class Fate(StrEnum):
     ABSTAINED = "abstained"
     """A completion could not be graded: its grader hung, died or raised."""
     EXPIRED = "expired"
-    """The group waited for more than rollout.max_age versions after it finished, or the step did
-    not need it (rollout.on_policy)."""
+    """The group finished, but its oldest token is more than rollout.max_age versions old, or the
+    step did not need the group (rollout.on_policy)."""
 
 
 class Finish(StrEnum):
@@ -113,9 +113,10 @@ class Completion:
     """One sampled answer.
 
     `tokens` holds only the response, including its end-of-sequence token. `logprobs` are the
-    engine's log-probs of these tokens, after temperature and before top-p. `segments` lists, in
-    token order, which weight version sampled how many tokens. `grade` is None until the completion
-    is graded. It stays None if the grader hung, died or raised; the group then abstains.
+    engine's log-probs of these tokens under the sampling distribution, temperature included.
+    `segments` lists, in token order, which weight version sampled how many tokens. `grade` is None
+    until the completion is graded. It stays None if the grader hung, died or raised; the group then
+    abstains.
 
     Example: `Completion(sample=3, tokens=(9, 2), logprobs=(-.1, -.7), text="7",
     finish=Finish.STOP, segments=(Segment(12, 2),), grade=Grade(1.0, True, "7"))`.
