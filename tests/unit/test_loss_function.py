@@ -79,7 +79,7 @@ def returned(arguments: str) -> str:
             "def loss(logprobs, tokens, **numbers): return logprobs.sum()",
             "it must return a dapo_megatron.types.LossOutput",
         ),
-        (returned("logprobs.detach().sum(), {}"), "must carry a gradient"),
+        (returned("logprobs.detach().sum(), {}"), "must require a gradient"),
         (returned("logprobs, {}"), "total is"),
         (returned("logprobs.sum().reshape(1), {}"), "total is"),
         (returned("1.0, {}"), "total is 1.0, not a finite scalar tensor"),
