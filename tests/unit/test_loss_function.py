@@ -87,7 +87,7 @@ def returned(arguments: str) -> str:
         (returned("logprobs.sum(), None"), "it must return a dapo_megatron.types.LossOutput"),
         (returned("logprobs.sum(), {'x': 1.0}"), "x is 1.0"),
         (returned("logprobs.sum(), {'x': logprobs.detach()}"), "x is"),
-        (returned("logprobs.sum(), {'x': logprobs.sum()}"), "its x: total must carry"),
+        (returned("logprobs.sum(), {'x': logprobs.sum()}"), "its x: total must require"),
         (returned("logprobs.sum(), {'loss': logprobs.detach().sum()}"), "sums: loss would hide"),
         (returned("logprobs.sum(), {'total': logprobs.detach().sum()}"), "sums: total would hide"),
         ("loss = 1", "has no function 'loss'"),
