@@ -46,8 +46,7 @@ def train(
             save(config, parts, progress, open_step, started)()
             parts.checkpoints.wait()
         raise type(error)(
-            f"{error}. A checkpoint was saved after step {progress.step}. "
-            "To continue from it, start again with resume=auto"
+            f"{error}. Saved after step {progress.step}; to continue, start with resume=auto"
         ) from error
     except DapoError:
         with suppress(DapoError):

@@ -19,7 +19,8 @@ from dapo_megatron.model import Architecture
 
 
 def data_parallel(policy: PolicyConfig, world_size: int) -> int:
-    """Return the data-parallel size of `world_size` processes, without context parallelism."""
+    """Return the data-parallel size: the number of model copies that `world_size` processes hold.
+    Context-parallel ranks share a copy."""
     return world_size // _model_ranks(policy)
 
 

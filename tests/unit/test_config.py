@@ -392,7 +392,7 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
         (["rollout.max_age=8"], "rollout.max_age: 8 must be more than rollout.max_overtake = 8"),
         (["rollout.max_age=1", "rollout.max_overtake=0"], None),
         (["rollout.max_prompts_per_step=31"], "rollout.max_prompts_per_step: 31 must be at least"),
-        (["overlong.filtered_in_mean=true"], "overlong.filtered_in_mean: true without overlong.fi"),
+        (["overlong.filtered_in_mean=true"], "overlong.filtered_in_mean: true has no effect wi"),
         (["overlong.max_tokens=17"], "overlong.max_tokens: 17 is more than rollout.max_response"),
         (["train.updates_per_step=5"], "train.updates_per_step: 5 does not divide the 512 seq"),
         (["rollout.prompts_per_step=31"], None),  # 31 x 16 is divisible by 4
