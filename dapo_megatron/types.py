@@ -63,8 +63,8 @@ class Fate(StrEnum):
 
 
 class Finish(StrEnum):
-    """Why a completion ended: an end-of-sequence token (STOP) or the length limit (LENGTH). An
-    UNFINISHED completion was interrupted by the end of a step and continues in the next one."""
+    """Why a completion ended: an end-of-sequence token (STOP) or the length limit (LENGTH).
+    UNFINISHED ones were interrupted by the end of a step and continue in the next."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -171,8 +171,7 @@ class Collected:
     ended: list[tuple[Group, Fate]]
     """Groups that ended in this step, sorted by ticket. Each ticket ends once in a run."""
     decided: list[Group]
-    """Groups whose last completion was graded in this step, before any filtering. Statistics of the
-    policy's behaviour use these."""
+    """Groups whose last completion was graded in this step, before filtering, for statistics."""
     version: int
     counts: dict[str, int]
     """The ledger's counts of this step."""
@@ -238,11 +237,9 @@ class MicroTokens:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss of one micro-batch: a sum over its masked tokens, never a mean.
-
-    `sums` are statistics, each a scalar sum over the same tokens. The caller divides `total` and
-    `sums` by the mini-batch's number of loss tokens to get token means.
-    """
+    """The loss of one micro-batch: a sum over its masked tokens, never a mean. `sums` are
+    statistics, scalar sums over the same tokens. The caller divides both by the mini-batch's number
+    of loss tokens to get token means."""
 
     total: Tensor
     sums: Mapping[str, Tensor]
@@ -396,8 +393,7 @@ class SyncReport:
     version: int
     num_tensors: int
     num_bytes: int
-    """Bytes received by the rank that received most. Data that a rank already holds is not
-    counted."""
+    """Bytes received by the rank that received most, without data that it already holds."""
     seconds: float
     """Seconds to transfer and load the weights."""
     verify_seconds: float

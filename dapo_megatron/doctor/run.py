@@ -97,8 +97,8 @@ def _hang(folder: Path, attempt: str) -> str:
 
 
 def _suspects(pulses: Sequence[Pulse | None], newest: Pulse) -> list[Suspect]:
-    """Find the ranks that are missing or behind, like heartbeat.suspects, but for ranks that may
-    still run."""
+    """Find the ranks that are missing or behind. Unlike heartbeat.suspects, this also works while
+    ranks are running."""
     if newest.state is State.HUNG:
         return heartbeat.suspects(pulses, newest.attempt)
     running = []

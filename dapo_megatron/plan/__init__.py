@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One item of a memory estimate. `how` tells the user where the number comes from."""
+    """One item of a memory estimate. `how` explains to the user where the number comes from."""
 
     name: str
     num_bytes: int

@@ -142,7 +142,7 @@ class MemoryEstimate:
                 yield (
                     f"{phase} leaves {free / GIB:.1f} of {room / GIB:g} GiB free, less than "
                     f"{GPU_MARGIN:.0%}. Fragmentation needs some of it, and a GPU has less memory "
-                    "than its name says (an H100 of 80 GB: 79.1 to 79.6 GiB)"
+                    "than its nominal size (an H100 of 80 GB: 79.1 to 79.6 GiB)"
                 )
 
 

@@ -19,8 +19,8 @@ from dapo_megatron.model import Architecture
 
 
 def data_parallel(policy: PolicyConfig, world_size: int) -> int:
-    """Return the data-parallel size: the number of model copies that `world_size` processes hold.
-    Context-parallel ranks share a copy."""
+    """Return the number of model copies on `world_size` processes (context-parallel ranks share
+    one)."""
     return world_size // _model_ranks(policy)
 
 
@@ -38,23 +38,19 @@ def sequence_multiple(policy: PolicyConfig) -> int:
 
 
 def row_multiple(policy: PolicyConfig) -> int:
-    """Return the number of tokens to a multiple of which a whole row is padded.
-
-    A row is split over the context-parallel ranks and, with `sequence_parallel`, further over the
-    tensor-parallel ranks. The share of each rank must have a size that FP8 supports.
-    """
+    """Return the number of tokens to a multiple of which a whole row is padded. A row is split over
+    the context-parallel ranks and, with `sequence_parallel`, also over the tensor-parallel ranks.
+    The share of each rank must have a size that FP8 supports."""
     by_tokens = policy.tensor_parallel if policy.sequence_parallel else 1
     ranks = policy.context_parallel * by_tokens
     return lcm(sequence_multiple(policy), ranks * _fp8_multiple(policy, by_tokens))
 
 
 def _fp8_multiple(policy: PolicyConfig, by_tokens: int) -> int:
-    """Return the number of tokens of which a rank's share must be a multiple; 1 without FP8.
-
-    FP8 matmuls need multiples of 16 (Transformer Engine, get_align_size_for_quantization). Scales
-    of blocks of 128 tokens can be all-gathered over tensor-parallel ranks only if each rank has
-    whole blocks; otherwise they are computed again (Float8BlockQuantizer).
-    """
+    """Return the number of tokens of which a rank's share must be a multiple; 1 without FP8. FP8
+    matmuls need 16 (Transformer Engine, get_align_size_for_quantization). Scales of blocks of 128
+    tokens can be all-gathered over tensor-parallel ranks only if each rank has whole blocks;
+    otherwise they are computed again (Float8BlockQuantizer)."""
     if policy.fp8 is None:
         return 1
     return 128 if policy.fp8.recipe == "blockwise" and by_tokens > 1 else 16
@@ -80,10 +76,8 @@ def stage_layers(policy: PolicyConfig, num_layers: int) -> list[list[range]]:
 
 
 def describe(policy: PolicyConfig, world_size: int) -> str:
-    """Format a layout: `tensor 2 (sequence) x pipeline 2 x data 4, expert 2, bfloat16`.
-
-    Sizes of 1 are left out, except the data-parallel one.
-    """
+    """Format a layout: `tensor 2 (sequence) x pipeline 2 x data 4, expert 2, bfloat16`. Sizes of 1
+    are left out, except the data-parallel one."""
     notes = {
         "x{} interleaved": policy.virtual_pipeline_parallel,
         "{} layers first": policy.first_stage_layers,

@@ -122,4 +122,4 @@ def test_a_small_host_is_refused_by_setting(model: str) -> None:
 def test_little_room_is_warned_of(model: str) -> None:
     ran = plan(CONFIG, model, "--gpu-memory-gib", "73")
     assert ran.returncode == 0, ran.stderr
-    assert "warning: " in ran.stdout and "under 5%" in ran.stdout
+    assert "warning: " in ran.stdout and "less than 5%" in ran.stdout
