@@ -148,6 +148,6 @@ def _failures(row: Row) -> str:
     """Return the differences of a failed row that are too large, and the tensor at fault."""
     if row.ok:
         return ""
-    figures = [f"{name} {getattr(row.differences, name):.1e}" for name in row.failures]
+    failures = [f"{name} {getattr(row.differences, name):.1e}" for name in row.failures]
     tensor = f" in {row.differences.tensor}" if "gradient" in row.failures else ""
-    return f"  {', '.join(figures)}{tensor}"
+    return f"  {', '.join(failures)}{tensor}"
