@@ -51,7 +51,7 @@ class Stop:
         self.signal: str | None = None
         """Name of the signal that asked for a stop."""
         self._check_owner = check_owner
-        self._owner_checked = time.monotonic()
+        self._owner_checked = self._checked = time.monotonic()
         self._seconds = seconds
         self._at = 0.0
         self._has_state = False
@@ -73,15 +73,23 @@ class Stop:
         longer than a signal allows, and does not make it a run that hung."""
         self._is_saved.set()
 
-    def check(self, exchange: Exchange) -> None:
-        """Raises Stopped on all ranks if any of them was asked to, Fenced if the run is another
-        attempt's. Collective."""
+    def check(self, exchange: Exchange) -> float:
+        """Return the seconds since the previous check, the same on all ranks. Collective.
+
+        Raises Stopped on all ranks if any rank got a signal, Fenced if another attempt has taken
+        the run.
+        """
         fenced = ErrorRecord.of(self._fenced()) if exchange.rank == 0 else None
-        told = exchange.all_gather((self.signal, fenced), tuple[str | None, ErrorRecord | None])
-        if record := told[0][1]:
+        seconds = time.monotonic() - self._checked
+        answers = exchange.all_gather(
+            (self.signal, fenced, seconds), tuple[str | None, ErrorRecord | None, float]
+        )
+        self._checked = time.monotonic()
+        if record := answers[0][1]:
             raise record.error()
-        if name := next((name for name, _ in told if name), None):
+        if name := next((name for name, _, _ in answers if name), None):
             raise Stopped(f"stopped by {name}")
+        return max(seconds for _, _, seconds in answers)
 
     def _fenced(self) -> Fenced | None:
         if time.monotonic() - self._owner_checked > OWNER_SECONDS:

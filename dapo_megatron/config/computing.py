@@ -108,6 +108,12 @@ class EngineConfig(Section):
     loss.tis_cap and choose a higher sync.max_gap."""
     sleep: bool = True
     """Free the GPU memory of the engine's weights and KV cache while the policy trains."""
+    async_scheduling: bool | None = None
+    """Schedule the next engine step while the GPU computes the current one. null: vLLM's default
+    (on a GPU true). Set false to find the cause of wrong tokens."""
+    model_runner: Literal["auto", "v1", "v2"] = "auto"
+    """vLLM's model runner. auto: vLLM's default (on a GPU v2). Set v1 to find the cause of wrong
+    tokens or log-probs."""
 
 
 class OptimizerConfig(Section):

@@ -185,20 +185,37 @@ def _try_loss(function: Callable[..., Any]) -> None:
             )
 
 
-def stoppable(loss: LossFn, policy: PolicyConfig, stop: Callable[[], None]) -> LossFn:
-    """Return `loss` with a stop check at each micro-batch, which abandons the mini-batch.
+STOP_CHECK_SECONDS = 10.0
+"""Approximate time between two stop checks within a mini-batch."""
 
-    The check is collective; it works because all ranks have the same number of micro-batches. With
-    pipeline parallelism `loss` is returned unchanged, because only the last stage computes it.
+
+class StoppableLoss:
+    """A loss that also checks, about every STOP_CHECK_SECONDS, whether the run must stop.
+
+    A stop abandons the mini-batch. `check` is collective; at every micro-batch it would make all
+    ranks wait for the slowest. It is therefore called at every n-th micro-batch, where n is
+    computed from the seconds since the previous check. `check` returns the same seconds on all
+    ranks, and all ranks have the same number of micro-batches, so they call it together.
     """
-    if policy.pipeline_parallel > 1:
-        return loss
 
-    def with_stop(logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
-        stop()
-        return loss(logprobs, tokens)
+    def __init__(self, loss: LossFn, check: Callable[[], float]) -> None:
+        self._loss, self._check = loss, check
+        self._interval = self._left = 1
 
-    return with_stop
+    def __call__(self, logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
+        """Compute the loss. Raises Stopped."""
+        self._left -= 1
+        if self._left == 0:
+            per_call = self._check() / self._interval
+            fitting = int(STOP_CHECK_SECONDS / max(per_call, 1e-6))
+            self._left = self._interval = min(max(fitting, 1), 2 * self._interval)
+        return self._loss(logprobs, tokens)
+
+
+def stoppable(loss: LossFn, policy: PolicyConfig, check: Callable[[], float]) -> LossFn:
+    """Return `loss` with stop checks. With pipeline parallelism `loss` is returned unchanged,
+    because only the last stage computes it."""
+    return loss if policy.pipeline_parallel > 1 else StoppableLoss(loss, check)
 
 
 def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
@@ -276,7 +293,7 @@ def build_parts(
     *,
     recorder: RunRecorder | SilentRecorder,
     instruments: Instruments,
-    check_stop: Callable[[], None],
+    check_stop: Callable[[], float],
 ) -> Parts:
     """Build the loop's parts. `check_stop` raises Stopped on all ranks if any of them received a
     signal."""
@@ -316,7 +333,7 @@ def build_replay(
     *,
     recorder: RunRecorder | SilentRecorder,
     instruments: Instruments,
-    check_stop: Callable[[], None],
+    check_stop: Callable[[], float],
 ) -> Parts:
     """Build the loop's parts for training on the rollouts recorded in the run folder `recorded`.
     This needs a policy but no engine and no graders. Collective."""
