@@ -43,10 +43,12 @@ Overrides = Annotated[
 Overlays = Annotated[
     list[Path] | None,
     typer.Option(
-        "--overlay", metavar="FILE", help="A YAML of some keys, laid over CONFIG; repeatable."
+        "--overlay", metavar="FILE", help="A YAML of some keys, merged into CONFIG; repeatable."
     ),
 ]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")]
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.")
+]
 
 
 class Precision(StrEnum):
@@ -66,11 +68,11 @@ def train(
         Path | None,
         typer.Option(
             metavar="RUN_FOLDER",
-            help="Train on the rollouts that this run recorded, without an engine.",
+            help="Train on the recorded rollouts of another run, without an engine.",
         ),
     ] = None,
 ) -> None:
-    """Train. Outside a launcher, starts its own ranks; under torchrun, joins."""
+    """Train. Starts its own ranks, unless a launcher (torchrun, srun) has started them."""
     checked = _load(config, overrides, overlay, has_engine=replay is None)
     if replay is not None:
         check_recorded(replay, checked.folder)
@@ -87,24 +89,24 @@ def evaluate(
     overlay: Overlays = None,
     json_file: JsonPath = None,
 ) -> None:
-    """Evaluate the model, or with checkpoint=PATH the weights of a checkpoint."""
+    """Evaluate the model. With checkpoint=PATH, evaluate the weights of that checkpoint."""
     overrides = overrides or []
-    chosen = [text for text in overrides if text.startswith("checkpoint=")]
-    checked = _load(config, [text for text in overrides if text not in chosen], overlay)
+    checkpoints = [text for text in overrides if text.startswith("checkpoint=")]
+    checked = _load(config, [text for text in overrides if text not in checkpoints], overlay)
     if not checked.evaluation.sets:
-        raise ConfigError("evaluation.sets: empty; there is nothing to evaluate on")
-    checkpoint = chosen[-1].partition("=")[2] if chosen else None
+        raise ConfigError("evaluation.sets: empty; add a data set to evaluate on")
+    checkpoint = checkpoints[-1].partition("=")[2] if checkpoints else None
     if checkpoint is not None and not (Path(checkpoint) / "config.json").exists():
         raise ConfigError(f"checkpoint: {checkpoint} is not a checkpoint (no config.json)")
     _on_ranks(checked.run.processes)
     from dapo_megatron.run import session
     from dapo_megatron.tracking.console import print_evaluation
 
-    figures = session.evaluate(checked, checkpoint)
-    if figures is not None:
-        print_evaluation(figures)
+    metrics = session.evaluate(checked, checkpoint)
+    if metrics is not None:
+        print_evaluation(metrics)
         if json_file is not None:
-            json_file.write_text(json.dumps(figures), encoding="utf-8")
+            json_file.write_text(json.dumps(metrics), encoding="utf-8")
 
 
 @app.command()
@@ -115,20 +117,24 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1)] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
     gpu_memory_gib: Annotated[float, typer.Option(min=1.0)] = 80.0,
-    host_memory_gib: Annotated[float, typer.Option(min=1.0, help="Of a node.")] = 1024.0,
+    host_memory_gib: Annotated[
+        float, typer.Option(min=1.0, help="Host memory of a node in GiB.")
+    ] = 1024.0,
     gpu: Annotated[
-        str, typer.Option(help="For the seconds: H100, H200, H800, H20, A100, A800.")
+        str,
+        typer.Option(help="GPU of the time forecast: H100, H200, H800, H20, A100 or A800."),
     ] = "H100",
     mfu: Annotated[
         float,
-        typer.Option(min=0.01, max=1.0, help="Share of the GPU's peak that training reaches."),
+        typer.Option(min=0.01, max=1.0, help="Model FLOPs utilization of training."),
     ] = 0.4,
     response_tokens: Annotated[
-        float | None, typer.Option(min=1.0, help="On the mean; by default 0.15 of the limit.")
+        float | None,
+        typer.Option(min=1.0, help="Mean tokens of a response. Default: 0.15 of the limit."),
     ] = None,
     json_file: JsonPath = None,
 ) -> None:
-    """Forecast memory of GPUs, host and disk, and seconds per step; needs no GPU."""
+    """Forecast GPU memory, host memory, disk space and seconds per step. Needs no GPU."""
     from dapo_megatron.plan import forecast
     from dapo_megatron.plan.estimate import NodeSpec
     from dapo_megatron.plan.speed import Assumptions
@@ -146,14 +152,17 @@ def track(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="runs/<name>")],
     wait_seconds: Annotated[float, typer.Option(min=0.0)] = 300.0,
 ) -> None:
-    """Send MLflow what it lacks of a run."""
+    """Send the missing data of a run to MLflow."""
     from dapo_megatron.tracking.mirror_state import LOG
     from dapo_megatron.tracking.mlflow_tracker import deliver, why_waiting
 
     if not deliver(run_folder, wait_seconds):
-        print(f"MLflow lacks some of it: {why_waiting(run_folder)}. More in {run_folder / LOG}")
+        print(
+            f"MLflow does not have all data of the run: {why_waiting(run_folder)}. "
+            f"See {run_folder / LOG}"
+        )
         raise typer.Exit(1)
-    print("MLflow has everything")
+    print("MLflow has all data of the run")
 
 
 @app.command()
@@ -161,26 +170,26 @@ def report(
     run_folders: Annotated[list[Path], typer.Argument(metavar="RUN_FOLDER...", help="runs/<name>")],
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="By default report.html in the first folder."),
+        typer.Option(metavar="FILE", help="Default: report.html in the first folder."),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Write it again while the run goes on, until its end.")
+        bool, typer.Option("--watch", help="Update the report until the run ends.")
     ] = False,
     every: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="How often --watch looks.")
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Interval of --watch.")
     ] = 30.0,
     completions: Annotated[
         int,
-        typer.Option(min=0, help="Rollouts to keep, over all runs; chosen to show what is rare."),
+        typer.Option(min=0, help="Rollouts to include, over all runs. Rare kinds are preferred."),
     ] = 2000,
     ticket: Annotated[
-        list[int] | None, typer.Option(help="A group to keep whatever else is; repeatable.")
+        list[int] | None, typer.Option(help="Ticket of a group to include always; repeatable.")
     ] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Rollouts of these steps alone.")
+        str | None, typer.Option(metavar="A:B", help="Include only rollouts of these steps.")
     ] = None,
 ) -> None:
-    """One HTML file that shows what a run did, or compares several; it needs no network."""
+    """Write one HTML file that shows a run or compares several. It needs no network."""
     from dapo_megatron.report import command
     from dapo_megatron.report.page import Options
 
@@ -207,20 +216,24 @@ def layouts(
     overlay: Overlays = None,
     json_file: JsonPath = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes; by default the GPUs, or 4 without one.")
+        int | None,
+        typer.Option(min=1, help="Number of processes. Default: the GPUs, or 4 without a GPU."),
     ] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="Of the cases; by default float64, or float32 on GPUs.")
+        Precision | None,
+        typer.Option(help="Precision of the cases. Default: float64, or float32 on GPUs."),
     ] = None,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases with it in the name.")] = "",
+    only: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only cases with TEXT in their name.")
+    ] = "",
 ) -> None:
-    """Prove that any layout of the model gives the gradient of one process."""
+    """Check that every layout of the model gives the same gradient as one process."""
     checked = load_config(config, overrides or [], overlay or [])
     from dapo_megatron.doctor import layouts
 
-    compared_in = layouts.check_options(checked, precision, json_file)
+    dtype = layouts.check_options(checked, precision, json_file)
     _on_ranks(ranks or layouts.default_ranks())
-    if not layouts.command(checked, precision=compared_in, only=only, json_file=json_file):
+    if not layouts.command(checked, precision=dtype, only=only, json_file=json_file):
         raise typer.Exit(1)
 
 
@@ -231,7 +244,7 @@ def sync(
     overlay: Overlays = None,
     json_file: JsonPath = None,
 ) -> None:
-    """Prove that the engines of a config get the policy's weights, and what a sync moves."""
+    """Check that a sync copies the policy's weights to the engines, and count its bytes."""
     checked = _load(config, overrides, overlay)
     _on_ranks(checked.run.processes)
     from dapo_megatron.doctor import sync
@@ -246,10 +259,10 @@ def nodes(
     overlay: Overlays = None,
     json_file: JsonPath = None,
     report: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of each node's verdict, NODE.json.")
+        Path, typer.Option(metavar="DIR", help="Folder for the result of each node, NODE.json.")
     ] = Path("preflight"),
 ) -> None:
-    """Check every node of a run, and the network between them: one srun task per GPU."""
+    """Check all nodes of a run and the network between them. Run one srun task per GPU."""
     checked = _load(config, overrides, overlay)
     _on_ranks(checked.run.processes)
     from dapo_megatron.doctor import nodes
@@ -263,10 +276,11 @@ def run(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="runs/<name>")],
     json_file: JsonPath = None,
     verdict: Annotated[
-        Path | None, typer.Option(help="The verdict file that slurm/train.sbatch names.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The verdict file that slurm/train.sbatch names."),
     ] = None,
 ) -> None:
-    """Where the ranks of a run are, or were when it ended; who is missing or behind."""
+    """Show where each rank of a run is, or was when the run ended, and which ranks lag."""
     from dapo_megatron.doctor import run
 
     run.command(run_folder, verdict, json_file)
@@ -300,8 +314,8 @@ def _load(
 
 
 def _on_ranks(processes: int) -> None:
-    """Outside a launcher: run this very command on so many ranks, then exit. Under one, refuse to
-    start without the secret that ranks need to join each other."""
+    """Without a launcher, run this same command on `processes` ranks, then exit. Under a launcher,
+    raise ConfigError if the secret that ranks need to join each other is missing."""
     if not is_launched():
         command = [sys.executable, "-m", "dapo_megatron", *sys.argv[1:]]
         raise typer.Exit(launch(command, processes))
@@ -309,7 +323,7 @@ def _on_ranks(processes: int) -> None:
 
 
 def main() -> None:
-    """The entry point: a user's mistake is a message, not a traceback."""
+    """Run the command line. A DapoError is printed as a message, without a traceback."""
     try:
         adopt_step()
         if is_launched():

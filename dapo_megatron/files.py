@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 from dapo_megatron.types import CheckpointError, ConfigError, DapoError
 
 MAX_DEPTH = 64
-"""Deepest nesting of lists and objects in a file. Python's own limit is not enough: a value just
-below it is parsed here and raises RecursionError in whatever walks it later."""
+"""Deepest nesting of lists and objects in a file. Python's own recursion limit is not enough: a
+value just below that limit parses here, and raises RecursionError in later code that walks it."""
 
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -26,10 +26,13 @@ TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
 
 
 def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
-    """Parse JSON. Raises ValueError for anything else: bytes that are not UTF-8, a number with too
-    many digits, values nested deeper than MAX_DEPTH, with `unique_keys` a key that is repeated."""
+    """Parse JSON.
+
+    Raises ValueError for invalid JSON, bytes that are not UTF-8, a number with too many digits and
+    nesting deeper than MAX_DEPTH. With `unique_keys` a repeated key is an error too.
+    """
     if isinstance(text, bytes):
-        text = text.decode()  # json would take UTF-16 as well, which other readers refuse
+        text = text.decode()  # json.loads accepts UTF-16 bytes, which other readers refuse
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except RecursionError:
@@ -43,7 +46,7 @@ def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
 
 
 class _RepeatedKeyError(ValueError):
-    """Two values in one object for the same key."""
+    """A JSON object has two values for the same key."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -57,7 +60,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def check_depth(value: Any) -> None:
     """Raise ValueError if lists and dicts are nested deeper than MAX_DEPTH, or contain themselves.
 
-    Looks at each container of a level once: YAML aliases may repeat one exponentially often.
+    Each container of a level is visited once, because YAML aliases can repeat a container
+    exponentially often.
     """
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -77,12 +81,15 @@ def read_json(
     otherwise: str = "not a JSON object",
     error: type[DapoError] = CheckpointError,
 ) -> dict[str, Any]:
-    """Read a JSON object. Raises `error` naming the file; `otherwise` is said of other JSON."""
+    """Read a JSON object.
+
+    Raises `error` naming the file. `otherwise` is its message for JSON that is not an object.
+    """
     try:
         value = parse_json(path.read_bytes())
     except (OSError, ValueError) as fault:
-        why = fault.strerror if isinstance(fault, OSError) else fault
-        raise error(f"{path}: cannot be read ({why})") from fault
+        reason = fault.strerror if isinstance(fault, OSError) else fault
+        raise error(f"{path}: cannot be read ({reason})") from fault
     if not isinstance(value, dict):
         raise error(f"{path}: {otherwise}")
     return value
@@ -94,21 +101,21 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write a text atomically; see `atomic_write`. Raises OSError."""
+    """Write text atomically; see `atomic_write`. Raises OSError."""
     with atomic_write(path, durable=durable) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Open a file that gets its name when the block ends. A reader sees the old file or the new
-    one. With `durable` this holds after a power cut, too. If the block raises, the partial file is
-    deleted, because it takes space that others need."""
+    """Open a file that is renamed to `path` when the block ends, so a reader sees either the old
+    file or the new one. With `durable` this also holds after a power cut. If the block raises, the
+    partial file is deleted to free its disk space."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    _remove(partial)  # of a process that had this number and was killed
+    _remove(partial)  # left by a killed process that had the same pid
     with ExitStack() as undo:
         undo.callback(_remove, partial)
-        # "x": in a folder that others may write to, the name could be a link by now.
+        # Mode "x" fails if another user of the folder has just put a link there.
         with partial.open("xb") as file:
             yield file
             if durable:
@@ -125,8 +132,8 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
-    """Make an empty folder to write in, and delete it when the block ends. What a killed process
-    left under this name is deleted first."""
+    """Create an empty folder to write in, and delete it when the block ends. A folder that a killed
+    process left under this name is deleted first."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -137,7 +144,8 @@ def partial_folder(folder: Path) -> Iterator[Path]:
 
 
 def publish_folder(partial: Path, final: Path) -> None:
-    """Give a complete folder its final name. A folder that has this name is deleted afterwards."""
+    """Rename a complete folder to its final name. A folder that already has this name is moved to
+    `replaced_by(final)` first and deleted at the end."""
     sync_to_disk(partial)
     try:
         if final.exists():
@@ -149,13 +157,13 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 
 def replaced_by(final: Path) -> Path:
-    """Return where a folder lies while another takes its name."""
+    """Return the temporary path of a folder while another folder takes its name."""
     return final.with_name(f".{final.name}.replaced")
 
 
 def recover(final: Path) -> None:
-    """Complete a `publish_folder` that was interrupted. The old folder is deleted if the new one
-    has its name, and gets its name back otherwise."""
+    """Complete or undo an interrupted `publish_folder`. If the new folder has the final name, the
+    old folder is deleted. Otherwise the old folder gets its name back."""
     replaced = replaced_by(final)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -164,7 +172,7 @@ def recover(final: Path) -> None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Make a file, or what was created or renamed in a folder, survive a power cut."""
+    """Call fsync on a file, or on a folder so that new and renamed entries survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -173,9 +181,11 @@ def sync_to_disk(path: Path) -> None:
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """Open a lock file, and create it if it is missing. Its content stays. Raises ConfigError for a
-    link: in a folder that others may write to, it could lead to any file of this user. Else raises
-    OSError."""
+    """Open a lock file, or create it if it is missing. Existing content is kept.
+
+    Raises ConfigError for a symbolic link: in a folder that other users may write to, it could
+    point to any file of this user. Raises OSError for other failures.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
@@ -183,14 +193,17 @@ def open_lock(path: Path) -> BinaryIO:
         if error.errno != errno.ELOOP:
             raise
         raise ConfigError(
-            f"{path}: a link to {os.readlink(path)}; this program makes no such link. Find out who "
-            "did, and remove it"
+            f"{path}: a link to {os.readlink(path)}. dapo_megatron never creates a link there. "
+            "Find out who did, and remove it"
         ) from None
 
 
 def try_lock(file: BinaryIO, path: Path) -> bool:
-    """Lock an open file; False if another process has locked it. Raises ConfigError where the file
-    system has no locks: a retry would not help, and two runs would write over each other."""
+    """Lock an open file. Return False if another process has locked it.
+
+    Raises ConfigError if the file system has no locks: a retry would not help, and without a lock
+    two runs could overwrite each other's files.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -201,6 +214,6 @@ def try_lock(file: BinaryIO, path: Path) -> bool:
         raise ConfigError(
             f"{path}: the file system of {path.parent.absolute()} has no flock "
             f"({error.strerror}). Mount it with flock (Lustre: -o flock), or use another folder "
-            "(of a run: run.directory)"
+            "(for a run: set run.directory)"
         ) from None
     return True

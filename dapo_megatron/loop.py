@@ -19,7 +19,7 @@ from dapo_megatron.types import DapoError, Phase, StarvedError, Stopped, TokenBa
 
 @dataclass
 class Progress:
-    """Where a run is: the steps done, and the numbers of its summary."""
+    """Completed steps of a run, and values for its summary. `seconds` is over all its starts."""
 
     step: int = 0
     seconds: float = 0.0
@@ -33,8 +33,8 @@ def train(
 ) -> Progress:
     """Train from `progress.step` to `train.rollout_steps`. Collective: every rank calls it.
 
-    `open_step` is the step after it, as far as it has come. `started` is the time (as time.time())
-    from which `progress.seconds` counts on. Raises StarvedError and Stopped once all is saved.
+    `open_step` holds what is already done of the next step. `progress.seconds` is measured from
+    `started` (as time.time()). Raises StarvedError or Stopped after saving a checkpoint.
     """
     phase = parts.instruments.phase
     try:
@@ -46,11 +46,11 @@ def train(
             save(config, parts, progress, open_step, started)()
             parts.checkpoints.wait()
         raise type(error)(
-            f"{error}. Saved after step {progress.step}: resume=auto goes on from there"
+            f"{error}. Saved after step {progress.step}; to continue, start with resume=auto"
         ) from error
     except DapoError:
         with suppress(DapoError):
-            parts.checkpoints.wait()  # a checkpoint from before is worth having
+            parts.checkpoints.wait()  # an earlier checkpoint that is being written is still good
         raise
     with phase(Phase.CHECKPOINT):
         parts.checkpoints.wait()
@@ -61,7 +61,8 @@ def train(
 def train_steps(
     config: Config, parts: Parts, progress: Progress, open_step: OpenStep, started: float
 ) -> None:
-    """Do the steps. `progress` and `open_step` always hold what is done."""
+    """Run the remaining steps. `progress` and `open_step` are kept up to date, so that the caller
+    can save a checkpoint after an exception."""
     phase, last = parts.instruments.phase, config.train.rollout_steps
     parts.instruments.begin(progress.step)
     with phase(Phase.SYNC):
@@ -94,7 +95,7 @@ def train_steps(
             with phase(Phase.CHECKPOINT):
                 publish = save(config, parts, progress, open_step, started)
         parts.recorder.log(step, metrics | parts.instruments.metrics(num_tokens))
-        # Published last: a checkpoint that exists has its metrics and samples on disk.
+        # Published last, so that the metrics and samples of every checkpoint are on disk.
         if publish is not None:
             publish()
 
@@ -102,10 +103,10 @@ def train_steps(
 def train_step(
     config: Config, parts: Parts, step: int, open_step: OpenStep
 ) -> tuple[dict[str, float], int]:
-    """Do one rollout step without its sync: sample with the weights of step - 1, update them.
+    """Run one rollout step without its sync: sample with the weights of step - 1, update them.
 
-    What `open_step` has of it already is not done again. The policy has the accelerator
-    afterwards. Returns the step's metrics, and the number of its prompt and response tokens.
+    Work that `open_step` already holds is not repeated. Afterwards the policy has the accelerator.
+    Returns the step's metrics and its number of tokens (prompts and responses).
     """
     phase = parts.instruments.phase
     if open_step.train is None:
@@ -143,9 +144,9 @@ def train_step(
 
 
 def update(config: Config, parts: Parts, batch: TokenBatch, step: int, open_step: OpenStep) -> None:
-    """Do the optimizer steps of one rollout step that `open_step` does not have yet."""
+    """Run the optimizer steps of one rollout step that `open_step` does not hold yet."""
     minis = split(batch, config.train.updates_per_step, config.loss.aggregation)
-    # Without a loss token there is no gradient, and momentum alone must not move the weights.
+    # Without loss tokens there is no gradient, but Adam's momentum would still move the weights.
     minis = [mini for mini in minis if mini.num_loss_tokens]
     for mini in minis[len(open_step.updates) :]:
         parts.check_stop()
@@ -157,8 +158,9 @@ def update(config: Config, parts: Parts, batch: TokenBatch, step: int, open_step
 def save(
     config: Config, parts: Parts, progress: Progress, open_step: OpenStep, started: float
 ) -> Callable[[], None]:
-    """Prepare a checkpoint of what is done so far, with the copy of the policy that was made.
-    Calling the returned function publishes it."""
+    """Prepare a checkpoint of the current state, with the policy snapshot that
+    `parts.checkpoints.copy` made. Calling the returned function writes and publishes it in the
+    background."""
     progress.seconds = time.time() - started
     state = {
         "progress": dict(vars(progress)),

@@ -1,6 +1,7 @@
-"""The seams of the system: what the loop and the coordinator know of the giants behind them.
+"""Interfaces between the loop and coordinator and the heavy libraries behind them.
 
-Every method is collective unless it says otherwise: all ranks call it, in the same order.
+Every method is collective (all ranks call it in the same order) unless its docstring says
+otherwise.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LossFn = Callable[["Tensor", MicroTokens], LossOutput]
-"""(log-probs of one micro-batch, its other inputs) -> sums. Called with grad enabled."""
+"""(log-probs of one micro-batch, its other inputs) -> token sums. Called with grad enabled."""
 
 Shape = tuple[int, ...]
 Arrival = tuple[str, "Sequence[tuple[Region, Tensor]]"]
-"""(HF name, the slices of it that are wanted here): all that a rank gets of one tensor."""
+"""(HF name, [(region, values)]): all the slices of one tensor that a rank receives."""
 
 Planner = Callable[[Sequence[int], int], list[list[list[int]]]]
 """(tokens of each sequence, data-parallel ranks) -> [rank][micro-batch] -> sequence indices.
-The same number of micro-batches on every rank; some may be empty."""
+Every rank gets the same number of micro-batches; some may be empty."""
 
 
 class Exchange(Protocol):
-    """Exchange of plain values between ranks. One rank: returns its argument.
+    """Collectives for plain values. With one rank they return their argument.
 
-    `of` is the type of the values, all of which collectives.py can send: a message that does not
-    have it is refused. Raises RankError naming the rank.
+    `of` is the type of the values, one that cluster/collectives.py can send. A message of another
+    type raises RankError naming the sending rank.
     """
 
     @property
     def rank(self) -> int:
-        """This rank, from 0."""
+        """Index of this rank, from 0."""
         ...
 
     @property
@@ -65,11 +66,11 @@ class Exchange(Protocol):
         ...
 
     def all_gather(self, value: T, of: object) -> list[T]:
-        """The value of each rank, in rank order, on every rank."""
+        """Return the values of all ranks, in rank order."""
         ...
 
     def broadcast(self, value: T, of: object) -> T:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         ...
 
     def barrier(self) -> None:
@@ -78,20 +79,20 @@ class Exchange(Protocol):
 
 
 class Snapshot(Protocol):
-    """A rank's part of a checkpoint, in memory; may be written by any thread, at any time."""
+    """A rank's part of a checkpoint, in host memory. Any thread may write it at any time."""
 
     @property
     def num_bytes(self) -> int:
-        """That it takes on disk."""
+        """Size on disk in bytes."""
         ...
 
     @property
     def sums(self) -> Mapping[str, str]:
-        """SHA-256 by file name, of what has been written."""
+        """SHA-256 checksums of the files written so far, by file name."""
         ...
 
     def __call__(self, folder: Path) -> None:
-        """Write it, to the disk itself. Raises OSError or CheckpointError."""
+        """Write the snapshot to `folder` and fsync it. Raises OSError or CheckpointError."""
         ...
 
 
@@ -99,25 +100,26 @@ class Policy(Protocol):
     """The model being trained, sharded over all ranks."""
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
-        """Log-prob and entropy of each token of `batch`, whole on every rank; no grad.
-        Temperature None: that of rollouts."""
+        """Return log-prob and entropy of each token of `batch`, without grad. Every rank gets the
+        complete result. `temperature` None means rollout.temperature."""
         ...
 
     def update(self, mini: TokenBatch, loss: LossFn, lr: float) -> StepStats:
-        """Forward, backward, clip and one optimizer step over one mini-batch.
+        """Run forward, backward, gradient clipping and one optimizer step on one mini-batch.
 
-        Raises Diverged before the step if the loss or the gradient is not finite.
+        Raises Diverged before the optimizer step if the loss or the gradient is not finite.
         """
         ...
 
     def shards(self) -> Sequence[Shard]:
-        """The slices of HF tensors that this rank holds, aliasing its parameters: read at any
-        time they are the current weights. Not collective."""
+        """Return the slices of HF tensors that this rank holds. They alias its parameters, so they
+        always contain the current weights. Not collective."""
         ...
 
     def rewrite(self, change: Callable[[Sequence[Shard]], None]) -> None:
-        """Let `change` write into shards: in place of the weights, from what they are, all of them
-        or some. Whatever form they are kept in, and the optimizer's copies of them, follow."""
+        """Call `change` with shards that it may read and overwrite, all of them or some.
+        Afterwards update the other copies of the weights, such as FP8 parameters and the
+        optimizer's main copies."""
         ...
 
     def snapshot(self) -> Snapshot:
@@ -125,49 +127,51 @@ class Policy(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Read back what `snapshot` wrote, in this or another layout. Raises CheckpointError,
-        naming file and key."""
+        """Load a checkpoint that `snapshot` wrote in this or another layout. Raises
+        CheckpointError naming file and key."""
         ...
 
     def offload(self) -> None:
-        """Leave the accelerator's memory to the engine: what policy.offload names goes to host
-        memory, gradients are given up. Idempotent; nothing but `onload` may follow. Shards keep
-        their views, which are empty until then."""
+        """Free accelerator memory for the engine: move what policy.offload lists to host memory,
+        and discard gradients. Idempotent. Only `onload` may be called next. The views of shards
+        are empty until then."""
         ...
 
     def onload(self) -> None:
-        """Undo `offload`; weights and optimizer state are as they were, to the bit. Idempotent."""
+        """Undo `offload`. Weights and optimizer state are restored bit for bit. Idempotent."""
         ...
 
 
 class RolloutEngine(Protocol):
-    """One vLLM replica as seen by one of its ranks; the driver feeds and polls it.
+    """One vLLM replica, as seen by one of its ranks. The driver submits requests and calls `step`.
 
-    The ranks of one replica make the same calls with the same arguments; replicas may differ.
+    The ranks of one replica make the same calls with the same arguments. Calls of different
+    replicas may differ.
     """
 
     replica: int
     num_replicas: int
     is_leader: bool
-    """Whether this rank speaks for its replica: it alone hands completions on."""
+    """Whether this rank represents its replica. Only the leader passes completions on."""
     version: int
-    """Of the weights it samples with: completions carry it."""
+    """Version of the current weights, recorded in the segments of completions."""
     max_sequences: int
-    """Requests that can run at once; more are queued."""
+    """Number of requests that can run at the same time. Further requests are queued."""
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests."""
         ...
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:
-        """Advance by one engine step. Return the requests that finished in it, answered. A
-        completion is whole: what the request brought as `so_far`, then what was sampled here."""
+        """Run one engine step. Return the requests that finished in it, with their completions. A
+        completion starts with the tokens of the request's `so_far`."""
         ...
 
     def interrupt(self) -> list[tuple[SampleRequest, Completion]]:
-        """Drop all requests. Return those with at least one token, with the completion, unfinished.
+        """Drop all requests. Return those that have at least one token, with their unfinished
+        completions.
 
-        What a request brought as `so_far` is not lost, even if nothing was added to it.
+        This includes requests whose `so_far` has not been extended yet.
         """
         ...
 
@@ -177,74 +181,80 @@ class RolloutEngine(Protocol):
         ...
 
     def wanted(self, offered: Mapping[str, tuple[Shape, torch.dtype]]) -> list[Piece]:
-        """The slices that this rank needs of HF tensors, offered by name, shape and dtype.
+        """Return the slices that this rank needs of the `offered` HF tensors, {name: (shape,
+        dtype)}.
 
-        Raises SyncError naming a tensor that is missing, unknown or misshapen.
+        Raises SyncError naming a tensor that is missing, unknown or has the wrong shape.
         """
         ...
 
     def receive(self, weights: Iterable[Arrival], version: int) -> None:
-        """Replace all weights and drop cached prefixes; completions carry `version` from now.
+        """Replace all weights, clear the prefix cache, and set the version.
 
-        Memory of an arrival may be reused once the next one is asked for. Raises SyncError naming
-        a wanted slice that is missing, repeated or misshapen; the engine then takes no requests.
+        The buffers of one item of `weights` may be reused for the next item. Raises SyncError
+        naming a needed slice that is missing, repeated or has the wrong shape; the engine then
+        accepts no requests.
         """
         ...
 
     def held(self) -> Iterable[tuple[Piece, Tensor | None]]:
-        """Each wanted slice as the engine computes with it now; None where it cannot be read."""
+        """Yield each slice of `wanted` with the engine's current values, or None if they cannot be
+        read back."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-prob, at temperature 1, of each token but the first of each sequence."""
+        """Return the log-probs, at temperature 1, of all tokens of each sequence except the
+        first."""
         ...
 
     def sleep(self) -> None:
-        """Leave the accelerator's memory to the policy, and lose all weights; no request may be in
-        flight. Nothing happens with engine.sleep false. Idempotent, as is waking."""
+        """Free accelerator memory for the policy and discard all weights. No request may be in
+        flight. Does nothing with engine.sleep false. Idempotent, as are the wake methods."""
         ...
 
     def wake_weights(self) -> None:
-        """Have memory for weights again; `receive` must follow. Raises ConfigError if there is too
-        little."""
+        """Allocate memory for the weights again. `receive` must be called next. Raises ConfigError
+        if too little memory is free."""
         ...
 
     def wake_cache(self) -> None:
-        """Have memory for the KV cache again, after `wake_weights`; with both, and weights
-        received, it samples. Raises ConfigError if there is too little."""
+        """Allocate the KV cache again, after `wake_weights`. Once `receive` has loaded the weights,
+        the engine can sample. Raises ConfigError if too little memory is free."""
         ...
 
 
 class Instruments(Protocol):
-    """What observes the phases of a step; see cluster/instruments.py."""
+    """Timers and meters of a step's phases; see cluster/instruments.py."""
 
     def begin(self, step: int) -> None:
         """Start a rollout step. Not collective."""
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Observe what is done inside, a key of config.watchdog. Not collective."""
+        """Measure the code in the `with` block as phase `name`, a key of config.watchdog. Not
+        collective."""
         ...
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
-        """Return time/*, memory/* and throughput/* of the step, which trained on `num_tokens`."""
+        """Return time/*, memory/* and throughput/* of the step. `num_tokens` is the number of
+        tokens that it trained on."""
         ...
 
 
 class Tracker(Protocol):
-    """Where metrics of a run go. Only rank 0 has a real one."""
+    """Destination of a run's metrics. Only rank 0 has a real one."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a rollout step."""
         ...
 
     def finish(self, status: str) -> None:
-        """Close the run as FINISHED, FAILED or KILLED."""
+        """Close the run with status FINISHED, FAILED or KILLED."""
         ...
 
 
 class Recorder(Protocol):
-    """What the loop tells the world; see tracking/recorder.py."""
+    """Receives everything that the loop reports; see tracking/recorder.py."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def trained(self, lengths: Sequence[int], num_scored: int) -> None: ...
@@ -254,7 +264,7 @@ class Recorder(Protocol):
 
 
 class Collector(Protocol):
-    """Where a step's groups come from: the coordinator, or a recorded run (rollout/replay.py)."""
+    """Source of a step's groups: the coordinator, or a recorded run (rollout/replay.py)."""
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected: ...
     def state(self) -> dict[str, Any]: ...
@@ -262,12 +272,12 @@ class Collector(Protocol):
 
 
 class Sync(Protocol):
-    """Which of the two models has the accelerator: a sync is the engine's turn. See
-    bridge/sync.py; a replay has no engine."""
+    """Copies weights to the engines, and hands the accelerator from one model to the other. See
+    bridge/sync.py. A replay has no engine."""
 
     def __call__(self, version: int) -> SyncReport:
-        """Give the engines the policy's weights, which then carry this version, and the
-        accelerator."""
+        """Copy the policy's weights to the engines as `version`, and give the accelerator to the
+        engines."""
         ...
 
     def switch_to_policy(self) -> None:
@@ -276,41 +286,42 @@ class Sync(Protocol):
 
 
 class Evaluations(Protocol):
-    """See rollout/evaluate.py."""
+    """Evaluations between steps; see rollout/evaluate.py."""
 
     def due(self, step: int, last: int) -> bool: ...
     def run(self) -> dict[str, float]: ...
 
 
 class Checkpoints(Protocol):
-    """Saving in the background; see checkpoints/."""
+    """Saves checkpoints in the background; see checkpoints/."""
 
     def due(self, step: int) -> bool: ...
     def copy(self) -> None:
-        """Copy what the policy has to host memory, for the `save` that follows."""
+        """Take a snapshot of the policy for the next `save`."""
         ...
 
     def save(
         self, step: int, state: Mapping[str, Any], *, is_open: bool = False
     ) -> Callable[[], None]:
-        """Calling what it returns has the copy written and published, with `state`.
-        `is_open`: the step after `step` has begun; the checkpoint gets a name of its own."""
+        """Return a function that writes and publishes the snapshot and `state` in the background.
+        `is_open` means that the next step has started; the checkpoint then gets another name than
+        that of `step`."""
         ...
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises CheckpointError if the last save failed."""
+        """Wait until nothing is being written. Raises CheckpointError if the last save failed."""
         ...
 
 
 @dataclass
 class Parts:
-    """Everything a run is made of, behind its seams."""
+    """The objects that the loop works with, behind their interfaces."""
 
     policy: Policy
     sync: Sync
     loss: LossFn
     learning_rate: Callable[[int], float]
-    """Of every update of a rollout step, counted from 1."""
+    """Learning rate of all updates of a rollout step; steps are counted from 1."""
     coordinator: Collector
     evaluator: Evaluations
     recorder: Recorder

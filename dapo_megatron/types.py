@@ -1,9 +1,10 @@
-"""The records that flow through a run, in the order of the picture in docs/architecture.md.
+"""The records that flow through a run, in the order of the diagram in docs/architecture.md.
 
-All of them are frozen: a later stage makes a new record (`dataclasses.replace`) instead of
-editing one, so that what was recorded, checkpointed and trained on is the same thing.
+All records are frozen. A later stage makes a new record (`dataclasses.replace`) instead of editing
+one, so that recorder, checkpoint and training use the same values.
 
-Shape letters: T tokens (all sequences of a batch, end to end), S sequences.
+Shapes: T is the number of tokens of all sequences of a batch, concatenated; S is the number of
+sequences.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Phase(StrEnum):
     CHECKPOINT = "checkpoint"
     EVALUATE = "evaluate"
     OTHER = "other"
-    """Between the others."""
+    """Time between the other phases."""
 
 
 STEP_PHASES = tuple(phase for phase in Phase if phase not in (Phase.START, Phase.OTHER))
@@ -39,7 +40,7 @@ STEP_PHASES = tuple(phase for phase in Phase if phase not in (Phase.START, Phase
 
 
 class Verdict(StrEnum):
-    """What dynamic sampling says of a group (arXiv 2503.14476, eq. 11)."""
+    """Result of dynamic sampling for a group (arXiv 2503.14476, eq. 11). Only MIXED groups pass."""
 
     MIXED = "mixed"
     ALL_CORRECT = "all_correct"
@@ -47,23 +48,23 @@ class Verdict(StrEnum):
 
 
 class Fate(StrEnum):
-    """What became of a group."""
+    """Why a group is closed: trained on, or dropped for one of these reasons."""
 
     TRAINED = "trained"
     ALL_CORRECT = "all_correct"
     ALL_WRONG = "all_wrong"
     OVERLONG = "overlong"
-    """overlong.filter leaves fewer completions than can be compared."""
+    """overlong.filter leaves too few completions to compare."""
     ABSTAINED = "abstained"
     """A completion could not be graded: its grader hung, died or raised."""
     EXPIRED = "expired"
-    """Finished, and waited for more than rollout.max_age versions; or beyond what the step needed
-    (on_policy)."""
+    """The group finished, but its oldest token is more than rollout.max_age versions old, or the
+    step did not need the group (rollout.on_policy)."""
 
 
 class Finish(StrEnum):
-    """Why a completion ended: at an end-of-sequence token, at the length limit, or not yet (it was
-    interrupted by the end of a step, and goes on in the next)."""
+    """Why a completion ended: an end-of-sequence token (STOP) or the length limit (LENGTH).
+    UNFINISHED ones were interrupted by the end of a step and continue in the next."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -72,11 +73,11 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem, ready for the engine.
+    """One problem, tokenized for the engine.
 
     Example: `Prompt(source="chain_sum", index=17, tokens=(12, 9, 3), text="4 + 3 =",
-    truth="7", extra={})`. `index` is the row in its source; `extra` is what a grader may need
-    besides the truth (plain JSON values).
+    truth="7", extra={})`. `index` is the row in its source. `extra` holds other values that a
+    grader may need (plain JSON values).
     """
 
     source: str
@@ -89,8 +90,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A grader's answer: raw score (usually +1 / -1), correctness, and the answer it read.
-    `parsed` is False if it found none, which is counted per data set."""
+    """Result of grading a completion: raw score (usually +1 / -1), correctness, and the answer that
+    the grader extracted. `parsed` is False if the completion contains no answer; these are counted
+    per data set."""
 
     score: float
     correct: bool
@@ -100,7 +102,7 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """So many consecutive tokens of a completion, sampled by the weights of one version."""
+    """`num_tokens` consecutive tokens of a completion that weights of one version sampled."""
 
     version: int
     num_tokens: int
@@ -110,10 +112,11 @@ class Segment:
 class Completion:
     """One sampled answer.
 
-    `tokens` holds the response alone, end-of-sequence token included; `logprobs` are the
-    engine's, of each sampled token under the distribution it was drawn from before top-p;
-    `segments` say, first to last, which weight version sampled which tokens. `grade` is None until
-    graded, and stays None if the grader hung, died or raised: its group then abstains.
+    `tokens` holds only the response, including its end-of-sequence token. `logprobs` are the
+    engine's log-probs of these tokens under the sampling distribution, temperature included.
+    `segments` lists, in token order, which weight version sampled how many tokens. `grade` is None
+    until the completion is graded. It stays None if the grader hung, died or raised; the group then
+    abstains.
 
     Example: `Completion(sample=3, tokens=(9, 2), logprobs=(-.1, -.7), text="7",
     finish=Finish.STOP, segments=(Segment(12, 2),), grade=Grade(1.0, True, "7"))`.
@@ -129,17 +132,16 @@ class Completion:
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that sampled its first token."""
+        """Version of the weights that sampled the first token."""
         return self.segments[0].version
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One completion asked of an engine: a new one, or the rest of one that was interrupted.
+    """A request to an engine: sample a new completion, or continue an interrupted one.
 
-    `so_far` is what earlier versions sampled of the response (at least one token), or None.
-    `max_tokens` limits the whole response. `seed` depends only on run, ticket, sample and the
-    number of tokens so far.
+    `so_far` is the interrupted completion (at least one token), or None. `max_tokens` limits the
+    whole response. `seed` depends only on the run, ticket, sample and number of tokens so far.
     """
 
     ticket: int
@@ -163,33 +165,32 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a rollout step trains on, and what it saw."""
+    """The groups that a rollout step trains on, and statistics of collecting them."""
 
     train: list[Group]
     ended: list[tuple[Group, Fate]]
-    """Groups that ended in this step, by ticket; each ticket ends once in a run."""
+    """Groups that ended in this step, sorted by ticket. Each ticket ends once in a run."""
     decided: list[Group]
-    """Groups whose last grade came in this step, whatever it said: what the policy does, before
-    any filtering."""
+    """Groups whose last completion was graded in this step, before filtering, for statistics."""
     version: int
     counts: dict[str, int]
-    """The ledger's books of this step."""
+    """The ledger's counts of this step."""
     outcomes: Counter[tuple[str, str]]
     """Gradings of this step by (data set, outcome): graded, unparsed (graded, but no answer was
     found in the text), timeout, crash, memory, error."""
     keep_rate: float
     """Forecast of the share of mixed groups."""
     interrupted: int
-    """Completions that go on in the next step."""
+    """Completions that continue in the next step."""
     grade_seconds: float
-    """Waited for graders with an idle engine."""
+    """Seconds that the engine was idle because graders were still running."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Sequences laid end to end, with everything the loss needs per token.
+    """Concatenated sequences, with the per-token inputs of the loss.
 
-    The log-prob at position t is that of `tokens[t]` given what precedes it in its sequence.
+    The log-prob at position t is that of `tokens[t]` given the preceding tokens of its sequence.
 
     tokens          int64 [T]    prompt and response
     lengths         int64 [S]    tokens of each sequence
@@ -198,7 +199,7 @@ class TokenBatch:
     weights         float [T]    1 for the token-level loss; other aggregations reweigh tokens
     engine_logprobs float [T]    the engine's log-probs, 0 outside the response
     group_ids       int64 [S]    ticket of the group that each sequence belongs to
-    old_logprobs    float [T]    the policy's, before the first update of the step; or None
+    old_logprobs    float [T]    the policy's log-probs before the step's first update; or None
     sequence_names  S strings    "ticket 12, sample 3", to name a token in an error
     """
 
@@ -214,18 +215,18 @@ class TokenBatch:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """Number of sequences, S."""
         return int(self.lengths.numel())
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens under the loss mask: the one denominator of a mini-batch."""
+        """Tokens under the loss mask. The loss of a mini-batch is divided by this number only."""
         return int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class MicroTokens:
-    """The per-token inputs of the loss for one micro-batch; all of one shape."""
+    """Per-token inputs of the loss for one micro-batch. All tensors have the same shape."""
 
     old_logprobs: Tensor
     advantages: Tensor
@@ -236,11 +237,9 @@ class MicroTokens:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss of one micro-batch: a sum over its masked tokens, never a mean.
-
-    `sums` are statistics, each a scalar sum over the same tokens; whoever divides by the
-    mini-batch's token count turns both into token means.
-    """
+    """The loss of one micro-batch: a sum over its masked tokens, never a mean. `sums` are
+    statistics, scalar sums over the same tokens. The caller divides both by the mini-batch's number
+    of loss tokens to get token means."""
 
     total: Tensor
     sums: Mapping[str, Tensor]
@@ -248,8 +247,8 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-prob and entropy (nats) of each token given those before it in its sequence; 0 for first
-    tokens. float32 [T], float64 for a float64 policy."""
+    """Log-prob and entropy (nats) of each token given the preceding tokens of its sequence; 0 for
+    first tokens. Both are float32 [T], or float64 for a float64 policy."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -257,10 +256,10 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """What the policy said of one sequence it is about to be trained on, before the step's first
-    update. `gap_mean` and `gap_max` are over all its response tokens, those of older weights too.
+    """The policy's log-probs of one training sequence, before the step's first update. `gap_mean`
+    and `gap_max` include all response tokens, also those that older weights sampled.
 
-    logprobs, entropy   float [T]    of its response tokens
+    logprobs, entropy   float [number of response tokens]
     """
 
     ticket: int
@@ -274,8 +273,8 @@ class Inspected:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One update: the mean loss, the gradient norm before clipping, the learning rate, and
-    token means of the loss's statistics."""
+    """Statistics of one optimizer update: mean loss, gradient norm before clipping, learning rate,
+    and token means of the loss function's statistics."""
 
     loss: float
     grad_norm: float
@@ -286,7 +285,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box inside a tensor: where it starts and how far it reaches, per dimension."""
+    """A box inside a tensor: its start and its size in each dimension."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -296,38 +295,38 @@ class Region:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index."""
+        """Index of the box in the tensor."""
         return tuple(
             slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True)
         )
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """Number of elements in the box."""
         return prod(self.shape)
 
     def intersect(self, other: Region) -> Region | None:
-        """The box inside both, or None."""
+        """Return the intersection of two boxes, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
         stop = tuple(min(a + size_a, b + size_b) for a, size_a, b, size_b in ends)
-        shape = tuple(last - first for first, last in zip(start, stop, strict=True))
+        shape = tuple(end - begin for begin, end in zip(start, stop, strict=True))
         return Region(start, shape) if all(size > 0 for size in shape) else None
 
     def within(self, outer: Region) -> Region:
-        """This box counted from the start of `outer`, which holds it."""
+        """Return this box relative to the start of `outer`, which contains it."""
         start = tuple(a - b for a, b in zip(self.start, outer.start, strict=True))
         return Region(start, self.shape)
 
 
 def whole(shape: Iterable[int]) -> Region:
-    """The box that is all of a tensor of `shape`."""
+    """Return the region that covers a whole tensor of `shape`."""
     shape = tuple(shape)
     return Region((0,) * len(shape), shape)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name, such as bfloat16. Raises ValueError for any other name."""
+    """Return the dtype named `name`, such as bfloat16. Raises ValueError for an unknown name."""
     import torch
 
     dtype = getattr(torch, name, None)
@@ -337,16 +336,16 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that configs and checkpoints have for a dtype, such as bfloat16."""
+    """Return the name of a dtype in configs and checkpoints, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
     """Return the indices of two regions that share an element, or None."""
     order = sorted(range(len(regions)), key=lambda index: regions[index].start)
-    for place, index in enumerate(order):
+    for position, index in enumerate(order):
         region = regions[index]
-        for other in order[place + 1 :]:
+        for other in order[position + 1 :]:
             if region.start and regions[other].start[0] >= region.start[0] + region.shape[0]:
                 break
             if region.intersect(regions[other]) is not None:
@@ -356,8 +355,8 @@ def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the HF tensor `name`, held or wanted by some rank. Several ranks may hold the same
-    box: replicas, equal to the last bit."""
+    """A region of the HF tensor `name` that a rank holds or needs. Several ranks may hold the same
+    region; their copies are bitwise equal."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -366,83 +365,84 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the box."""
+        """Size of the region in bytes."""
         return self.region.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A piece in memory: `view` aliases the local parameter; its elements, in order, are those of
-    the piece's region (its shape may differ)."""
+    """A piece in memory. `view` aliases the local parameter. It has the elements of the piece's
+    region in the same order, but its shape may differ."""
 
     piece: Piece
     view: Tensor
 
     def read(self) -> Tensor:
-        """The region, shaped as in the HF tensor."""
+        """Return the region's values, shaped as in the HF tensor."""
         return self.view.detach().reshape(self.piece.region.shape)
 
     def write(self, value: Tensor) -> None:
-        """Replace the region by `value`, shaped as in the HF tensor."""
+        """Overwrite the region with `value`, which is shaped as in the HF tensor."""
         self.view.detach().copy_(value.detach().reshape(self.view.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One sync of policy weights into the engines, and how it was verified."""
+    """Statistics of one sync of policy weights into the engines, and of its verification."""
 
     version: int
     num_tensors: int
     num_bytes: int
-    """Received by the rank that received most; what a rank already holds does not count."""
+    """Bytes received by the rank that received most, without data that it already holds."""
     seconds: float
-    """Of moving and loading."""
+    """Seconds to transfer and load the weights."""
     verify_seconds: float
     turn_seconds: float
-    """Of handing over the accelerator: the policy's memory leaves and returns, the engine wakes."""
+    """Seconds to hand over the accelerator: reload and offload the policy, wake the engine."""
     fingerprinted: bool
     unread_tensors: int
-    """Tensors whose values this rank's engine does not let be read (quantised or reordered)."""
+    """Tensors that cannot be read back from this rank's engine (quantized or reordered)."""
     canary_gap: float
 
 
 class DapoError(Exception):
-    """Base of the errors that end a run with a message for the user, not a traceback."""
+    """Base class of errors that end a run with a message for the user and no traceback."""
 
 
 class ConfigError(DapoError):
-    """The configuration is refused; the message names the dotted key and the way out."""
+    """The configuration is invalid. The message names the dotted key and how to fix it."""
 
 
 class DataError(DapoError):
-    """A prompt source is refused; the message names file and row."""
+    """A prompt source is invalid. The message names file and row."""
 
 
 class SyncError(DapoError):
-    """Policy and engine disagree about a weight or a log-prob; names tensor or token."""
+    """Policy and engine differ in a weight or a log-prob. The message names the tensor or token."""
 
 
 class CheckpointError(DapoError):
-    """A checkpoint cannot be used; names the file and what to do."""
+    """A checkpoint cannot be used. The message names the file and what to do."""
 
 
 class StarvedError(DapoError):
-    """Dynamic sampling cannot fill a step; names the data sets and what to change. Raised by all
-    ranks together, with the coordinator's state whole: the run saves a checkpoint and ends."""
+    """Dynamic sampling cannot fill a step. The message names the data sets and what to change.
+    Raised on all ranks while the coordinator's state is consistent, so that the run can save a
+    checkpoint before it ends."""
 
 
 class Stopped(DapoError):
-    """A signal asked the run to stop. Raised by all ranks together, where the run's state is whole
-    and can be saved."""
+    """A signal asked the run to stop. Raised on all ranks at a point where the run's state is
+    consistent and can be saved."""
 
 
 class Fenced(DapoError):
-    """A later attempt owns the run's folder; this one must not write into it any more."""
+    """A later attempt owns the run's folder, so this attempt must not write to it any more."""
 
 
 class Diverged(DapoError):
-    """A non-finite loss or gradient, caught before the optimizer step."""
+    """The loss or the gradient is not finite. Raised before the optimizer step."""
 
 
 class RankError(DapoError):
-    """Another rank does not know the run's secret, or sends what cannot be read; names the rank."""
+    """Another rank does not know the run's secret or sent an invalid message. Names that rank."""

@@ -1,10 +1,10 @@
-"""The whole configuration: one frozen, typed tree. file.py reads it from YAML, rules.py refuses
-what contradicts itself.
+"""The configuration: one frozen, typed tree. file.py reads it from YAML; rules.py refuses values
+that contradict each other.
 
-Numbers of the objective have no default, except log_ratio_limit: the YAML of a run shows the
-algorithm it ran (docs/decisions.md, 3 and 90). Settings that only change speed or bookkeeping do
-have one. Nothing heavy is imported here, so that a mistake is refused in a second, before anything
-starts.
+Numbers of the objective have no default, except log_ratio_limit, so that the YAML of a run shows
+the algorithm it ran (docs/decisions.md, 3 and 90). Settings that only affect speed or bookkeeping
+have defaults. No heavy library is imported here, so that config errors are reported within a
+second.
 """
 
 from __future__ import annotations
@@ -83,12 +83,13 @@ __all__ = [
 
 
 class Config(Section):
-    """A complete run."""
+    """The configuration of a run."""
 
     seed: Seed
     resume: str = "never"
-    """never: start afresh (an older run of this name is kept beside it as NAME.1, NAME.2, ...);
-    auto: from the run folder's newest checkpoint, or its start; PATH: from that checkpoint."""
+    """never: start from step 0 (an older run of this name is renamed to NAME.1, NAME.2, ...). auto:
+    resume from the newest checkpoint in the run's folder, or start from step 0 if there is none.
+    PATH: resume from that checkpoint."""
     run: RunConfig
     model: ModelConfig
     policy: PolicyConfig
@@ -114,7 +115,7 @@ class Config(Section):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Prompt and response, in rollouts and evaluations."""
+        """Largest number of tokens of prompt and response, over rollouts and evaluations."""
         longest = max(self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0)
         return self.rollout.max_prompt_tokens + longest
 
@@ -124,16 +125,13 @@ class Config(Section):
         return self.engine.tensor_parallel or self.policy.tensor_parallel
 
 
-# ---------------------------------------------------------------------------- reading
-
-
 def refuse(problems: Iterable[str]) -> None:
-    """Raise ConfigError if there is any problem, with a line for each."""
+    """Raise ConfigError with one line per problem, if there are any."""
     lines = list(problems)
     if lines:
         raise ConfigError("\n".join(lines))
 
 
 def num_processes(config: Config) -> int:
-    """Ranks of the run: the launcher's if there is one, else run.processes."""
+    """Return the number of ranks: WORLD_SIZE if a launcher has set it, else run.processes."""
     return int(os.environ.get("WORLD_SIZE", config.run.processes))

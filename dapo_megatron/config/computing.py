@@ -1,4 +1,4 @@
-"""How model, policy, engine and optimizer are computed: layouts, kernels, precision, memory."""
+"""Config sections of model, policy, engine and optimizer: layouts, kernels, precision, memory."""
 
 from __future__ import annotations
 
@@ -19,116 +19,119 @@ from dapo_megatron.config.section import (
 
 class ModelConfig(Section):
     path: str
-    """Folder with a checkpoint: config.json, safetensors, tokenizer; as HF saves it, or as
-    tools/convert_checkpoint.py does."""
+    """Folder of a checkpoint (config.json, safetensors, tokenizer), as saved by HF or by
+    tools/convert_checkpoint.py."""
     ignore_fields: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Fields of config.json, unknown here, that you know to change nothing in the computation."""
+    """Unknown fields of config.json that do not affect the computation. List a field here to accept
+    a model that is otherwise refused because of it."""
 
 
 class Fp8Config(Section):
-    """FP8 in the policy's linear layers (Transformer Engine; GPUs of compute capability 9.0 up).
-    Attention, norms, router, embedding and output head stay as policy.precision says."""
+    """FP8 in the policy's linear layers (Transformer Engine; needs compute capability 9.0 or
+    higher). Attention, norms, router, embedding and output head keep policy.precision."""
 
     recipe: Literal["delayed", "current", "blockwise"]
-    """How scales are found: from a history of maxima per tensor, from the tensor itself, or from
-    blocks of 128 x 128 weights and of 128 activations (needs CUDA 12.9). `delayed` is the fastest,
-    but its scales move from micro-batch to micro-batch: the ratios of a step's first update are
-    then not exactly 1, and it goes with neither of the following keys."""
+    """How scales are computed. delayed: from a history of maxima per tensor. current: from the
+    tensor itself. blockwise: per block of 128 x 128 weights and of 128 activations (needs CUDA
+    12.9). `delayed` is the fastest, but its scales change with every micro-batch, so the ratios of
+    a step's first update are not exactly 1. It cannot be combined with the keys below."""
     bf16_first_layers: WholeNumber = 0
     bf16_last_layers: WholeNumber = 0
-    """Layers at either end of the model that stay in bfloat16."""
+    """Number of first and last layers that stay in bfloat16."""
     parameters: bool = False
-    """Keep these layers' weights in FP8 alone (beside their float32 main copies), and gather them
-    over data-parallel ranks as FP8: half the memory and traffic."""
+    """Keep the weights of these layers only in FP8 (and as float32 main copies in the optimizer),
+    and all-gather them over data-parallel ranks in FP8. This halves memory and traffic."""
 
 
 class PolicyConfig(Section):
     tensor_parallel: Count = 1
     sequence_parallel: bool = False
-    """Split norms and residuals over the tensor-parallel ranks by tokens."""
+    """Split the activations of norms and residuals by tokens over the tensor-parallel ranks."""
     pipeline_parallel: Count = 1
     virtual_pipeline_parallel: Annotated[int, Field(ge=2, le=65_536)] | None = None
-    """Model chunks per pipeline stage (interleaved schedule); null for none."""
+    """Model chunks per pipeline stage (interleaved schedule). null: one chunk, not interleaved."""
     first_stage_layers: Count | None = None
     last_stage_layers: Count | None = None
-    """Layers of the first and last pipeline stage where they differ from the others."""
+    """Number of layers of the first and last pipeline stage. null: the same as the other stages."""
     context_parallel: Count = 1
     expert_parallel: Count = 1
     expert_tensor_parallel: Literal[1] | None = None
-    """Experts are never cut by tensor parallelism: 1, or null for the same."""
+    """Experts are never split by tensor parallelism, so only 1 or null (the same) is allowed."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, those of attention, all."""
+    """Activations that the backward pass recomputes: none, those of attention, or all."""
     moe_aux_loss: NonNegative = 0.0
     """Coefficient of the sequence-wise load-balancing loss of mixture-of-experts layers."""
     kernels: Literal["auto", "transformer_engine", "local"] = "auto"
-    """Layer implementation; `auto` takes Transformer Engine for bfloat16 on a GPU if installed, and
-    Megatron's own layers for latent attention, which has no others (`kernels_for`)."""
+    """Layer implementation. auto: Transformer Engine if it is installed, for bfloat16 on a GPU;
+    otherwise, and for latent attention, Megatron's own layers (`kernels_for`)."""
     fused_rope: bool = False
-    """Rotary embedding by Transformer Engine's kernel. Off: log-prob spikes with it are on record
-    (NVIDIA-NeMo/RL issue 1801); tools/gpu_check.py compares both on your GPU."""
+    """Apply rotary embeddings with Transformer Engine's fused kernel. Off by default because it has
+    been reported to cause log-prob spikes (NVIDIA-NeMo/RL issue 1801). tools/gpu_check.py compares
+    both on your GPU."""
     logprob_head: Literal["torch", "triton"] = "torch"
-    """What reduces tiles of logits to log-probs and entropy: torch's operations, or Triton kernels
-    (NVIDIA GPU; tools/gpu_check.py times both)."""
+    """Implementation that reduces tiles of logits to log-probs and entropy: torch operations, or
+    Triton kernels (NVIDIA GPU; tools/gpu_check.py times both)."""
     overlap: bool = True
-    """Reduce gradients while the backward pass runs, and gather updated parameters while the next
-    forward pass does, where data-parallel ranks share them."""
+    """Overlap the reduction of gradients with the backward pass, and the all-gather of updated
+    parameters with the next forward pass, if there are several data-parallel ranks."""
     offload: Annotated[
         tuple[Literal["weights", "gradients", "optimizer"], ...], Field(strict=False)
     ] = ()
-    """What leaves the GPU's memory while engines generate: weights and optimizer state go to host
-    memory, gradients are given up."""
+    """State that is removed from GPU memory while engines generate. Weights and optimizer state are
+    copied to host memory; gradients are discarded."""
     fp8: Fp8Config | None = None
-    """null: none."""
+    """null: no FP8."""
     precision: Literal["float32", "bfloat16", "float64"]
-    """Of weights and activations in policy and engine; master weights are float32 at least.
-    float64 is for `doctor layouts` alone: no engine has it."""
+    """Precision of weights and activations in policy and engine. Main weights of the optimizer are
+    at least float32. float64 is only for `doctor layouts`, because engines do not support it."""
 
 
 class EngineConfig(Section):
     tensor_parallel: Count | None = None
-    """Ranks per engine; null: as policy.tensor_parallel. The other ranks form more replicas."""
+    """Ranks per engine. null: policy.tensor_parallel. The remaining ranks form more replicas."""
     expert_parallel: bool = False
-    """Cut a mixture of experts by expert over the ranks of an engine, not every expert by rows."""
+    """Distribute whole experts over the ranks of an engine, instead of splitting every expert."""
     memory_fraction: Fraction = 0.7
     """Share of each GPU's memory for weights and KV cache. On CPU see kv_cache_gib."""
     kv_cache_gib: Annotated[float, Field(gt=0.0, le=65_536.0)] = 1.0
-    """KV cache per rank in GiB when there is no GPU."""
+    """KV cache per rank in GiB if there is no GPU."""
     max_sequences: Annotated[int, Field(ge=1, le=65_536)] = 256
-    """Sequences running at once per engine."""
+    """Largest number of sequences running at the same time in an engine."""
     max_batched_tokens: Count | None = None
-    """Tokens of one engine step; longer prompts are prefilled in chunks. null: vLLM chooses."""
+    """Largest number of tokens in one engine step; longer prompts are prefilled in chunks. null:
+    vLLM's default."""
     enforce_eager: bool = True
-    """No CUDA graphs (a quality loss with them is on record: verl issue 3660)."""
+    """Disable CUDA graphs, which have been reported to reduce quality (verl issue 3660)."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: the engine quantises the linear layers' weights anew at each sync, and computes them in
-    FP8. It then samples from a slightly other distribution than is trained: raise sync.max_gap
-    knowingly and set loss.tis_cap."""
+    """fp8: the engine quantizes the weights of linear layers at each sync and computes these layers
+    in FP8. It then samples from a slightly different distribution than the policy's, so set
+    loss.tis_cap and choose a higher sync.max_gap."""
     sleep: bool = True
-    """Give up the GPU memory of weights and KV cache while the policy trains."""
+    """Free the GPU memory of the engine's weights and KV cache while the policy trains."""
     async_scheduling: bool | None = None
-    """Schedule the next engine step while the GPU computes this one; null: vLLM chooses (on a GPU
-    yes). Set false to look for the cause of wrong tokens."""
+    """Schedule the next engine step while the GPU computes the current one. null: vLLM's default
+    (on a GPU true). Set false to find the cause of wrong tokens."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
-    """vLLM's model runner; auto: vLLM chooses (on a GPU v2). Set v1 to look for the cause of wrong
+    """vLLM's model runner. auto: vLLM's default (on a GPU v2). Set v1 to find the cause of wrong
     tokens or log-probs."""
 
 
 class OptimizerConfig(Section):
     lr: Positive
     warmup_rollout_steps: WholeNumber
-    """lr of rollout step k (from 1) is lr * min(1, (k-1)/warmup); 0 for none."""
+    """The learning rate of rollout step k (from 1) is lr * min(1, (k-1)/warmup). 0: no warmup."""
     weight_decay: NonNegative
     beta1: Beta
     beta2: Beta
     eps: Positive
     clip_grad: Positive
-    """Largest norm of the whole gradient."""
+    """Largest norm of the global gradient; a larger gradient is scaled down to it."""
     kernels: Literal["auto", "transformer_engine", "apex", "torch"] = "auto"
-    """Whose AdamW; `auto` takes on a GPU the first of these that is installed, on CPU torch's."""
+    """AdamW implementation. auto: on a GPU the first of these that is installed, on CPU torch."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """Of Adam's two moments (Transformer Engine's AdamW alone has bfloat16)."""
+    """Precision of Adam's two moments. Only Transformer Engine's AdamW supports bfloat16."""
     cpu_offload: Fraction = 0.0
-    """Share of the optimizer's state that lives in host memory for good, and is updated there."""
+    """Share of the optimizer state that always stays in host memory and is updated on the CPU."""
 
 
 Kernels = Literal["transformer_engine", "local"]
@@ -137,11 +140,12 @@ Kernels = Literal["transformer_engine", "local"]
 def kernels_for(
     config: PolicyConfig, *, has_gpu: bool, is_installed: bool, is_latent: bool
 ) -> Kernels:
-    """Return whose layers `policy.kernels` comes to; a kernel chosen by name is not judged.
+    """Return the layer implementation that `policy.kernels` selects. An implementation that is
+    chosen by name is returned without a check.
 
-    `is_installed`: Transformer Engine; its fused attention has no other precision than bfloat16.
-    `is_latent`: the model has multi-head latent attention, which is built of Megatron's own layers
-    alone.
+    `is_installed`: whether Transformer Engine is installed. `auto` uses it only for bfloat16,
+    because its fused attention has no other precision. `is_latent`: whether the model has
+    multi-head latent attention, which is built only from Megatron's own layers.
     """
     if config.kernels != "auto":
         return config.kernels

@@ -1,7 +1,7 @@
-"""Reading a Config: YAML, overlays, `key.path=value` overrides; errors name the dotted key.
+"""Load a Config from YAML, overlays and `key.path=value` overrides. Errors name the dotted key.
 
-An overlay is a YAML file of some keys: its mappings are merged into those of the config, everything
-else replaces what stood there.
+An overlay is a YAML file with some of the keys. Its mappings are merged into those of the config;
+all other values replace the config's values.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dapo_megatron.types import ConfigError
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), overlays: Sequence[str | Path] = ()
 ) -> Config:
-    """Read `path`, lay `overlays` over it in their order, apply `key.path=value` overrides, check
-    everything that needs no model.
+    """Read `path`, merge `overlays` into it in order, apply `key.path=value` overrides, and check
+    everything that does not need the model.
 
-    Raises ConfigError naming every offending dotted key, and the overlay it is from.
+    Raises ConfigError naming every invalid dotted key, and the overlay that set it.
     """
     tree = _read(path)
     origins: dict[str, str] = {}
@@ -43,8 +43,8 @@ def load_config(
 
 
 def parse_config(tree: dict[str, Any], origins: Mapping[str, str] | None = None) -> Config:
-    """A checked Config from plain values; `origins` says which dotted keys are from which overlay.
-    Raises ConfigError."""
+    """Return the Config of plain values, checked. `origins` maps a dotted key to the overlay that
+    set it. Raises ConfigError."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -55,18 +55,18 @@ def parse_config(tree: dict[str, Any], origins: Mapping[str, str] | None = None)
 
 
 def dump_config(config: Config) -> str:
-    """YAML that `load_config` reads back to an equal Config."""
+    """Return YAML from which `load_config` reads an equal Config."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """Return the mapping in a YAML file."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read ({why})") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read ({reason})") from error
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of keys")
@@ -76,33 +76,34 @@ def _read(path: str | Path) -> dict[str, Any]:
 def _merge(
     tree: dict[str, Any],
     overlay: dict[str, Any],
-    where: str,
+    source: str,
     origins: dict[str, str],
-    above: str = "",
+    prefix: str = "",
 ) -> None:
-    """Lay `overlay` over `tree`; `origins` then knows what is from `where`."""
+    """Merge `overlay`, read from the file `source`, into `tree`. Record in `origins` which keys it
+    set."""
     for key, value in overlay.items():
-        dotted = f"{above}{key}"
-        below = tree.get(key)
-        if isinstance(value, dict) and isinstance(below, dict):
-            _merge(below, value, where, origins, f"{dotted}.")
+        dotted = f"{prefix}{key}"
+        current = tree.get(key)
+        if isinstance(value, dict) and isinstance(current, dict):
+            _merge(current, value, source, origins, f"{dotted}.")
         else:
             tree[key] = value
-            origins[dotted] = where
+            origins[dotted] = source
 
 
 def _origin(dotted: str, origins: Mapping[str, str]) -> str:
-    """The overlay that set a key or what it stands in; empty for none."""
+    """Return the overlay that set a key or one of its parents; empty if none did."""
     parts = dotted.split(".")
-    above = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
-    return next((origins[name] for name in above if name in origins), "")
+    prefixes = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+    return next((origins[name] for name in prefixes if name in origins), "")
 
 
 def _apply(tree: dict[str, Any], override: str) -> str:
-    """Set one value; return the dotted key that it was for."""
+    """Set the value of one override in `tree`. Return its dotted key."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise ConfigError(f"{override!r:.100}: an override is written key.path=value")
+        raise ConfigError(f"{override!r:.100}: an override must have the form key.path=value")
     node: Any = tree
     *parents, last = dotted.split(".")
     if len(parents) > MAX_DEPTH:
@@ -121,14 +122,16 @@ def _child(node: Any, part: str, dotted: str) -> Any:
         if child is None:
             child = node[part] = {}
     if not isinstance(child, dict | list):
-        raise ConfigError(f"{dotted}: is a value, it has no keys below it")
+        raise ConfigError(f"{dotted}: is a single value and has no keys below it")
     return child
 
 
 def _index(entries: list[Any], part: str, dotted: str) -> int:
     numbers = [str(number) for number in range(len(entries))]
     if part not in numbers:
-        raise ConfigError(f"{dotted}: the list has {len(entries)} entries, numbered from 0")
+        raise ConfigError(
+            f"{dotted}: no such entry; the list has {len(entries)} entries, numbered from 0"
+        )
     return numbers.index(part)
 
 
@@ -139,41 +142,41 @@ _SOURCES: dict[str, type[Section]] = {
     "datasets": DatasetsSource,
 }
 
-_WORDS = {
+_MESSAGES = {
     "model_type": "must be a mapping of keys",
     "dict_type": "must be a mapping of keys",
     "model_attributes_type": "must be a mapping of keys",
     "tuple_type": "must be a list",
-    "string_type": "must be text; quote it if YAML takes it for something else",
+    "string_type": "must be text; quote it if YAML reads it as another type",
 }
 
 
 def _explain(item: dict[str, Any], origins: Mapping[str, str]) -> str:
-    """One pydantic error as `dotted.key: what is wrong; what to do`, and the overlay it is from."""
-    # The kind of a source is part of pydantic's location; users never typed it there.
+    """Format a pydantic error as `dotted.key: problem; remedy`, with the overlay that set it."""
+    # pydantic's location includes the kind of a source, which is not part of the user's key.
     dotted = ".".join(str(part) for part in item["loc"] if part not in _SOURCES)
     overlay = _origin(dotted, origins)
-    return _what_is_wrong(item, dotted) + (f" (in {overlay})" if overlay else "")
+    return _problem(item, dotted) + (f" (in {overlay})" if overlay else "")
 
 
-def _what_is_wrong(item: dict[str, Any], dotted: str) -> str:
+def _problem(item: dict[str, Any], dotted: str) -> str:
     loc, error, given = item["loc"], item["type"], item.get("input")
     if error == "extra_forbidden":
         known = _fields(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
         return f"{dotted}: unknown key; {hint}"
     if error == "missing":
-        return f"{dotted}: missing; every run must state it"
+        return f"{dotted}: missing; every config must set it"
     if error.startswith("union_tag"):
         dotted, given = f"{dotted}.kind", given.get("kind") if isinstance(given, dict) else given
         return f"{dotted}: must be one of {', '.join(_SOURCES)} (given: {given!r:.100})"
     shown = "" if isinstance(given, dict | list) else f" (given: {given!r:.100})"
-    return f"{dotted}: {_WORDS.get(error, item['msg'])}{shown}"
+    return f"{dotted}: {_MESSAGES.get(error, item['msg'])}{shown}"
 
 
 def _fields(loc: Iterable[Any]) -> list[str]:
-    """Names of the keys that may stand at a place of the tree."""
+    """Return the names of the keys that the section at `loc` has."""
     section: type[BaseModel] = Config
     for part in loc:
         if part in _SOURCES:

@@ -1,5 +1,5 @@
-"""Values of a config that are fine alone and not together. Features of how things are computed have
-a table of their own, plan/compatibility/."""
+"""Checks for values of a config that contradict each other. Which features of policy and engine can
+be combined is checked by plan/compatibility/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dapo_megatron.config import Config, refuse, source_file_name
 
 
 def check_values(config: Config) -> None:
-    """Refuse values that are fine alone and not together. Raises ConfigError naming all of them."""
+    """Raise ConfigError listing all values that contradict each other."""
     refuse(_contradictions(config))
 
 
@@ -23,22 +23,25 @@ def _contradictions(config: Config) -> Iterable[str]:
     if overlong.max_tokens > rollout.max_response_tokens:
         yield (
             f"overlong.max_tokens: {overlong.max_tokens} is more than rollout.max_response_tokens "
-            f"= {rollout.max_response_tokens}, so the penalty could never reach -1"
+            f"= {rollout.max_response_tokens}, so the penalty can never reach -1"
         )
     if rollout.max_age <= rollout.max_overtake:
         yield (
             f"rollout.max_age: {rollout.max_age} must be more than rollout.max_overtake = "
-            f"{rollout.max_overtake}, or a group could expire for being slow"
+            f"{rollout.max_overtake}, because a group must not expire for being slow"
         )
     if (bound := rollout.max_prompts_per_step or 0) and bound < rollout.prompts_per_step:
         yield (
-            f"rollout.max_prompts_per_step: {bound} prompts can never make "
-            f"rollout.prompts_per_step = {rollout.prompts_per_step} groups"
+            f"rollout.max_prompts_per_step: {bound} must be at least rollout.prompts_per_step = "
+            f"{rollout.prompts_per_step}"
         )
     if overlong.filtered_in_mean and not overlong.filter:
-        yield "overlong.filtered_in_mean: true without overlong.filter; nothing is filtered"
+        yield (
+            "overlong.filtered_in_mean: true has no effect without overlong.filter; set it to "
+            "false, or set overlong.filter"
+        )
     if not config.data.train:
-        yield "data.train: empty; there is nothing to train on"
+        yield "data.train: empty; add a data set to train on"
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     if sequences % config.train.updates_per_step:
         yield (
@@ -49,10 +52,10 @@ def _contradictions(config: Config) -> Iterable[str]:
         yield f"loss.clip_low: {config.loss.clip_low} must be less than 1 (a ratio is positive)"
     if rollout.top_p < 1.0:
         yield (
-            f"rollout.top_p: {rollout.top_p}; training samples must come from the whole "
-            "distribution (1.0), or policy and engine log-probs do not describe the same one"
+            f"rollout.top_p: {rollout.top_p} must be 1.0. Otherwise the engine's log-probs belong "
+            "to a truncated distribution and cannot be compared with the policy's"
         )
     sources = (*config.data.train, *config.evaluation.sets)
     names = [source_file_name(source.name) for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"data.train / evaluation.sets: the name {name!r} is used twice"
+        yield f"data.train / evaluation.sets: the name {name!r} is used twice; change one of them"

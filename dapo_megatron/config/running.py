@@ -1,4 +1,4 @@
-"""Running on real machines: the run's folder, syncs, checkpoints, watchdog, preflight, tracking."""
+"""Config sections of the runtime: run folder, sync, checkpoints, watchdog, preflight, tracking."""
 
 from __future__ import annotations
 
@@ -22,46 +22,49 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The run's folder is `run.directory/run.name`."""
     directory: str = "runs"
-    """Where run folders are made."""
+    """Parent folder of run folders."""
     processes: Processes = 1
-    """Ranks that `train` starts on this machine when no launcher has started them."""
+    """Number of ranks that `train` starts on this machine if no launcher has started them."""
     stop_seconds: Seconds = 240.0
-    """SIGUSR1 or SIGTERM: save and exit within this time; then exit, saved or not."""
+    """Time to save a checkpoint after SIGUSR1 or SIGTERM. After it the run exits, saved or not."""
 
 
 class SyncConfig(Section):
     max_gap: Positive
-    """Largest |log-prob by engine - by policy| allowed on a step's fresh tokens, and on fixed
-    sequences after each sync; above, the run stops. About 1e-5 in float32; bfloat16 needs more."""
+    """Largest allowed |log-prob by engine - log-prob by policy|. It is checked on the tokens that a
+    step sampled with its newest weights, and on the canary sequences after each sync. A larger gap
+    stops the run. About 1e-5 in float32; bfloat16 needs more."""
     max_mean_gap: Positive | None = None
-    """Largest mean of it allowed over a step's fresh tokens; null: not judged. Among millions of
-    tokens in bfloat16 or FP8 a few are off by nats in a healthy run: then this is what to go by,
-    and max_gap is for the grossest faults."""
+    """Largest allowed mean gap over the tokens that a step sampled with its newest weights. null:
+    no limit. In a healthy run in bfloat16 or FP8 a few of millions of tokens differ by nats; then
+    set this limit, and leave max_gap high enough to catch only gross errors."""
     fingerprint_every: Count | None = None
-    """Syncs from one comparison of all weights in policy and engines to the next; null: 1 for
-    models of up to 200 million parameters, else 10. The first after a start or resume always."""
+    """Syncs from one comparison of all weights of policy and engines to the next. null: 1 for
+    models of up to 200 million parameters, else 10. The first sync after a start or resume is
+    always compared."""
     canary_tokens: Annotated[int, Field(ge=2, le=65_536)] = 32
-    """Length of each of the fixed sequences."""
+    """Length of each canary sequence in tokens."""
 
 
 class CheckpointConfig(Section):
     every: WholeNumber = 10
-    """Rollout steps between checkpoints; 0: only after the last step."""
+    """Rollout steps between checkpoints. A checkpoint is always saved after the last step. 0: only
+    then."""
     max_minutes: Annotated[float, Field(gt=0.0, le=WEEK_SECONDS / 60)] | None = None
-    """Save also when the last save began so long ago; null: by steps alone."""
+    """Also save when the last save started this many minutes ago. null: save only by steps."""
     keep: Count = 2
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_every: Count | None = None
-    """Beside them, every checkpoint whose step is a multiple of this is kept; null: none."""
+    """Also keep every checkpoint whose step is a multiple of this. null: keep only the newest."""
     export_hf: bool = False
     """Also write each checkpoint as an HF folder."""
 
 
 class WatchdogConfig(Section):
-    """Seconds without a sign of life, by phase: then every rank writes down where it is, the ranks
-    that do not are named, and the job ends (so that Slurm can requeue it). Generation and
-    evaluation give one at every exchange between replicas, the other phases at their begin and at
-    every mini-batch."""
+    """Timeout without a heartbeat, in seconds, for each phase. At the timeout every rank dumps its
+    stacks to its log, ranks that do not respond are named, and the job ends (so that Slurm can
+    requeue it). In generation and evaluation there is a heartbeat at every exchange between
+    replicas; in other phases at the start and at every mini-batch."""
 
     start: Seconds = 3600.0
     """Loading data, building engine and policy, the first sync."""
@@ -69,45 +72,46 @@ class WatchdogConfig(Section):
     evaluate: Seconds = 900.0
     logprobs: Seconds = 1800.0
     update: Seconds = 1800.0
-    """Of one mini-batch."""
+    """Timeout of one mini-batch."""
     sync: Seconds = 900.0
     checkpoint: Seconds = 3600.0
-    """Waiting for the disk."""
+    """Timeout of waiting for the disk."""
     other: Seconds = 900.0
-    """Between these: books, metrics, samples, and waiting for a rank that is at them."""
+    """Work between the phases (ledger, metrics, samples), and waiting for a rank that does it."""
 
 
 class PreflightConfig(Section):
-    """What `doctor nodes` asks of nodes and network. Floors are GB/s per GPU (nccl-tests' bus
-    bandwidth, 1e9 bytes); null: told, not judged. Third parties publish 400 to 450 for all-reduce
-    on H100 nodes with eight 400 Gb/s ports each; take your own cluster's figure, less 15%."""
+    """Requirements of `doctor nodes` on nodes and network. Bandwidths are in GB/s per GPU (bus
+    bandwidth as defined by nccl-tests, 1e9 bytes); null: report without a limit. Published values
+    for all-reduce on H100 nodes with eight 400 Gb/s ports each are 400 to 450. Set the values
+    measured on your own cluster, less 15%."""
 
     min_gbps_pair: NonNegative | None = None
-    """From each GPU of one node to its counterpart on another; a 400 Gb/s port carries 50."""
+    """From each GPU of a node to the GPU of the same index on another. A 400 Gb/s port has 50."""
     min_gbps_all_reduce: NonNegative | None = None
     min_gbps_all_to_all: NonNegative | None = None
     max_clock_skew_seconds: NonNegative = 1.0
     min_free_disk_gib: NonNegative = 2.0
-    """Of run.directory; `slurm/submit.py --dry-run` tells the size of a checkpoint."""
+    """Free space in run.directory. `slurm/submit.py --dry-run` prints the size of a checkpoint."""
     check_seconds: Seconds = 30.0
-    """Time limit of each look at a node: nvidia-smi, a disk, the others' files."""
+    """Timeout of each check of a node: nvidia-smi, a disk, reading the files of other nodes."""
     max_seconds: Seconds = 240.0
-    """Time limit of the whole; then nodes that said nothing are bad."""
+    """Timeout of the whole command. Nodes that have not reported by then count as bad."""
 
 
 class TrackingConfig(Section):
     mlflow: bool = True
     wait_seconds: Annotated[float, Field(ge=0.0, le=WEEK_SECONDS)] = 30.0
-    """When a run has finished, wait so long for MLflow to get all of it (3 s at most when it failed
-    or was stopped). The rest is sent at the next start, or by `track`."""
+    """Seconds to wait at the end of a run until MLflow has all its data (at most 3 s if the run
+    failed or was stopped). Remaining data is sent at the next start, or by `track`."""
     experiment: str = "dapo_megatron"
     samples: bool = True
-    """Write every rollout to samples/ and keep it as an artifact."""
+    """Write every rollout to samples/ and log it as an MLflow artifact."""
     inspected_groups: WholeNumber = 4
-    """Groups trained on in a step whose every token's log-prob and entropy by the policy are kept
-    beside the samples, for the report."""
+    """Number of groups per step for which the policy's log-prob and entropy of every token are
+    written next to the samples, for the report."""
     timeline_every: WholeNumber = 10
-    """Steps from one recorded timeline (who did what when, over ranks and replicas) to the next;
-    the first of a start always; 0: none."""
+    """Steps from one recorded timeline (the activity of ranks and replicas over time) to the next.
+    The first step after a start is always recorded. 0: no timelines."""
     report: bool = True
-    """Write report.html at the end of the run and keep it as an artifact."""
+    """Write report.html at the end of the run and log it as an MLflow artifact."""

@@ -1,4 +1,4 @@
-"""What every section of the configuration is: frozen, strict, unknown keys refused."""
+"""Base class of the configuration's sections, and their number types with bounds."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Upper bounds refuse what would fail late, when a library overflows or a machine has no room.
+# Upper bounds refuse values that would only fail later, by an overflow in a library or a lack of
+# memory.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 WholeNumber = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Tokens = Annotated[int, Field(ge=1, le=2**24)]
-"""Engine and policy allocate by the longest sequence; no model has 16 million positions."""
+"""Engine and policy allocate memory for the longest sequence; no model has 16 million positions."""
 Processes = Annotated[int, Field(ge=1, le=1024)]
-"""Started on one machine."""
+"""Number of processes on one machine."""
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
-"""numpy takes 32 bits, and each rank adds its number."""
+"""numpy takes 32-bit seeds, and each rank adds its index."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, le=1e30)]
-"""Computed with in float32, which ends at 3.4e38."""
+"""Bounded because computations are in float32, whose largest value is 3.4e38."""
 NonNegative = Annotated[float, Field(ge=0.0, le=1e30)]
-"""See Positive."""
+"""Bounded for the same reason as Positive."""
 WEEK_SECONDS = 7 * 86_400.0
-"""Longest wait. The system call `poll` overflows at 24 days, other timers at 292 years."""
+"""Longest timeout. The system call `poll` overflows at 24 days, other timers at 292 years."""
 Seconds = Annotated[float, Field(gt=0.0, le=WEEK_SECONDS)]
 
 
 class Section(BaseModel):
-    """A node of the tree: frozen, strict about types, unknown keys refused."""
+    """Base class of the sections: frozen, strict about types, unknown keys refused."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -1,4 +1,4 @@
-"""Where prompts come from: sources of `data.train` and of `evaluation.sets`."""
+"""Config sections of the prompt sources in `data.train` and `evaluation.sets`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from dapo_megatron.config.section import Count, Section, Seed
 _WORD = r"[^\W_][\w ._+=@(),-]*"
 _SOURCE_NAME = re.compile(f"{_WORD}(/{_WORD})?")
 _MAX_SOURCE_NAME = 128
-"""In bytes: a file name has at most 255."""
+"""In bytes. A file name has at most 255."""
 _MAX_DERIVED_NAME = 32
-"""In characters, of at most four bytes."""
+"""In characters of at most four bytes each."""
 
 
 def _check_source_name(name: str) -> str:
-    """Refuse a name that is no file name: metrics carry it, and files of the run's folder."""
+    """Return a valid source name; refuse others. The name is part of metric names and of file names
+    in the run's folder."""
     if _SOURCE_NAME.fullmatch(name) and len(name.encode()) <= _MAX_SOURCE_NAME:
         return name
     safe = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:_MAX_SOURCE_NAME].strip("_-") or "my_data"
@@ -43,65 +44,66 @@ def source_file_name(name: str) -> str:
 class ReasoningGymSource(Section):
     kind: Literal["reasoning_gym"]
     name: SourceName
-    """The name under which figures of this source appear."""
+    """Name of this source in metrics."""
     dataset: str
-    """Name of the data set inside the reasoning-gym package."""
+    """Name of the data set in the reasoning-gym package."""
     size: Count
     seed: Seed
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the data set (min_terms, max_digits, ...)."""
+    """Arguments of the data set (min_terms, max_digits, ...)."""
     grader: str = "reasoning_gym"
 
 
 class Columns(Section):
-    """Names of the two columns that a row needs. `a.b` is the field b of a column a of mappings.
-    The defaults are those of the DAPO-Math schema (docs/data.md)."""
+    """Names of the two columns that a row must have. `a.b` is the field b of column a, which
+    contains mappings. The defaults are those of the DAPO-Math schema (docs/data.md)."""
 
     prompt: str = "prompt"
-    """The question as text, which becomes one message of the user, or a list of chat messages."""
+    """Column of the question: a text, which becomes one user message, or a list of chat
+    messages."""
     answer: str = "reward_model.ground_truth"
-    """What the grader compares with: text, or an integer."""
+    """Column of the correct answer for the grader: a text or an integer."""
 
 
 class RowsSource(Section):
-    """What sources of rows have in common."""
+    """Common keys of sources that consist of rows."""
 
     kind: Literal["jsonl", "parquet", "datasets"]
     name: SourceName
-    """The name under which figures of this source appear; by default from the path."""
+    """Name of this source in metrics. Derived from the path by default."""
     path: str
     grader: str | dict[str, str] = "math_verify"
-    """dapo_math, math_verify, code, or a function of yours as module:function; or a mapping from
-    the rows' data_source to one of these."""
+    """dapo_math, math_verify, code, or your own function as module:function; or a mapping from the
+    rows' data_source to one of these."""
     limit: Count | None = None
-    """Rows to read; null for all."""
+    """Number of rows to read. null: all."""
     columns: Columns | None = None
-    """Null: those of the section (data.columns, evaluation.columns)."""
+    """null: the columns of the section (data.columns, evaluation.columns)."""
 
 
 class FileSource(RowsSource):
-    """A file at `path`, one problem per line or row."""
+    """A file at `path` with one problem per line or row."""
 
     kind: Literal["jsonl", "parquet"]
 
 
 class DatasetsSource(RowsSource):
-    """A data set for the library `datasets`: `path` is a folder or a name of the hub."""
+    """A data set of the `datasets` library. `path` is a folder or a name on the HF hub."""
 
     kind: Literal["datasets"]
     subset: str | None = None
-    """The hub's name for one of several configurations, such as gsm8k's `main`."""
+    """Name of the data set's configuration on the hub, such as `main` of gsm8k."""
     split: str = "train"
     revision: str | None = None
-    """Branch, tag or commit on the hub; null for the newest."""
+    """Branch, tag or commit on the hub. null: the newest."""
 
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-"""Kind of a source by the ending of its path; any other path is a data set."""
+"""Kind of a source by the suffix of its path. Any other path is a data set."""
 
 
 def _expand_sources(value: Any) -> Any:
-    """Accept one source for a list of one, and a path for a source."""
+    """Wrap a single source in a list, and turn each path into a source."""
     if isinstance(value, str | dict):
         value = [value]
     return [_expand_source(entry) for entry in value] if isinstance(value, list) else value

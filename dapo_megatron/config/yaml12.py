@@ -1,8 +1,8 @@
-"""YAML 1.2 as configs use it, on top of PyYAML, which reads YAML 1.1.
+"""Read and write YAML 1.2 with PyYAML, which by itself implements YAML 1.1.
 
-The core schema of YAML 1.2 decides what a plain scalar is: `010` is ten, `1:30` and `yes` are text,
-`1e-6` is a number. Aliases and tags are refused: no config needs them, and aliases can expand
-without limit. So are deep nesting and long files: every mistake is reported within a second.
+Plain scalars follow the core schema of YAML 1.2: `010` is ten, `1:30` and `yes` are text, `1e-6` is
+a number. Anchors, aliases and tags are refused, because no config needs them and aliases can expand
+exponentially. Deep nesting and long files are refused, so that errors are reported within a second.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import yaml
 from dapo_megatron.types import ConfigError
 
 MAX_DEPTH = 32
-"""Mappings and lists inside each other. The schema has 5."""
+"""Largest nesting depth of mappings and lists. The schema needs 5."""
 MAX_CHARACTERS = 32_000
-"""Of a file or an override. Whatever they are, they are then parsed within a second."""
+"""Largest size of a file or an override. Any text of this size is parsed within a second."""
 MAX_DIGITS = 40
-"""Of a whole number. Python refuses to print one of more than 4,300."""
+"""Largest number of digits of an integer. Python refuses to print more than 4,300."""
 
 _NO_CHARACTER = re.compile("[\\0\ud800-\udfff]")
 _TAG = "tag:yaml.org,2002:"
-# https://yaml.org/spec/1.2.2/#1032-tag-resolution, in which order does not matter.
+# https://yaml.org/spec/1.2.2/#1032-tag-resolution. The order does not matter.
 _CORE_SCHEMA = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -39,7 +39,7 @@ _CORE_SCHEMA = (
 
 
 class _Refusal(Exception):
-    """Valid YAML that is not read, and the line it is on."""
+    """Valid YAML that this module refuses, with its line number."""
 
     def __init__(self, place: yaml.Event | yaml.Node, problem: str) -> None:
         super().__init__(problem)
@@ -47,7 +47,8 @@ class _Refusal(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars by the core schema; refuses what the module's docstring names."""
+    """Resolves plain scalars by the core schema. Refuses anchors, aliases, tags, deep nesting and
+    long numbers."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012, none of YAML 1.1's
     _depth = 0
@@ -55,9 +56,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise _Refusal(event, "anchors (&x) and aliases (*x) are not read; write the value out")
+            raise _Refusal(event, "anchors (&x) and aliases (*x) are not allowed; copy the value")
         if tag := getattr(event, "tag", None):
-            raise _Refusal(event, f"the tag {tag!r:.60} is not read; remove it")
+            raise _Refusal(event, f"the tag {tag!r:.60} is not allowed; remove it")
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _Refusal(event, f"nested more than {MAX_DEPTH} deep")
@@ -66,25 +67,27 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def int_value(self, node: yaml.ScalarNode) -> int:
-        """Return the value of a whole number."""
+        """Return the value of an integer."""
         if len(node.value) > MAX_DIGITS:
-            raise _Refusal(node, f"a number of {len(node.value):,} digits")
+            raise _Refusal(
+                node, f"a number of {len(node.value):,} digits; at most {MAX_DIGITS} are allowed"
+            )
         return int(node.value, {"0o": 8, "0x": 16}.get(node.value[:2], 10))
 
     def text_value(self, node: yaml.ScalarNode) -> str:
-        """Return the value of a text. Escapes in double quotes may name what is no character."""
+        """Return the value of a text. Refuse escapes for null and for lone surrogates."""
         text = str(node.value)
         if _NO_CHARACTER.search(text):
-            raise _Refusal(node, "a null character, or half a character (a lone surrogate)")
+            raise _Refusal(node, "a null character or a lone surrogate; remove it")
         return text
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that either version of YAML would take for something else."""
+    """Quotes every text that YAML 1.1 or 1.2 would read as another type."""
 
     def text_node(self, text: str) -> yaml.Node:
-        """Return a text, in double quotes if it has characters that PyYAML would fold as line
-        breaks elsewhere."""
+        """Return the node of a text. Text with unprintable characters is double-quoted, because
+        PyYAML would otherwise fold some of them as line breaks."""
         return self.represent_scalar(_TAG + "str", text, None if text.isprintable() else '"')
 
 
@@ -97,39 +100,39 @@ _Dumper.add_representer(str, _Dumper.text_node)
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return the value of one document. Raises ConfigError naming `where`, and the line if there
-    is more than one, of what is not YAML or is refused here."""
+    """Return the value of a YAML document. Raises ConfigError for invalid or refused YAML, naming
+    `where` and, if `text` has several lines, the line."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{where}: longer than {MAX_CHARACTERS:,} characters")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        if repeated := [] if node is None else list(_repeated(node, where)):
-            raise ConfigError("\n".join(repeated))
+        if errors := [] if node is None else list(_repeated_keys(node, where)):
+            raise ConfigError("\n".join(errors))
         return None if node is None else loader.construct_document(node)
     except _Refusal as error:
         line = f", line {error.line}" if "\n" in text else ""
         raise ConfigError(f"{where}{line}: {error}") from None
-    # The last two: of escapes for characters that do not exist.
+    # Escapes for characters that do not exist raise ValueError or OverflowError.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from error
 
 
-def _repeated(node: yaml.Node, where: str, above: str = "") -> Iterator[str]:
-    """Yield an error for each key given twice, which YAML itself lets pass: the last one wins."""
+def _repeated_keys(node: yaml.Node, where: str, prefix: str = "") -> Iterator[str]:
+    """Yield an error for each repeated key. PyYAML accepts these and keeps the last value."""
     if isinstance(node, yaml.MappingNode):
-        seen = set()
+        keys = set()
         for key, child in node.value:
-            dotted = f"{above}{key.value}"
-            if dotted in seen:
+            dotted = f"{prefix}{key.value}"
+            if dotted in keys:
                 yield f"{dotted}: given twice ({where}, line {key.start_mark.line + 1})"
-            seen.add(dotted)
-            yield from _repeated(child, where, f"{dotted}.")
+            keys.add(dotted)
+            yield from _repeated_keys(child, where, f"{dotted}.")
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
-            yield from _repeated(child, where, f"{above}{index}.")
+            yield from _repeated_keys(child, where, f"{prefix}{index}.")
 
 
 def dump_yaml(value: Any) -> str:
-    """Return text that `parse_yaml` reads back to an equal value."""
+    """Return YAML from which `parse_yaml` reads an equal value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

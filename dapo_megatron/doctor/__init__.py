@@ -1,1 +1,1 @@
-"""Checks for users. Each command is in the file of its name: env, nodes, run, layouts, sync."""
+"""Diagnostic commands for users, one file each: env, nodes, run, layouts, sync."""

@@ -1,9 +1,10 @@
-"""Bandwidth between neighbouring nodes, and of all ranks together.
+"""Measure the bandwidth between neighboring nodes, and of all ranks together.
 
-Figures are bus bandwidths per rank in GB/s (1e9 bytes), as nccl-tests define them
-(github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): with S bytes of tensor per rank, t seconds and n
-ranks, S / t for a pair (each direction; both are busy), S / t * 2 (n - 1) / n for all-reduce,
-S / t * (n - 1) / n for all-to-all. They compare with the rate of the link, whatever n is.
+Results are bus bandwidths per rank in GB/s (1e9 bytes), as defined by nccl-tests
+(github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). With S bytes of tensor per rank, t seconds and n
+ranks, the bus bandwidth is S / t for a pair (per direction, with both directions busy),
+S / t * 2 (n - 1) / n for all-reduce, and S / t * (n - 1) / n for all-to-all. It can be compared
+with the rate of the link for any n.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from dapo_megatron.protocols import Exchange
 
 MIB = 2**20
 WARM_UPS = 2
-"""The first makes the connections."""
+"""Warm-up runs. The first one establishes the connections."""
 MAX_REPEATS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of the warm-up, the most bytes, and about how long one figure may take."""
+    """Bytes of the warm-up, largest number of bytes, and approximate seconds per measurement."""
 
     first_bytes: int
     most_bytes: int
@@ -58,7 +59,8 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Ranks that measure, and the group they measure. `note` is called with each phase."""
+    """The ranks, and the process group whose bandwidth they measure. `note` is called with the name
+    of each phase."""
 
     exchange: Exchange
     group: Any
@@ -68,9 +70,10 @@ class Wire:
 
 
 def measure(wire: Wire, ranks_of: Mapping[str, Sequence[int]]) -> Bandwidth:
-    """Measure pairs, then all ranks; `ranks_of` has the ranks of each node. Collective.
+    """Measure pairs of nodes, then all ranks. `ranks_of` lists the ranks of each node. Collective.
 
-    A pair that hangs has a name, so pairs come first. Takes at most about 5 budgets."""
+    Pairs come first, because a pair that hangs can be named. Takes at most about 5 budgets.
+    """
     num_ranks = wire.exchange.world_size
     if num_ranks == 1:
         return Bandwidth()
@@ -89,8 +92,8 @@ def measure(wire: Wire, ranks_of: Mapping[str, Sequence[int]]) -> Bandwidth:
 
 
 def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Pair each node with its neighbours on a ring, no node twice in a round: two rounds, three for
-    an odd number, one for two nodes."""
+    """Pair each node with its neighbors on a ring, so that no node occurs twice in a round. There
+    are two rounds; three for an odd number of nodes, one for two nodes."""
     if len(nodes) < 2:
         return []
     edges = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
@@ -101,21 +104,24 @@ def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def slow_nodes(pairs: Iterable[Pair], floor_gbps: float) -> tuple[list[str], list[Pair]]:
-    """Return the nodes all of whose pairs, at least two, are under the floor; and the slow pairs
-    that they do not explain. (A node between two slow ones is taken for slow.)"""
+    """Return the slow nodes, and the slow pairs without a slow node.
+
+    A node is slow if it has at least two pairs and all of them are below the floor. A good node
+    between two slow ones therefore counts as slow, too.
+    """
     of_node: dict[str, list[Pair]] = {}
     for pair in pairs:
         for node in pair.nodes:
             of_node.setdefault(node, []).append(pair)
     slow = [
         node
-        for node, own in of_node.items()
-        if len(own) > 1 and all(pair.gbps < floor_gbps for pair in own)
+        for node, node_pairs in of_node.items()
+        if len(node_pairs) > 1 and all(pair.gbps < floor_gbps for pair in node_pairs)
     ]
     unexplained = {
         pair.nodes: pair
-        for own in of_node.values()
-        for pair in own
+        for node_pairs in of_node.values()
+        for pair in node_pairs
         if pair.gbps < floor_gbps and not set(pair.nodes) & set(slow)
     }
     return slow, list(unexplained.values())
@@ -124,7 +130,8 @@ def slow_nodes(pairs: Iterable[Pair], floor_gbps: float) -> tuple[list[str], lis
 def judge(
     bandwidth: Bandwidth, settings: PreflightConfig, checks: dict[str, list[Check]]
 ) -> list[Check]:
-    """Add the slow nodes to `checks`; return what cannot be blamed on one node."""
+    """Add a failed check for each slow node to `checks`. Return the failed checks that no single
+    node explains."""
     overall = []
     floor = settings.min_gbps_pair
     if floor is not None:
@@ -132,18 +139,18 @@ def judge(
         remedy = "exclude the node; check its network adapters"
         for node in slow:
             rates = [f"{pair.gbps:.2f}" for pair in bandwidth.pairs if node in pair.nodes]
-            text = f"{', '.join(rates)} GB/s per GPU with its neighbours, at least {floor:g} wanted"
+            text = f"{', '.join(rates)} GB/s per GPU with its neighbors; {floor:g} are required"
             checks[node].append(Check("bandwidth", Status.FAIL, text, remedy))
         for pair in unexplained:
-            text = f"{' and '.join(pair.nodes)} exchange {pair.gbps:.2f} GB/s per GPU, "
-            remedy = "one of them, or what is between; with a third node it could be named"
-            text += f"at least {floor:g} wanted"
+            text = f"{' and '.join(pair.nodes)} exchange {pair.gbps:.2f} GB/s per GPU; "
+            text += f"{floor:g} are required"
+            remedy = "check both nodes and the link; to find the slow one, test with a third node"
             overall.append(Check("bandwidth of a pair", Status.FAIL, text, remedy))
     for key, name in (("all_reduce", "all-reduce"), ("all_to_all", "all-to-all")):
         floor, gbps = getattr(settings, f"min_gbps_{key}"), getattr(bandwidth, f"{key}_gbps")
         if floor is not None and gbps is not None and gbps < floor:
-            text = f"{gbps:.2f} GB/s per GPU over all nodes, at least {floor:g} wanted"
-            remedy = f"see the pairs; or lower preflight.min_gbps_{key}"
+            text = f"{gbps:.2f} GB/s per GPU over all nodes; {floor:g} are required"
+            remedy = f"check the slowest pairs, or lower preflight.min_gbps_{key}"
             overall.append(Check(name, Status.FAIL, text, remedy))
     return overall
 
@@ -152,13 +159,13 @@ def judge(
 
 
 def swap(tensor: Tensor, peer: int, group: Any) -> None:
-    """Send a tensor to another rank, and receive as much from there."""
+    """Send a tensor to another rank, and receive one of the same size from it."""
     received = torch.empty_like(tensor)
-    both = [
+    operations = [
         dist.P2POp(dist.isend, tensor, peer, group),
         dist.P2POp(dist.irecv, received, peer, group),
     ]
-    for work in dist.batch_isend_irecv(both):
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 
@@ -168,7 +175,7 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
 
 
 def all_to_all(tensor: Tensor, group: Any) -> None:
-    """Give each rank its share."""
+    """Exchange equal parts of a tensor between all ranks."""
     dist.all_to_all_single(torch.empty_like(tensor), tensor, group=group)
 
 
@@ -178,11 +185,12 @@ def all_to_all(tensor: Tensor, group: Any) -> None:
 def _measure_pairs(
     wire: Wire, ranks_of: Mapping[str, Sequence[int]], paired: Sequence[tuple[str, str]]
 ) -> list[Pair]:
-    """Measure all pairs of a round at once. Rank k of one node swaps with rank k of the other."""
+    """Measure all pairs of a round at the same time. Rank k of one node swaps with rank k of the
+    other."""
     me = wire.exchange.rank
     run: Callable[[Tensor], None] = _nothing
     members: dict[tuple[str, str], list[int]] = {}
-    mine: Sequence[int] = ()
+    own_members: Sequence[int] = ()
     for first, second in paired:
         couples = list(zip(ranks_of[first], ranks_of[second], strict=False))
         members[first, second] = [rank for couple in couples for rank in couple]
@@ -190,8 +198,8 @@ def _measure_pairs(
             if me in couple:
                 peer = couple[couple[0] == me]
                 name = f"pair {first} {second}"
-                run, mine = _swap_with(peer, wire, name), members[first, second]
-    rates = wire.exchange.all_gather(_rate(wire, run, mine), float)
+                run, own_members = _swap_with(peer, wire, name), members[first, second]
+    rates = wire.exchange.all_gather(_rate(wire, run, own_members), float)
     return [Pair(nodes, min(rates[rank] for rank in ranks)) for nodes, ranks in members.items()]
 
 
@@ -206,25 +214,25 @@ def _swap_with(peer: int, wire: Wire, name: str) -> Callable[[Tensor], None]:
 
 
 def _nothing(_: Tensor) -> None:
-    """Do nothing: this node has no partner in this round."""
+    """Do nothing, for a node without a partner in this round."""
 
 
 def _rate(wire: Wire, run: Callable[[Tensor], None], members: Sequence[int]) -> float:
-    """Return GB of tensor per second of the slowest of `members`. Collective over all ranks, also
-    those that are in no pair."""
+    """Return GB of tensor per second of the slowest of `members`. Collective over all ranks,
+    including those that are in no pair."""
     size = wire.budget.first_bytes
     seconds = [_seconds(wire, run, size, 1) for _ in range(WARM_UPS)][-1]
     first = _slowest(wire, seconds, members)
-    grown = int(size * wire.budget.seconds / 4 / first) if members else size
-    # A multiple of what any number of ranks divides up to 1024, in 4-byte numbers.
-    size = max(size, min(wire.budget.most_bytes, grown) // size * size)
+    affordable = int(size * wire.budget.seconds / 4 / first) if members else size
+    # A multiple of the warm-up's size, within the time budget.
+    size = max(size, min(wire.budget.most_bytes, affordable) // size * size)
     expected = first * size / wire.budget.first_bytes
     repeats = max(1, min(MAX_REPEATS, int(wire.budget.seconds / 2 / expected)))
     return size / _slowest(wire, _seconds(wire, run, size, repeats), members) / 1e9
 
 
 def _seconds(wire: Wire, run: Callable[[Tensor], None], size: int, repeats: int) -> float:
-    """Return the mean seconds of a run on this rank; all ranks begin together."""
+    """Return the mean seconds of a run on this rank. All ranks start together."""
     count = size // 4 // wire.exchange.world_size * wire.exchange.world_size
     tensor = torch.zeros(max(count, wire.exchange.world_size), device=wire.device)
     _finish(wire.device)
@@ -242,6 +250,6 @@ def _finish(device: torch.device) -> None:
 
 
 def _slowest(wire: Wire, seconds: float, members: Sequence[int]) -> float:
-    """Return the most seconds of the ranks that measure together; its own for a rank among none."""
+    """Return the largest seconds of `members`, or `seconds` itself without members. Collective."""
     all_seconds = wire.exchange.all_gather(seconds, float)
     return max([all_seconds[rank] for rank in members] or [seconds]) or 1e-9

@@ -1,4 +1,4 @@
-"""Result of a check, and what several add up to. Shared by `doctor env` and `doctor nodes`."""
+"""Result of a check, and the overall status of several. Used by `doctor env` and `doctor nodes`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of a report. `remedy` is empty only where `status` is ok.
+    """One line of a report. `remedy` is empty only if `status` is ok.
 
-    Example: Check("apex", Status.FAIL, "a stranger's package", "pip uninstall apex")
+    Example: Check("apex", Status.FAIL, "not NVIDIA's package", "pip uninstall apex")
     """
 
     name: str
@@ -35,7 +35,8 @@ class Check:
 
 
 def worst(checks: Sequence[Check]) -> Status:
-    """Return the gravest status of all, ok for none. The command fails where it is `fail`."""
+    """Return the worst status of all checks; ok without checks. The command fails if it is
+    `fail`."""
     order = list(Status)
     return max((check.status for check in checks), key=order.index, default=Status.OK)
 

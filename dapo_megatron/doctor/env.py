@@ -36,7 +36,7 @@ from dapo_megatron.doctor.packages import (
 
 
 def command(json_file: Path | None) -> bool:
-    """Print all checks, and write them to `json_file`. Return whether none failed."""
+    """Print all checks, and write them to `json_file`. Return True if none failed."""
     checks = check_environment()
     render(checks, Console())
     if json_file is not None:
@@ -45,7 +45,7 @@ def command(json_file: Path | None) -> bool:
 
 
 def render(checks: Sequence[Check], console: Console) -> None:
-    """Print a table, and how many problems there are."""
+    """Print a table of the checks, and the number of checks per status."""
     table = Table("check", "status", "finding and remedy", title="doctor env", show_lines=False)
     for check in checks:
         text = Text(check.finding)
@@ -59,7 +59,7 @@ def render(checks: Sequence[Check], console: Console) -> None:
 
 @dataclass(frozen=True)
 class Probe:
-    """The outcome of some code in a fresh interpreter: its last line of output, or its error."""
+    """Result of code that ran in a fresh interpreter: its last line of output, or its error."""
 
     seconds: float
     output: str = ""
@@ -67,7 +67,7 @@ class Probe:
 
 
 class TorchFacts(NamedTuple):
-    """Version of torch, and of CUDA it was built for, if any."""
+    """Version of torch, the CUDA version it was built for, if any, and whether CUDA is usable."""
 
     version: str
     cuda: str | None
@@ -94,7 +94,7 @@ def check_accelerator(torch: TorchFacts, installed: Installed, machine: Machine)
         return Check(name, Status.WARN, finding, remedy)
     if torch.cuda and not torch.usable:
         finding = f"{gpus}, but {built} cannot reach it"
-        remedy = "update the driver (CUDA 13 wants 580 or newer), see CUDA_VISIBLE_DEVICES"
+        remedy = "update the driver (CUDA 13 needs 580 or newer), or check CUDA_VISIBLE_DEVICES"
         return Check(name, Status.FAIL, finding, remedy)
     return Check(name, Status.OK, f"{gpus}, {built}")
 
@@ -102,11 +102,11 @@ def check_accelerator(torch: TorchFacts, installed: Installed, machine: Machine)
 # Pattern of an import error -> remedy. First match wins.
 KNOWN_ERRORS = (
     (r"torchvision::|torchaudio|torchcodec", "pip uninstall torchvision torchaudio torchcodec"),
-    (r"undefined symbol|DLL load", "a build for another torch: {reinstall}"),
+    (r"undefined symbol|DLL load", "built for another torch: {reinstall}"),
     (r"libcud\w+\.so|libcuda\.so|libnv\w+\.so", "a CUDA build without its libraries: {reinstall}"),
     (r"GLIBC(XX)?_", "the C library is too old for the wheels: use a newer system or a container"),
-    (r"signal 4\b", "the CPU lacks instructions of this build (AVX2 is needed): another machine"),
-    (r"signal 9\b", "killed, most likely for memory: free some, or ask for more"),
+    (r"signal 4\b", "the CPU does not support this build (it needs AVX2): use another machine"),
+    (r"signal 9\b", "killed, most likely for memory: free some, or request more"),
     (
         r"still running",
         "try again; if the environment is on a network disk, move it to a local one",
@@ -115,7 +115,7 @@ KNOWN_ERRORS = (
 
 
 def check_import(name: str, probe: Probe, stack: str) -> Check:
-    """Check that an import succeeded; else report its last line, and the known remedy."""
+    """Check that an import succeeded. Otherwise report its last line and a remedy."""
     if not probe.error:
         return Check(name, Status.OK, f"imports in {probe.seconds:.1f} s")
     remedies = (remedy for pattern, remedy in KNOWN_ERRORS if re.search(pattern, probe.error))
@@ -140,8 +140,8 @@ def run_probe(code: str, *, timeout_seconds: float = 180.0) -> Probe:
     seconds = monotonic() - start
     if child.returncode == 0:
         return Probe(seconds, output=_last_line(child.stdout))
-    death = f"ended by signal {-child.returncode}; " if child.returncode < 0 else ""
-    return Probe(seconds, error=death + (_last_line(child.stderr) or "no message"))
+    killed_by = f"ended by signal {-child.returncode}; " if child.returncode < 0 else ""
+    return Probe(seconds, error=killed_by + (_last_line(child.stderr) or "no message"))
 
 
 def _last_line(text: str) -> str:
@@ -169,7 +169,7 @@ def check_imports(
     torch = probe(TORCH_CODE)
     yield check_import("import torch", torch, stack)
     if torch.error:
-        return  # the others would only repeat it
+        return  # the other imports would fail with the same error
     yield check_accelerator(TorchFacts(*json.loads(torch.output)), installed, machine)
     for name, code in IMPORTS.items():
         yield check_import(name, probe(code), stack)
@@ -182,10 +182,11 @@ def check_environment(
     environ: Mapping[str, str] = os.environ,
     probe: Callable[[str], Probe] = run_probe,
 ) -> list[Check]:
-    """Return all checks in the order they are shown.
+    """Run all checks, by default of this interpreter and this machine, and return them in display
+    order.
 
-    By default, checks this interpreter and this machine. Takes up to a minute, nearly all of it for
-    the real imports. Faults are results, not exceptions.
+    Takes up to a minute, nearly all of it for the real imports. Faults are returned as checks, not
+    raised.
     """
     installed = installed or ThisPython()
     machine = machine or this_machine()

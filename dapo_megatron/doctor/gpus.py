@@ -1,7 +1,7 @@
-"""State of a node's GPUs, and the checks of it.
+"""Read and check the state of a node's GPUs.
 
-nvidia-smi needs no CUDA context and lists the processes of other users. A query fails with the name
-of a field that the driver does not know; the field is then left out.
+nvidia-smi needs no CUDA context and lists the processes of other users. If a query fails because
+the driver does not know a field, the query is repeated without that field.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GpuError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; None for what its driver does not report. Memory in MiB, clocks in MHz."""
+    """One GPU. Values that its driver does not report are None. Memory in MiB, clocks in MHz."""
 
     index: int
     uuid: str
@@ -67,24 +67,24 @@ class Gpu:
     memory_used_mib: int | None
     uncorrected_errors: int | None
     reasons: int | None
-    """Bits of the reasons why it does not run at its highest clock."""
+    """Bits of the reasons why the GPU does not run at its highest clock; see REASONS."""
     sm_mhz: int | None
     max_sm_mhz: int | None
     memory_mhz: int | None
     max_memory_mhz: int | None
     application_mhz: int | None
-    """The highest SM clock that someone has set."""
+    """Limit of the SM clock that an administrator has set."""
     is_remap_pending: bool
     is_remap_failed: bool
     processes: tuple[str, ...]
-    """Each with its pid, name and memory."""
+    """Pid, name and memory of each process."""
 
 
 def read_gpus(timeout_seconds: float) -> tuple[Gpu, ...]:
-    """Read the GPUs of this node; none where there is no nvidia-smi.
+    """Read the GPUs of this node. Without nvidia-smi there are none.
 
-    Raises GpuError if it fails, or is not done in time (it is killed: a GPU that fell off the bus
-    makes it hang).
+    Raises GpuError if nvidia-smi fails or exceeds the timeout, and kills it. It hangs if a GPU fell
+    off the bus.
     """
     if shutil.which("nvidia-smi") is None:
         return ()
@@ -120,16 +120,16 @@ def read_gpus(timeout_seconds: float) -> tuple[Gpu, ...]:
 
 
 def describe(gpus: Sequence[Gpu]) -> str:
-    """Count GPUs by name and driver, as text."""
+    """Format the number of GPUs by name and driver."""
     kinds = Counter(f"{gpu.name}, driver {gpu.driver}" for gpu in gpus)
     return "; ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "none"
 
 
 def check_gpus(gpus: Sequence[Gpu], num_tasks: int, *, is_used: bool) -> Iterator[Check]:
-    """Check that each task of the node has a GPU, sound and free; `is_used`: torch uses them."""
+    """Check that each task of the node has a healthy, free GPU. `is_used`: torch uses the GPUs."""
     kinds = describe(gpus)
     if len(gpus) < num_tasks and (is_used or gpus):
-        remedy = "exclude the node; `nvidia-smi -L` and Xid lines of dmesg tell the administrators"
+        remedy = "exclude the node; report `nvidia-smi -L` and the Xid lines of dmesg"
         status = Status.FAIL if is_used else Status.WARN
         yield Check("GPUs", status, f"{kinds}, for {num_tasks} tasks of this node", remedy)
     else:
@@ -152,7 +152,8 @@ def _check(gpu: Gpu) -> Iterator[Check]:
     if gpu.is_remap_pending:
         yield Check(name, Status.FAIL, "a bad row of its memory waits for a reset", reset)
     if gpu.is_remap_failed:
-        yield Check(name, Status.FAIL, "its memory has no spare rows left", "have it replaced")
+        remedy = "exclude the node; the GPU must be replaced"
+        yield Check(name, Status.FAIL, "its memory has no spare rows left", remedy)
     for bit, (text, status) in REASONS.items():
         if (gpu.reasons or 0) & bit:
             yield Check(name, status, text, "exclude the node; check its cooling and power")
@@ -161,15 +162,16 @@ def _check(gpu: Gpu) -> Iterator[Check]:
         remedy = "end them if they are yours, or exclude the node"
         yield Check(name, Status.FAIL, f"in use by {', '.join(gpu.processes)}", remedy)
     elif (gpu.memory_used_mib or 0) > FREE_MIB:
-        text = f"{gpu.memory_used_mib} MiB in use by a process that cannot be seen from here"
-        yield Check(name, Status.FAIL, text, "exclude the node, or ask who is on it")
+        text = f"{gpu.memory_used_mib} MiB in use by a process that nvidia-smi does not list"
+        yield Check(name, Status.FAIL, text, "exclude the node, or find out who uses it")
 
 
 def _check_clocks(gpu: Gpu, name: str) -> Iterator[Check]:
-    """Check clocks. An idle GPU lowers its SM clock by itself and is not judged by it."""
+    """Check the clocks. The current clocks of an idle GPU are not checked, because it lowers them
+    itself."""
     highest = gpu.max_sm_mhz or 0
     if gpu.application_mhz and gpu.application_mhz < NEAR * highest:
-        text = f"SM clock held at {gpu.application_mhz} of {highest} MHz"
+        text = f"SM clock limited to {gpu.application_mhz} of {highest} MHz"
         yield Check(name, Status.WARN, text, "nvidia-smi --reset-applications-clocks")
     is_busy = gpu.reasons is not None and not gpu.reasons & IDLE
     for what, now, most in (
@@ -181,11 +183,12 @@ def _check_clocks(gpu: Gpu, name: str) -> Iterator[Check]:
             yield Check(name, Status.WARN, text, "see `nvidia-smi -q -d PERFORMANCE,CLOCK`")
 
 
-# ------------------------------------------------------------------------------- asking
+# ------------------------------------------------------------------------------- queries
 
 
 def _if_known(what: str, fields: Sequence[str], timeout_seconds: float) -> list[dict[str, str]]:
-    """Query; nothing from a driver that has no such query. Raises GpuError for one that hangs."""
+    """Return the rows of a query; none if the driver has no such query. Raises GpuError at the
+    timeout."""
     try:
         return _query(what, fields, timeout_seconds)
     except _Refused:
@@ -193,11 +196,11 @@ def _if_known(what: str, fields: Sequence[str], timeout_seconds: float) -> list[
 
 
 class _Refused(GpuError):
-    """nvidia-smi ended with an error."""
+    """nvidia-smi exited with an error."""
 
 
 def _query(what: str, fields: Sequence[str], timeout_seconds: float) -> list[dict[str, str]]:
-    """Return a row per line of the answer, with the fields that the driver knows."""
+    """Return one row per output line of nvidia-smi, with the fields that the driver knows."""
     fields = list(fields)
     while fields:
         options = [f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -216,7 +219,7 @@ def _query(what: str, fields: Sequence[str], timeout_seconds: float) -> list[dic
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
-    """Return exit code and output. A process that cannot be killed is not waited for."""
+    """Return exit code and output. Do not wait for a process that cannot be killed."""
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -231,7 +234,7 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
 
 
 def _number(row: dict[str, str], *names: str) -> int | None:
-    """Return the first of these fields that is a number, decimal or with 0x, and not [N/A]."""
+    """Return the first of these fields that is an integer (decimal or 0x), or None."""
     for name in names:
         with suppress(ValueError):
             return int(row.get(name, ""), 0)
@@ -239,5 +242,5 @@ def _number(row: dict[str, str], *names: str) -> int | None:
 
 
 def _is_set(row: dict[str, str] | None, name: str) -> bool:
-    """Parse a flag: drivers write Yes or No, or a count."""
+    """Parse a flag. Drivers report Yes or No, or a count."""
     return row is not None and row.get(name, "").lower() in ("yes", "1", "active")

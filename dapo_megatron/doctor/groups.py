@@ -1,7 +1,7 @@
-"""Process groups of one case after another, in processes that stay.
+"""Run one case after another in the same processes, each with its own process groups.
 
-Megatron builds its groups over the whole world. So for a case of n ranks the first n form a world
-of their own, and leave it before the next.
+Megatron builds its groups over the whole world. For a case of n ranks, the first n ranks therefore
+form a new world, and destroy it before the next case.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dapo_megatron.cluster.ranks import Ranks, form_world, open_store
 from dapo_megatron.policy.device import backend
 
 PATIENCE = timedelta(hours=4)
-"""Timeout of waiting for the cases of other ranks."""
+"""Timeout of ranks that wait while others run a case."""
 CASE_TIMEOUT = timedelta(minutes=5)
-"""Timeout of a case whose ranks wait for each other."""
+"""Timeout of collectives within a case."""
 
 
 class Worlds:
-    """Process groups of a launched job, case by case."""
+    """Forms a world of ranks for each case, within a launched job."""
 
     def __init__(self) -> None:
         self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -42,7 +42,7 @@ class Worlds:
 
     @contextmanager
     def world(self, num_ranks: int) -> Iterator[Ranks | None]:
-        """Form a world of the first `num_ranks`. Yield None on the others, which need not wait."""
+        """Form a world of the first `num_ranks` ranks. Yield None on other ranks at once."""
         self._number += 1
         if self.rank >= num_ranks:
             yield None
@@ -51,9 +51,9 @@ class Worlds:
         excepthook = sys.excepthook
         store = PrefixStore(f"case/{self._number}", self.store)
         ranks = form_world(backend(), store, self.rank, num_ranks, timeout=CASE_TIMEOUT)
-        sys.excepthook = excepthook  # each call would put one more "[rank0]" before each line
+        sys.excepthook = excepthook  # each form_world adds one more "[rank0]" to every line
         yield ranks
-        # Not after an error: the others may never come.
+        # Not after an error, because the other ranks may never come.
         dist.destroy_process_group()
-        # What refers to itself refers to groups, and each of those holds threads and sockets.
+        # Reference cycles keep process groups alive, and each group holds threads and sockets.
         gc.collect()

@@ -1,24 +1,24 @@
-"""`doctor layouts`: prove that every layout of a model computes the same gradient.
+"""`doctor layouts`: check that every layout of a model computes the same gradient.
 
-The claim: with one mini-batch, any layout (tensor, sequence, pipeline, context, expert and data
-parallel), any split into micro-batches, packed or padded, gives the gradient of
+For the same mini-batch, any layout (tensor, sequence, pipeline, context, expert and data parallel)
+and any split into micro-batches, packed or padded, must give the gradient of
 
     1/N sum over the N loss tokens of the mini-batch.
 
-The proof:
-1. The model is shrunk to small sizes with every feature kept (shrink.py), weights random.
-2. A mini-batch of random tokens, sequences of 3 to 300, both sides of the clip (measure.py), and
-   the config's own loss.
-3. The reference: one process, float64 (on a GPU float32: Megatron's optimizer takes no more
-   there), one sequence per micro-batch, no packing.
-4. Each case (matrix.py) builds the policy as a run does, in a world of its own (groups.py), and
-   takes the whole gradient, then three updates (measure.py).
-5. Each gradient tensor, the loss, and the weights after the updates must be those of the reference
-   (measure.compare), up to rounding (table.TOLERANCES).
+How this is checked:
+1. The model is shrunk to small sizes, with all its features (shrink.py) and random weights.
+2. The mini-batch has random tokens, sequences of 3 to 300 tokens, and ratios on both sides of the
+   clip (measure.py). The loss is the config's own.
+3. The reference is one process in float64 (on a GPU float32, because Megatron's optimizer has no
+   float64 there), with one sequence per micro-batch and without packing.
+4. Each case (matrix.py) builds the policy as a run does, in a new world (groups.py), and computes
+   the whole gradient, then three updates (measure.py).
+5. Each gradient tensor, the loss, and the weights after the updates must equal those of the
+   reference (measure.compare), up to rounding (table.TOLERANCES).
 
-Float32 is compared with the float64 reference too: its rows show the rounding of the layout and of
-the model itself. Measured on model_configs/tiny_cpu.yaml, largest of all cases: 5e-15 in float64;
-2.3e-6 in float32, of which one process by itself has 2.0e-6.
+Float32 cases are also compared with the float64 reference, so their differences include the
+rounding of the model itself. Largest differences measured on model_configs/tiny_cpu.yaml: 5e-15 in
+float64, 2.3e-6 in float32 (2.0e-6 with one process).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ Result = TypeVar("Result")
 
 
 def check_options(config: Config, precision: str | None, json_file: Path | None) -> str:
-    """Check the config and the options before any rank starts. Return the precision of the cases,
-    by default the highest possible. Raises ConfigError."""
+    """Check the config and the options before any rank starts. Return the precision of the cases;
+    the default is the highest one possible. Raises ConfigError."""
     arch = read_architecture(config)
     check_layout(config, arch, smallest_world(config.policy, arch), has_engine=False)
     check_compatibility(config, arch, has_engine=False)
@@ -72,20 +72,20 @@ def check_options(config: Config, precision: str | None, json_file: Path | None)
         raise ConfigError(f"--json: {json_file.resolve().parent} is not a folder; make it first")
     if has_cuda() and precision == "float64":
         raise ConfigError(
-            "--precision: Megatron's optimizer takes no float64 on a GPU; use float32, or hide the "
-            "GPU (CUDA_VISIBLE_DEVICES= in front of the command)"
+            "--precision: Megatron's optimizer does not support float64 on a GPU; use float32, or "
+            "hide the GPU (CUDA_VISIBLE_DEVICES= in front of the command)"
         )
     return precision or ("float32" if has_cuda() else "float64")
 
 
 def default_ranks() -> int:
-    """Return one process per GPU; without a GPU as many as the matrix has a use for."""
+    """Return the number of GPUs, or 4 without a GPU: the most ranks that the matrix uses."""
     return torch.cuda.device_count() or 4
 
 
 def command(config: Config, *, precision: str, only: str, json_file: Path | None) -> bool:
     """Compare all cases, on this rank of a launched job. Rank 0 prints the table and writes
-    `json_file`. Return whether all agree, on other ranks True."""
+    `json_file`. Return True if all cases agree; always True on other ranks."""
     with quiet_rank("layouts") as session:
         claim(session.local_rank)
         proof = LayoutProof(config, precision, only, session)
@@ -93,7 +93,7 @@ def command(config: Config, *, precision: str, only: str, json_file: Path | None
             if session.rank == 0:
                 write_random_model(proof.arch, Path(folder))
                 proof.print_header()
-            # Rank 0's folder: on one machine, or on several that share TMPDIR.
+            # All ranks read rank 0's folder, so several machines must share TMPDIR.
             proof.run(Path(proof.worlds.tell("model", folder.encode()).decode()))
         if session.rank == 0:
             proof.table.verdict(proof.left_out())
@@ -103,7 +103,7 @@ def command(config: Config, *, precision: str, only: str, json_file: Path | None
 
 
 class LayoutProof:
-    """Proof on one rank of a launched job; rank 0 compares and reports."""
+    """Runs the cases on one rank of a launched job. Rank 0 compares and reports."""
 
     def __init__(self, config: Config, precision: str, only: str, session: QuietRank) -> None:
         self.config, self.precision, self.session = config, precision, session
@@ -115,7 +115,7 @@ class LayoutProof:
             if only in case.name
         ]
         if not self.cases:
-            raise ConfigError(f"--only: no case has {only!r} in its name")
+            raise ConfigError(f"--only: no case has {only!r} in its name; use a shorter text")
         compared = replace(self.cases[0], packed=True).config(config, config.model.path)
         arch = read_architecture(config)
         check_compatibility(compared, arch, Machine.here(), has_engine=False)
@@ -133,10 +133,11 @@ class LayoutProof:
             return measure(policy, mini, self.loss)
 
         references = dict.fromkeys(map(self._reference, self.cases))
-        wanted = {case: self._run_case(case, folder, work) for case in references}
+        expectations = {case: self._run_case(case, folder, work) for case in references}
         for case in self.cases:
             started = time.perf_counter()
-            actual, expected = self._run_case(case, folder, work), wanted[self._reference(case)]
+            actual = self._run_case(case, folder, work)
+            expected = expectations[self._reference(case)]
             if self.worlds.rank == 0:
                 assert actual is not None and expected is not None
                 differences = compare(actual, expected)
@@ -145,7 +146,7 @@ class LayoutProof:
                 self.table.add(Row(case, differences, seconds, failures))
 
     def to_json(self) -> str:
-        """Return the rows with commit, machine and versions."""
+        """Return the rows, with commit, machine and versions, as JSON."""
         body = {
             **facts(),
             "model_path": self.config.model.path,
@@ -175,7 +176,7 @@ class LayoutProof:
         self.table.header()
 
     def left_out(self) -> str:
-        """Say how to include the config's own layout; empty if it is included."""
+        """Return a note on how to include the config's own layout; empty if it is included."""
         policy = self.config.policy
         needed = smallest_world(policy, self.arch)
         if needed <= self.worlds.num_ranks:
@@ -216,8 +217,8 @@ class LayoutProof:
 
 
 def _reference_precision(precision: str) -> str:
-    """Return the precision of the reference. bfloat16 is compared with itself, because its rounding
-    in the model is far beyond any bound."""
+    """Return the precision of the reference. bfloat16 is compared with bfloat16, because its
+    rounding errors in the model exceed any useful tolerance."""
     if precision == "bfloat16":
         return precision
     return "float32" if has_cuda() else "float64"

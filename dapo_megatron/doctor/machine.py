@@ -1,6 +1,7 @@
-"""Facts of one machine (disk, memory, cores, GPUs), and checks of sizes and environment variables.
+"""Read the resources of this machine (disk, memory, cores, GPUs). Check them, and the environment
+variables.
 
-The checks take a `Machine`, so that a test describes a poor machine instead of needing one.
+The checks take a `Machine`, so that tests can describe any machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of this process. Sizes in bytes; `gpus` are model names, one per device."""
+    """Resources available to this process. Sizes are in bytes; `gpus` has one model name per
+    device."""
 
     python: tuple[int, int]
     memory_bytes: int
@@ -39,7 +41,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Read the facts of the machine this runs on (Linux)."""
+    """Read the resources of this machine (Linux)."""
     # vLLM and NCCL pass messages between ranks through /dev/shm; containers often have 64 MB of it.
     folders = {os.getcwd(), tempfile.gettempdir(), "/dev/shm"}
     return Machine(
@@ -61,12 +63,12 @@ def _read(path: str | Path) -> str:
 
 
 def _memory_bytes() -> int:
-    """Memory that is available and that the control groups of this process allow, in bytes."""
+    """Return the available memory in bytes, limited by the cgroups of this process."""
     limits = [int(psutil.virtual_memory().available)]
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         root, file = Path("/sys/fs/cgroup"), "memory.max"
-        if "memory" in controllers.split(","):  # the first version of control groups
+        if "memory" in controllers.split(","):  # cgroups v1
             root, file = root / "memory", "memory.limit_in_bytes"
         own = root / group.lstrip("/")
         texts = [_read(folder / file).strip() for folder in (own, *own.parents)]
@@ -75,7 +77,7 @@ def _memory_bytes() -> int:
 
 
 def _gpus() -> tuple[str, ...]:
-    """Names of the NVIDIA GPUs of this machine, from the driver and not from torch."""
+    """Return the names of the NVIDIA GPUs, read from the driver and not from torch."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     models = [line for file in files for line in _read(file).splitlines() if "Model:" in line]
     if models:
@@ -87,14 +89,14 @@ def _gpus() -> tuple[str, ...]:
 
 
 def check_machine(machine: Machine) -> Iterator[Check]:
-    """Check Python, cores, memory and disk against what the quickstart needs."""
+    """Check Python, cores, memory and disk against the needs of the quickstart."""
     version = ".".join(map(str, machine.python))
     if machine.python < (3, 11):
         remedy = "make clean env PYTHON=python3.11 (or 3.12, 3.13)"
-        yield Check("python", Status.FAIL, f"{version}, want 3.11 to 3.13", remedy)
+        yield Check("python", Status.FAIL, f"{version}; needs 3.11 to 3.13", remedy)
     elif machine.python > (3, 13):
         remedy = "make clean env PYTHON=python3.13: Megatron-core has no wheel for a newer one"
-        yield Check("python", Status.WARN, f"{version} is newer than what is tested", remedy)
+        yield Check("python", Status.WARN, f"{version} is newer than the tested versions", remedy)
     else:
         yield Check("python", Status.OK, version)
 
@@ -102,19 +104,19 @@ def check_machine(machine: Machine) -> Iterator[Check]:
         yield Check("processor", Status.OK, f"{machine.cores} cores")
     else:
         remedy = "use another machine; in a virtual machine, pass the host's processor through"
-        yield Check("processor", Status.FAIL, "no AVX2, which vLLM on a CPU needs", remedy)
+        yield Check("processor", Status.FAIL, "no AVX2, which vLLM needs on a CPU", remedy)
     if machine.cores < 2:
         remedy = "set run.processes=1, policy.tensor_parallel=1 and engine.tensor_parallel=1"
-        yield Check("cores", Status.WARN, "1 core: two ranks would share it", remedy)
+        yield Check("cores", Status.WARN, "1 core, which two ranks would share", remedy)
 
-    remedy = "end other programs, or ask for more (Slurm: --mem; Docker: --memory)"
+    remedy = "end other programs, or request more (Slurm: --mem; Docker: --memory)"
     yield _size("memory", machine.memory_bytes, ok=8, least=4, remedy=remedy)
     for folder, free in machine.free_bytes.items():
         if folder == "/dev/shm":
             remedy = "docker run --shm-size=8g (or --ipc=host)"
             yield _size(folder, free, ok=1, least=0.25, remedy=remedy)
         else:
-            remedy = f"free some of {folder}, or point TMPDIR or run.directory at another disk"
+            remedy = f"free space in {folder}, or point TMPDIR or run.directory at another disk"
             yield _size(f"disk {folder}", free, ok=10, least=2, remedy=remedy)
 
 
@@ -127,13 +129,13 @@ def _size(name: str, size_bytes: int, *, ok: float, least: float, remedy: str) -
     return Check(name, status, f"{size:.1f} GiB available, {ok} GiB recommended", remedy)
 
 
-class Trap(NamedTuple):
-    """Environment variable that may ruin a run, if `springs` is true of its value."""
+class VariableRule(NamedTuple):
+    """An environment variable that may break a run. `is_harmful` tests its value."""
 
     variable: str
-    springs: Callable[[str, Machine], bool]
+    is_harmful: Callable[[str, Machine], bool]
     status: Status
-    why: str
+    reason: str
     remedy: str
 
 
@@ -141,71 +143,71 @@ def _is_count(value: str, most: float) -> bool:
     return value.isdigit() and 1 <= int(value) <= most
 
 
-TRAPS = (
-    Trap(
+VARIABLE_RULES = (
+    VariableRule(
         "VLLM_ENABLE_V1_MULTIPROCESSING",
         lambda value, _: value != "0",
         Status.FAIL,
-        "puts the engine into a process of its own, where new weights cannot reach it",
+        "runs the engine in a separate process, where it cannot receive new weights",
         "unset it",
     ),
-    Trap(
+    VariableRule(
         "VLLM_CPU_KVCACHE_SPACE",
         lambda value, machine: not _is_count(value, machine.memory_bytes / GIB / 4),
         Status.WARN,
-        "each rank takes so many GiB for its key-value cache",
-        "unset it, or set a whole number of GiB, at most a quarter of the memory",
+        "is the number of GiB that each rank uses for its KV cache",
+        "unset it, or set an integer of at most a quarter of the memory",
     ),
-    Trap(
+    VariableRule(
         "OMP_NUM_THREADS",
         lambda value, machine: not _is_count(value, machine.cores),
         Status.WARN,
-        "each rank starts so many threads, more than there are cores",
+        "is the number of threads of each rank, and must be at most the number of cores",
         "unset it, or set the number of cores divided by the number of ranks",
     ),
-    Trap(
+    VariableRule(
         "WORLD_SIZE",
         lambda _value, _machine: True,
         Status.WARN,
-        "`train` takes itself for one of a launcher's ranks and waits for the others",
-        "unset RANK LOCAL_RANK WORLD_SIZE, unless torchrun or srun started this",
+        "makes `train` wait for other ranks, as if a launcher had started it",
+        "unset RANK LOCAL_RANK WORLD_SIZE, unless torchrun or srun started this command",
     ),
-    Trap(
+    VariableRule(
         "CUDA_VISIBLE_DEVICES",
         lambda value, machine: bool(machine.gpus) and value in ("", "-1"),
         Status.WARN,
         "hides every GPU of this machine",
         "unset it",
     ),
-    Trap(
+    VariableRule(
         "CUDA_LAUNCH_BLOCKING",
         lambda value, _: value not in ("", "0"),
         Status.WARN,
-        "makes each GPU kernel wait for the one before: for debugging only",
+        "makes each kernel launch wait until the kernel has ended; only for debugging",
         "unset it",
     ),
-    Trap(
+    VariableRule(
         "GLOO_SOCKET_IFNAME",
         lambda value, machine: not set(value.split(",")) <= machine.interfaces,
         Status.FAIL,
         "names a network interface that this machine does not have",
-        "unset it, or name one of `ip -brief link`",
+        "unset it, or set an interface that `ip -brief link` lists",
     ),
-    Trap(
+    VariableRule(
         "PYTHONPATH",
         lambda value, _: bool(value),
         Status.WARN,
-        "modules of these folders go before the installed ones",
+        "modules in these folders hide installed ones",
         "unset it",
     ),
 )
 
 
 def check_variables(environ: Mapping[str, str], machine: Machine) -> Iterator[Check]:
-    """Check the environment variables that may ruin a run; one ok line where none does."""
-    sprung = [
-        Check(trap.variable, trap.status, f"{environ[trap.variable]!r}: {trap.why}", trap.remedy)
-        for trap in TRAPS
-        if trap.variable in environ and trap.springs(environ[trap.variable], machine)
+    """Check the environment variables that may break a run. Yield a single ok if none does."""
+    checks = [
+        Check(rule.variable, rule.status, f"{environ[rule.variable]!r}: {rule.reason}", rule.remedy)
+        for rule in VARIABLE_RULES
+        if rule.variable in environ and rule.is_harmful(environ[rule.variable], machine)
     ]
-    yield from sprung or [Check("environment variables", Status.OK, "none set to a trap")]
+    yield from checks or [Check("environment variables", Status.OK, "no harmful values")]

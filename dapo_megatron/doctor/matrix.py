@@ -13,11 +13,11 @@ from dapo_megatron.protocols import Planner
 from dapo_megatron.run import build
 
 MAX_TOKENS = 400
-"""Bound of a planned micro-batch; the mini-batch has 837 tokens, its longest sequence 300."""
+"""Largest planned micro-batch. The mini-batch has 837 tokens, its longest sequence 300."""
 AUX_LOSS = 0.01
-"""Coefficient of the balance loss where the config has none."""
+"""Coefficient of the load-balancing loss if the config has none."""
 
-ALONE: dict[str, Any] = {
+ONE_PROCESS: dict[str, Any] = {
     "tensor_parallel": 1,
     "sequence_parallel": False,
     "pipeline_parallel": 1,
@@ -70,18 +70,17 @@ LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
     (4, SEQUENCE | PIPELINE | SELECTIVE),
     (4, SEQUENCE | INTERLEAVED | FULL),
 )
-"""(processes, what differs from one process). The rest is data parallel."""
+"""(number of processes, changes to ONE_PROCESS). The remaining ranks are data parallel."""
 WITHOUT_BALANCE = ((1, DATA), (2, DATA), (2, EXPERT), (4, EXPERT))
-"""Layouts that are tried without the balance loss too, if the model has experts."""
+"""Layouts that are also tested without the load-balancing loss, if the model has experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One row of the table.
 
-    `split` is "planned" (as a run plans its micro-batches), "skewed" (one micro-batch with the
-    shortest sequence alone, one with all others, and nothing on further ranks) or "single" (one
-    sequence per micro-batch; the reference). `yours`: the layout is the config's own.
+    `split` is "planned" (micro-batches as in a run), "skewed" (see `skewed_plan`) or "single" (one
+    sequence per micro-batch, for the reference). `yours`: the layout is the config's own.
     """
 
     policy: PolicyConfig
@@ -136,16 +135,16 @@ def single_plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]
 
 
 def skewed_plan(lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-    """Plan the worst split for a mean of means: one micro-batch with only the shortest sequence,
-    one with all others, and only empty micro-batches on further ranks."""
+    """Return the split for which a mean of means would be most wrong: one micro-batch with only the
+    shortest sequence, one with all others, and empty micro-batches on all other ranks."""
     shortest = min(range(len(lengths)), key=lambda index: lengths[index])
     rest = [index for index in range(len(lengths)) if index != shortest]
     return [[[shortest], rest]] + [[[], []] for _ in range(num_ranks - 1)]
 
 
 def layout_name(policy: PolicyConfig, num_ranks: int) -> str:
-    """Name a layout, such as `TP2+SP x PP2 interleaved x2`. Experts over all data-parallel ranks
-    are only EP, over half of them DP2 x EP."""
+    """Return the name of a layout, such as `TP2+SP x PP2 interleaved x2`. Experts over all
+    data-parallel ranks are named EP only; experts over half of them, DP2 x EP."""
     data, expert = data_parallel(policy, num_ranks), policy.expert_parallel
     pipeline = f"PP{policy.pipeline_parallel}"
     if policy.virtual_pipeline_parallel:
@@ -162,23 +161,24 @@ def layout_name(policy: PolicyConfig, num_ranks: int) -> str:
         f"CP{policy.context_parallel}": policy.context_parallel > 1,
         f"EP{expert}": expert > 1,
     }
-    name = " x ".join(axis for axis, is_there in sizes.items() if is_there) or "one process"
+    name = " x ".join(axis for axis, is_used in sizes.items() if is_used) or "one process"
     name += f", {policy.recompute} recompute" if policy.recompute != "none" else ""
     return name + (", balance loss" if policy.moe_aux_loss else "")
 
 
 def reference(case: Case, precision: str = "float64") -> Case:
-    """Return the case that `case` must agree with, and which shares little with it: one process,
-    one sequence per micro-batch, no packing."""
-    alone = {**ALONE, "precision": precision}
-    return Case(case.policy.model_copy(update=alone), 1, "single", packed=False)
+    """Return the case with which `case` must agree: one process, one sequence per micro-batch, no
+    packing. It shares as little code as possible with `case`."""
+    changes = {**ONE_PROCESS, "precision": precision}
+    return Case(case.policy.model_copy(update=changes), 1, "single", packed=False)
 
 
 def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -> list[Case]:
-    """Return all cases for a model on up to `num_ranks` processes: the config's own layout
-    first, then from few ranks to many. Layouts that the model does not allow are left out."""
+    """Return all cases for a model on up to `num_ranks` processes: first the config's own layout,
+    then the others with an increasing number of ranks. Layouts that the model does not allow are
+    left out."""
     base = config.policy.model_copy(update={"precision": precision, "kernels": "auto"})
-    if precision != "bfloat16":  # Transformer Engine computes in no other
+    if precision != "bfloat16":  # Transformer Engine's attention supports only bfloat16
         base = base.model_copy(update={"kernels": "local", "fused_rope": False})
     own = own_ranks(config.policy, arch, num_ranks)
     layouts = [(own, base, True)] if own is not None else []
@@ -196,13 +196,15 @@ def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -
 
 
 def own_ranks(policy: PolicyConfig, arch: Architecture, num_ranks: int) -> int | None:
-    """Return the most processes up to `num_ranks` that the config's own layout takes, or None."""
+    """Return the largest number of processes, up to `num_ranks`, that the config's own layout can
+    use, or None."""
     fitting = (n for n in range(num_ranks, 0, -1) if not any(policy_problems(policy, n, arch)))
     return next(fitting, None)
 
 
 def smallest_world(policy: PolicyConfig, arch: Architecture) -> int:
-    """Return the fewest processes that the layout takes; if there are none, those of one copy."""
+    """Return the smallest number of processes that the layout can use. If no number fits, return
+    that of one model copy."""
     copy = policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel
     sizes = range(copy, copy * policy.expert_parallel + 1, copy)
     return next((size for size in sizes if not any(policy_problems(policy, size, arch))), copy)
@@ -211,7 +213,7 @@ def smallest_world(policy: PolicyConfig, arch: Architecture) -> int:
 def _layouts(base: PolicyConfig, *, has_experts: bool) -> Iterator[tuple[int, PolicyConfig]]:
     balance = (base.moe_aux_loss or AUX_LOSS) if has_experts else 0.0
     for ranks, changes in LAYOUTS:
-        with_balance = {**ALONE, **changes, "moe_aux_loss": balance}
+        with_balance = {**ONE_PROCESS, **changes, "moe_aux_loss": balance}
         yield ranks, base.model_copy(update=with_balance)
         if has_experts and (ranks, changes) in WITHOUT_BALANCE:
             yield ranks, base.model_copy(update={**with_balance, "moe_aux_loss": 0.0})

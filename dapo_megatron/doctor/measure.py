@@ -1,6 +1,6 @@
-"""The mini-batch that every layout trains on, and how far the results of two layouts differ.
+"""Build the mini-batch of `doctor layouts`, measure a policy on it, and compare two results.
 
-Shape letters: T tokens (all sequences end to end), S sequences.
+Shapes: T is the number of tokens of all sequences, concatenated; S is the number of sequences.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 LEARNING_RATE = 1e-4
 NUM_UPDATES = 3
 LENGTHS = (120, 17, 3, 300, 60, 9, 5, 200, 33, 90)
-"""Prompt and response, in tokens: from 3 to 300, 1 : 100."""
+"""Tokens of each sequence, prompt and response."""
 PROMPT = 2
 """Tokens of each prompt."""
 NO_LOSS = 5
-"""Index of a sequence without loss tokens, as a truncated one can be."""
+"""Index of a sequence without loss tokens, like a truncated one with overlong.filter."""
 GROUP = 2
 """Sequences per prompt."""
 NOISE = 0.3
-"""Standard deviation of old log-probs about the model's; the usual clip is at 0.2."""
+"""Standard deviation of old log-probs around the model's. The usual clip is at 0.2."""
 
 
 def random_minibatch(vocab: int, aggregation: Aggregation, seed: int = 0) -> TokenBatch:
-    """Return random tokens and advantages, weights by `aggregation`, without old log-probs."""
+    """Return a mini-batch of random tokens and advantages, with weights for `aggregation` and
+    without old log-probs."""
     generator = torch.Generator().manual_seed(seed)
     lengths_S = torch.tensor(LENGTHS)
     group_ids_S = torch.arange(len(LENGTHS)) // GROUP
@@ -56,45 +57,51 @@ def random_minibatch(vocab: int, aggregation: Aggregation, seed: int = 0) -> Tok
 
 
 def with_old_logprobs(mini: TokenBatch, logprobs_T: Tensor, seed: int = 1) -> TokenBatch:
-    """Add old log-probs near `logprobs_T`, the model's own, so that some ratios are clipped above,
-    some below and most not; and the engine's close to them."""
+    """Add old log-probs near `logprobs_T`, the log-probs of the model, so that some ratios are
+    clipped above, some below and most not at all. Add engine log-probs close to the old ones."""
     generator = torch.Generator().manual_seed(seed)
 
-    def near(center_T: Tensor, distance: float) -> Tensor:
-        noise_T = distance * torch.randn(center_T.shape, generator=generator)
+    def with_noise(center_T: Tensor, std: float) -> Tensor:
+        noise_T = std * torch.randn(center_T.shape, generator=generator)
         return torch.where(mini.loss_mask, center_T + noise_T, 0.0).float()
 
-    old_T = near(logprobs_T.float(), NOISE)
-    return replace(mini, old_logprobs=old_T, engine_logprobs=near(old_T, NOISE / 10))
+    old_T = with_noise(logprobs_T.float(), NOISE)
+    return replace(mini, old_logprobs=old_T, engine_logprobs=with_noise(old_T, NOISE / 10))
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Log-probs of the mini-batch [T], as before an update; its loss and whole gradient by HF name;
-    then of three updates the loss and gradient norm before each, and the weights after the last
-    with how far they moved. Tensors are float64."""
+    """Results of a policy on the mini-batch, before and during three updates. Tensors are float64;
+    dicts are keyed by HF name."""
 
     logprobs: Tensor
+    """Log-probs [T] before the updates."""
     loss: float
     gradients: dict[str, Tensor]
+    """Whole gradients before the updates."""
     losses: list[float]
+    """Loss of each update."""
     grad_norms: list[float]
+    """Gradient norm of each update."""
     weights: dict[str, Tensor]
+    """Weights after the updates."""
     moved: dict[str, Tensor]
+    """Change of the weights by the updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
     """Differences of two `Measured`, relative to the second. `gradient`, `weights` and `moved` are
-    |a - b| / |b| (Euclidean) of the tensor where that is largest.
+    |a - b| / |b| (Euclidean) of the tensor with the largest value.
 
-    tensor    HF name of the tensor that `gradient` is of
-    logprobs  absolute, in nats, of the token where it is largest
-    loss      absolute, of the first
-    losses    absolute, the largest of three updates: it also sees copies of a weight that have
-              drifted apart on some rank
-    grad_norm relative, the largest of three updates: AdamW itself would not see its scale
-    moved     |a - b| / how far b moved in three updates
+    tensor    HF name of the tensor with the largest `gradient`
+    logprobs  largest absolute difference of a token, in nats
+    loss      absolute difference before the updates
+    losses    largest absolute difference of the three updates; it also detects copies of a weight
+              that drift apart between ranks
+    grad_norm largest relative difference of the three updates; it detects a wrong scale of the
+              gradient, to which AdamW is invariant
+    moved     difference of the weights' changes over three updates
     """
 
     gradient: float
@@ -108,16 +115,16 @@ class Differences:
 
 
 def measure(policy: MegatronPolicy, mini: TokenBatch, loss: LossFn) -> Measured:
-    """Take one gradient of the mini-batch, then three updates on it. Collective."""
-    before = _kept(policy.weights())
+    """Compute the gradient of the mini-batch, then run three updates on it. Collective."""
+    before = _copy(policy.weights())
     logprobs = policy.logprobs(mini).logprobs.double()
     value, gradients = policy.gradients(mini, loss)
     stats = [policy.update(mini, loss, LEARNING_RATE) for _ in range(NUM_UPDATES)]
-    weights = _kept(policy.weights())
+    weights = _copy(policy.weights())
     return Measured(
         logprobs=logprobs,
         loss=value,
-        gradients=_kept(gradients.items()),
+        gradients=_copy(gradients.items()),
         losses=[update.loss for update in stats],
         grad_norms=[update.grad_norm for update in stats],
         weights=weights,
@@ -125,41 +132,47 @@ def measure(policy: MegatronPolicy, mini: TokenBatch, loss: LossFn) -> Measured:
     )
 
 
-def _kept(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copy tensors, whose memory the policy may use again."""
+def _copy(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copy tensors to the CPU as float64, because the policy may reuse their memory."""
     return {name: tensor.detach().to("cpu", torch.float64, copy=True) for name, tensor in tensors}
 
 
-def compare(seen: Measured, wanted: Measured) -> Differences:
-    """Return how far `seen` is from `wanted`."""
-    gradients = distances(seen.gradients, wanted.gradients)
-    weights = distances(seen.weights, wanted.weights)
-    moved = distances(seen.moved, wanted.moved)
+def compare(actual: Measured, expected: Measured) -> Differences:
+    """Return the differences of `actual` from `expected`."""
+    gradients = distances(actual.gradients, expected.gradients)
+    weights = distances(actual.weights, expected.weights)
+    moved = distances(actual.moved, expected.moved)
     tensor = max(gradients, key=lambda name: gradients[name])
     return Differences(
         gradient=gradients[tensor],
         tensor=tensor,
-        logprobs=float((seen.logprobs - wanted.logprobs).abs().max()),
-        loss=abs(seen.loss - wanted.loss),
-        losses=max(abs(a - b) for a, b in zip(seen.losses, wanted.losses, strict=True)),
+        logprobs=float((actual.logprobs - expected.logprobs).abs().max()),
+        loss=abs(actual.loss - expected.loss),
+        losses=max(abs(a - b) for a, b in zip(actual.losses, expected.losses, strict=True)),
         grad_norm=max(
-            abs(a - b) / b for a, b in zip(seen.grad_norms, wanted.grad_norms, strict=True)
+            abs(a - b) / b for a, b in zip(actual.grad_norms, expected.grad_norms, strict=True)
         ),
         weights=max(weights.values()),
         moved=max(moved.values()),
     )
 
 
-def distances(seen: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return |seen - wanted| / |wanted| of each tensor; where `wanted` is 0 (an expert that no
-    token took), 0 or inf. A tensor that only one of them has is inf, and so is one with a nan."""
+def distances(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return |actual - expected| / |expected| of each tensor.
+
+    If `expected` is 0 (an expert without tokens), the distance is 0 or inf. It is inf for a tensor
+    with a nan, of different shapes, or that only one side has.
+    """
     result = {}
-    for name in seen.keys() | wanted.keys():
-        if name not in seen or name not in wanted or seen[name].shape != wanted[name].shape:
+    for name in actual.keys() | expected.keys():
+        if name not in actual or name not in expected:
             result[name] = float("inf")
             continue
-        difference = float((seen[name] - wanted[name]).norm())
-        length = float(wanted[name].norm())
+        if actual[name].shape != expected[name].shape:
+            result[name] = float("inf")
+            continue
+        difference = float((actual[name] - expected[name]).norm())
+        length = float(expected[name].norm())
         if difference == 0.0:
             result[name] = 0.0
         elif difference < float("inf") and length > 0.0:

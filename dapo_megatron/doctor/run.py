@@ -1,7 +1,7 @@
-"""`doctor run RUN_FOLDER`: where the ranks of a run are, or were when it ended.
+"""`doctor run RUN_FOLDER`: show where each rank of a run is, or was when the run ended.
 
-It reads heartbeats, the report of a hang, and the exit reason. Times are from the clock of each
-rank's node; clocks may differ by a little.
+Reads heartbeats, the report of a hang, and the exit reason. Times are from the clock of each rank's
+node; these clocks may differ slightly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dapo_megatron.files import read_json
 from dapo_megatron.types import CheckpointError, ConfigError
 
 LATE_SECONDS = 3 * PULSE_SECONDS
-"""A rank whose last heartbeat is older than another's by more had stopped before."""
+"""If a rank's last heartbeat is older than another rank's by more than this, it stopped earlier."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Report:
     time: float
     """time.time() of this report."""
     pulses: Sequence[Pulse | None]
-    """Heartbeats by rank; None if there is none that can be read."""
+    """Heartbeats by rank; None for a heartbeat that is missing or unreadable."""
     suspects: Sequence[Suspect]
     """Ranks that are missing or behind."""
     hang: str
-    """Finding of the watchdog, "" if it did not end this attempt."""
+    """Finding of the watchdog; empty if it did not end this attempt."""
     verdict: Verdict | None
-    """Exit reason of the attempt, if its file was given and written."""
+    """Exit reason of the attempt, if its file was given and exists."""
 
     @property
     def is_alive(self) -> bool:
-        """True if a rank wrote a heartbeat just now."""
+        """True if a running rank wrote a heartbeat less than LATE_SECONDS ago."""
         return any(
             pulse.state is State.RUNNING and self.time - pulse.time < LATE_SECONDS
             for pulse in self.pulses
@@ -55,7 +55,7 @@ class Report:
 
     @property
     def stacks(self) -> Path:
-        """Folder of the logs to which ranks that hang write their stacks."""
+        """Folder of the logs to which hung ranks write their stacks."""
         return self.folder / "logs"
 
 
@@ -68,14 +68,14 @@ def command(run_folder: Path, verdict_file: Path | None, json_file: Path | None)
 
 
 def report(folder: Path, verdict_file: Path | None = None) -> Report:
-    """Read a run's folder. Raises ConfigError if no rank has ever written a pulse there."""
+    """Read a run's folder. Raises ConfigError if it has no heartbeats."""
     readable = [
         pulse
         for path in sorted(heartbeat.pulse_folder(folder).glob("rank_*.json"))
         if (pulse := heartbeat.read(path)) is not None
     ]
     if not readable:
-        raise ConfigError(f"RUN_FOLDER: {folder} has no pulses; name the folder of a run")
+        raise ConfigError(f"RUN_FOLDER: {folder} has no heartbeats; name the folder of a run")
     newest = max(readable, key=lambda pulse: pulse.time)
     pulses = heartbeat.read_all(folder, newest.world_size)
     return Report(
@@ -97,32 +97,36 @@ def _hang(folder: Path, attempt: str) -> str:
 
 
 def _suspects(pulses: Sequence[Pulse | None], newest: Pulse) -> list[Suspect]:
-    """Find suspects as heartbeat.suspects does, for ranks that may still run."""
+    """Find the ranks that are missing or behind. Unlike heartbeat.suspects, this also works while
+    ranks are running."""
     if newest.state is State.HUNG:
         return heartbeat.suspects(pulses, newest.attempt)
-    here = []
+    running = []
     suspects = []
     for rank, pulse in enumerate(pulses):
         if pulse is None:
-            suspects.append(Suspect(rank, "missing: it never wrote a pulse"))
+            suspects.append(Suspect(rank, "missing: it never wrote a heartbeat"))
         elif pulse.attempt != newest.attempt:
-            why = f"missing: its pulse is of attempt {pulse.attempt}"
-            suspects.append(Suspect(rank, why, pulse))
+            reason = f"missing: its heartbeat is from attempt {pulse.attempt}"
+            suspects.append(Suspect(rank, reason, pulse))
         elif pulse.state is State.RUNNING and newest.time - pulse.time > LATE_SECONDS:
             seconds = newest.time - pulse.time
             suspects.append(Suspect(rank, f"missing: silent {seconds:.0f} s before others", pulse))
         elif pulse.state is State.RUNNING:
-            here.append(pulse)
-    # Running ranks write their heartbeats at different times: one exchange ahead means nothing.
-    furthest = max((pulse.num_exchanges for pulse in here), default=0)
-    far = [
-        pulse for pulse in here if furthest - pulse.num_exchanges > 1 and pulse.silent_seconds > 1.0
+            running.append(pulse)
+    # Running ranks write heartbeats at different times, so a rank that is one exchange behind is
+    # not suspect.
+    furthest = max((pulse.num_exchanges for pulse in running), default=0)
+    late = [
+        pulse
+        for pulse in running
+        if furthest - pulse.num_exchanges > 1 and pulse.silent_seconds > 1.0
     ]
-    return suspects or [suspect for suspect in heartbeat.behind(here) if suspect.pulse in far]
+    return suspects or [suspect for suspect in heartbeat.behind(running) if suspect.pulse in late]
 
 
 def to_json(report: Report) -> str:
-    """Return the report as JSON; suspects with rank and reason."""
+    """Return the report as JSON."""
     body = {
         "folder": str(report.folder),
         "attempt": report.attempt,
@@ -138,33 +142,34 @@ def to_json(report: Report) -> str:
 
 
 def render(report: Report, console: Console) -> None:
-    """Print a table of the ranks, then which ranks are at fault and where to look."""
-    blamed = {suspect.rank: suspect.why for suspect in report.suspects}
+    """Print a table of the ranks, then the suspects and the folder with their stacks."""
+    suspects = {suspect.rank: suspect.why for suspect in report.suspects}
     table = Table(
-        "rank", "host", "where", "last sign of life", "ago", "attempt",
+        "rank", "host", "where", "last activity", "ago", "attempt",
         title=f"{report.folder}, attempt {report.attempt}",
     )  # fmt: skip
     for rank, pulse in enumerate(report.pulses):
-        style = "bold red" if rank in blamed else ""
+        style = "bold red" if rank in suspects else ""
         if pulse is None:
-            table.add_row(str(rank), "-", "no pulse", "-", "-", "-", style=style)
+            table.add_row(str(rank), "-", "no heartbeat", "-", "-", "-", style=style)
             continue
         ago = ago_text(report.time - pulse.time + pulse.silent_seconds)
         where = pulse.place if pulse.state is State.RUNNING else f"{pulse.place}; {pulse.state}"
         cells = (str(rank), pulse.host, where, pulse.sign, ago, pulse.attempt)
         table.add_row(*map(Text, cells), style=style)
     console.print(table)
-    lines = [f"running: {'yes' if report.is_alive else 'no rank has written lately'}"]
-    lines += [f"rank {rank}: {why}" for rank, why in blamed.items()] or ["nobody is behind"]
+    lines = [f"running: {'yes' if report.is_alive else 'no, there are no recent heartbeats'}"]
+    lines += [f"rank {rank}: {why}" for rank, why in suspects.items()] or ["no rank is behind"]
     if report.hang:
-        lines += [f"the watchdog ended it: {report.hang}", f"stacks: {report.stacks}"]
+        lines += [f"the watchdog ended the run: {report.hang}", f"stacks: {report.stacks}"]
     if report.verdict is not None:
         lines.append(f"verdict: {report.verdict.code} {report.verdict.reason}")
     console.print(Text("\n".join(lines)))
 
 
 def ago_text(seconds: float) -> str:
-    """Format a duration: 12 s, 3 min, 5.0 h, 2.1 d; never negative, because clocks differ."""
+    """Format a duration: 12 s, 3 min, 5.0 h, 2.1 d. A negative duration, from clocks that differ,
+    becomes 0 s."""
     seconds = max(seconds, 0.0)
     for unit, size in (("d", 86400.0), ("h", 3600.0)):
         if seconds >= size:

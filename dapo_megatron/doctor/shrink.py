@@ -1,4 +1,4 @@
-"""A small model of the same family and features, so that layouts can still get them wrong."""
+"""Shrink a model, keeping its family and all features that a layout could compute incorrectly."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from dapo_megatron.plan.layout import pipeline_problems, round_up
 
 HEAD_DIM = 16
 MIN_LAYERS = 4
-"""Two pipeline stages of two chunks each."""
+"""Enough for two pipeline stages of two chunks each."""
 MIN_POSITIONS = 512
 MIN_EXPERTS = 8
 FFN = 48
 
 
 def shrink(arch: Architecture, policy: PolicyConfig) -> Architecture:
-    """Return `arch` with small sizes that take `policy`'s own layout and any 2 x 2.
+    """Return `arch` with small sizes that allow the layout of `policy` and any 2 x 2 layout.
 
-    Kept: family, tied or untied, biases, norms on query and key, query heads per key-value head,
-    rope, a head size apart from the hidden size, routing. The vocabulary is odd, so that tensor
-    parallelism pads it.
+    Kept are the family, tied or untied embeddings, biases, norms of queries and keys, query heads
+    per key-value head, rope, a head size independent of the hidden size, and routing. The
+    vocabulary size is odd, so that tensor parallelism must pad it.
     """
     tensor = lcm(policy.tensor_parallel, 2)
-    # As many as tensor-parallel ranks, or fewer where the policy has more ranks than the model has.
+    # As many key-value heads as tensor-parallel ranks, or fewer if ranks share heads in the model.
     is_shared = arch.num_kv_heads < max(policy.tensor_parallel, 2)
     groups = arch.num_kv_heads if is_shared else tensor
     heads = groups * (arch.num_heads // arch.num_kv_heads)
-    is_apart = arch.latent is None and arch.query_rows != arch.hidden_size
+    is_independent = arch.latent is None and arch.query_rows != arch.hidden_size
     small = replace(
         arch,
         num_layers=_num_layers(policy, arch.num_layers),
-        hidden_size=heads * HEAD_DIM // (2 if is_apart else 1),
+        hidden_size=heads * HEAD_DIM // (2 if is_independent else 1),
         num_heads=heads,
         num_kv_heads=groups,
         head_dim=HEAD_DIM,
@@ -48,7 +48,8 @@ def shrink(arch: Architecture, policy: PolicyConfig) -> Architecture:
 
 
 def _num_layers(policy: PolicyConfig, most: int) -> int:
-    """Return the fewest layers that the policy's pipeline takes, a multiple of 4 if possible."""
+    """Return the smallest number of layers that the policy's pipeline can use, preferably a
+    multiple of 4."""
     fitting = [
         number
         for number in range(MIN_LAYERS, max(most, MIN_LAYERS) + 1)
@@ -89,7 +90,7 @@ def _shrink_latent(arch: Architecture) -> Architecture:
 
 
 def write_random_model(arch: Architecture, folder: Path, seed: int = 0) -> None:
-    """Write an HF folder with a model of random weights."""
+    """Write an HF folder with a randomly initialized model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -101,11 +102,11 @@ def write_random_model(arch: Architecture, folder: Path, seed: int = 0) -> None:
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Fill all parameters from `seed`, leaving torch's global generator alone.
+    """Fill all parameters with random values from `seed`, without using torch's global generator.
 
-    Every weight differs from what a fresh model or a forgotten tensor would hold: matrices of
-    std 0.1, norms in [0.5, 1.5], biases away from 0. All are bfloat16 numbers, so that every
-    precision starts from the same model.
+    The values differ from the defaults of a new model, so that a forgotten tensor is detected:
+    matrices of std 0.1, norms in [0.5, 1.5], biases away from 0. All values are rounded to
+    bfloat16, so that every precision starts from the same model.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():

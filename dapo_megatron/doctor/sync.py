@@ -1,7 +1,7 @@
-"""`doctor sync`: prove that the engines of a config compute with the policy's weights after a sync,
-and report what a sync moves.
+"""`doctor sync`: check that engines compute with the policy's weights after a sync, and report the
+bytes that a sync moves.
 
-Policy and engine are built as a run builds them; nothing is sampled or trained.
+Policy and engine are built as in a run. Nothing is sampled or trained.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from dapo_megatron.types import Shard
 
 FACTORS = (1.0, 1.125, 1 / 1.125)
-"""Factors of every weight before each sync. They are visible even in FP8 of 3 bits whose scales
-stay (powers of two), and cancel in the end."""
+"""Factors by which all weights are multiplied before each sync. They change even FP8 weights with 3
+mantissa bits and unchanged power-of-two scales. Their product is 1."""
 
 
 def command(config: Config, json_file: Path | None) -> None:
-    """Prove it, on this rank of a launched job. Rank 0 prints the figures and writes `json_file`.
+    """Run the syncs, on this rank of a launched job. Rank 0 prints the results and writes
+    `json_file`.
 
-    Raises SyncError naming tensor and ranks, and what building policy and engine raises.
+    Raises SyncError naming tensor and ranks, and the errors of building policy and engine.
     """
     with quiet_rank("sync") as session:
         proof = _prove(config, session.local_rank)
@@ -43,20 +44,20 @@ def command(config: Config, json_file: Path | None) -> None:
 
 @dataclass
 class SyncProof:
-    """Syncs of one config, all of them verified: a difference is an error."""
+    """Verified syncs of one config. (A sync that finds a difference raises SyncError.)"""
 
     config: Config
     num_ranks: int
     num_tensors: int
     num_bytes: int
-    """Size of the whole model."""
+    """Bytes of the whole model."""
     bound: int
     """Lower bound of the bytes that the busiest rank must receive."""
     num_rounds: int
     reports: list[SyncReport]
 
     def text(self) -> str:
-        """Return the figures as lines."""
+        """Return the results as lines of text."""
         config, world = self.config, self.num_ranks
         engine = config.engine_tensor_parallel
         moved = self.reports[-1].num_bytes
@@ -70,15 +71,15 @@ class SyncProof:
         for report in self.reports:
             lines.append(
                 f"sync {report.version}  moved {report.seconds:.3f} s, verified "
-                f"{report.verify_seconds:.3f} s: fingerprints equal; gap on fixed sequences "
+                f"{report.verify_seconds:.3f} s: fingerprints equal; gap on canary sequences "
                 f"{report.canary_gap:.2g} (allowed {config.sync.max_gap:g})"
             )
         unread = self.reports[-1].unread_tensors
-        limit = f", as far as can be seen: {unread} tensors cannot be read back" if unread else ""
-        return "\n".join([*lines, f"engines hold and compute with what the policy holds{limit}"])
+        limit = f", except {unread} tensors that cannot be read back" if unread else ""
+        return "\n".join([*lines, f"engines compute with the policy's weights{limit}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures with commit, machine and versions."""
+        """Return the results, with commit, machine and versions."""
         return {
             **facts(),
             "model_path": self.config.model.path,
@@ -105,7 +106,7 @@ def _prove(config: Config, local_rank: int) -> SyncProof:
     policy, _, weight_sync = build.build_models(config.model_copy(update={"sync": verified}), ranks)
     reports = []
     for version, factor in enumerate(FACTORS):
-        # As in a run, the engine sleeps while the policy changes.
+        # As in a run, the engine sleeps while the policy's weights change.
         weight_sync.switch_to_policy()
         policy.rewrite(partial(_multiply, factor))
         reports.append(weight_sync(version))

@@ -1,4 +1,4 @@
-"""Table of `doctor layouts`: tolerances, and a line per case as it ends."""
+"""Table of `doctor layouts`: tolerances, and one line per finished case."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from dapo_megatron.doctor.measure import Differences
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest differences allowed; see measure.Differences.
+    """Largest allowed differences; see measure.Differences.
 
-    `gradient` bounds the gradient, the loss and the log-probs; `updates` the result of three
-    updates: losses, gradient norms and weights. Megatron computes the norm in float32, whatever the
-    precision.
+    `gradient` limits gradient, loss and log-probs. `updates` limits the losses, gradient norms and
+    weights of three updates; it is larger because Megatron always computes the norm in float32.
     """
 
     gradient: float
@@ -42,15 +41,16 @@ class Tolerance:
 TOLERANCES = {
     "float64": Tolerance(gradient=1e-9, updates=1e-5),
     "float32": Tolerance(gradient=1e-5, updates=1e-5),
-    # Against one process in bfloat16. Tensor parallel 2 rounds half sums: 0.2 in the worst tensor
-    # of a small model, 0.01 elsewhere; a factor of 2 anywhere is 0.5 at least.
+    # Compared with one process in bfloat16. Tensor parallelism 2 rounds partial sums, which gives
+    # 0.2 in the worst tensor of a small model, 0.01 elsewhere. A wrong factor of 2 gives at least
+    # 0.5.
     "bfloat16": Tolerance(gradient=0.4, updates=5e-2),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A case with its figures; `failures` names those beyond the tolerance."""
+    """A case with its differences. `failures` names those beyond the tolerance."""
 
     case: Case
     differences: Differences
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """True if all figures are within the tolerance."""
+        """True if all differences are within the tolerance."""
         return not self.failures
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class CaseTable:
 
     def __init__(self, file: TextIO, cases: Sequence[Case]) -> None:
         terminal = file.isatty()
-        # soft_wrap: a line stays one line, for grep and for narrow windows alike.
+        # soft_wrap keeps each row on one line, for grep and for narrow windows.
         self._console = Console(
             file=file,
             force_terminal=terminal,
@@ -108,7 +108,7 @@ class CaseTable:
         self._console.print(columns, style="bold")
 
     def add(self, row: Row) -> None:
-        """Print a row, and which figures fail."""
+        """Print a row, and the differences that fail."""
         self.rows.append(row)
         differences, case = row.differences, row.case
         cells = (
@@ -120,7 +120,7 @@ class CaseTable:
         self._console.print(Text(cells) + verdict + Text(_failures(row), "red"))
 
     def verdict(self, left_out: str) -> None:
-        """Print the last lines; `left_out` says what is not among the cases."""
+        """Print the overall result, and the note `left_out` about a layout that was not tested."""
         failed = sum(not row.ok for row in self.rows)
         if failed:
             self._console.print(f"{failed} of {len(self.rows)} cases FAIL", style="bold red")
@@ -132,11 +132,11 @@ class CaseTable:
 
     @property
     def ok(self) -> bool:
-        """True if there are rows and all are ok."""
+        """True if there are rows, and all of them are ok."""
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the verdict and the rows, for the JSON file."""
+        """Return the overall result and the rows, for the JSON file."""
         return {
             "ok": self.ok,
             "yours_tried": any(row.case.yours for row in self.rows),
@@ -145,9 +145,9 @@ class CaseTable:
 
 
 def _failures(row: Row) -> str:
-    """Name the figures of a failed row that are too large, and the tensor at fault."""
+    """Return the differences of a failed row that are too large, and the tensor at fault."""
     if row.ok:
         return ""
-    figures = [f"{name} {getattr(row.differences, name):.1e}" for name in row.failures]
+    failures = [f"{name} {getattr(row.differences, name):.1e}" for name in row.failures]
     tensor = f" in {row.differences.tensor}" if "gradient" in row.failures else ""
-    return f"  {', '.join(figures)}{tensor}"
+    return f"  {', '.join(failures)}{tensor}"

@@ -1,9 +1,10 @@
-"""Forecast of a run from its config and the model's config.json: layout, compatibility of features,
-memory by phase, host memory, disk, and seconds of a step.
+"""Forecast a run from its config and the model's config.json: layout, compatibility of features,
+GPU memory by phase, host memory, disk space, and seconds per step.
 
-Weights, gradients and optimizer are counted exactly (`stage.py`), activations module by module
-(`activations.py`). `estimate.py` has the memory of a run, `speed.py` its time, `suggestions.py` the
-changes that make it fit, and `forecast.py` the command. docs/plan.md is for users.
+Weights, gradients and optimizer state are counted exactly (`stage.py`), activations module by
+module (`activations.py`). `estimate.py` sums up the memory of a run, `speed.py` estimates its time,
+`suggestions.py` finds changes that make it fit, and `forecast.py` is the command. docs/plan.md is
+the user's guide.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a memory. `how` explains the number to the user."""
+    """One item of a memory estimate. `how` explains to the user where the number comes from."""
 
     name: str
     num_bytes: int
@@ -29,5 +30,5 @@ class Part:
 
 
 def size(parts: Iterable[Part]) -> int:
-    """Return the bytes of all parts."""
+    """Return the total bytes of `parts`."""
     return sum(part.num_bytes for part in parts)

@@ -1,11 +1,10 @@
 """Memory of a micro-batch: activations kept for the backward pass, and temporary memory.
 
-Counted module by module: for the local kernels as torch 2.13's autograd keeps it, checked against
-measured peaks (tests/parity/test_plan_memory.py); for Transformer Engine's from the source of its
-modules and of Megatron-core 0.16.1, and not measured. What is counted is per token of a rank's
-row; expert-parallel ranks are taken to receive as many tokens as they send.
-
-Letters: w bytes of a number; H hidden, Q columns of queries, G of keys, F of an MLP on this rank.
+Memory is counted module by module, per token of a rank's row. Counts for the local kernels follow
+what autograd of torch 2.13 saves, and are checked against measured peaks
+(tests/parity/test_plan_memory.py). Counts for Transformer Engine follow the source of its modules
+and of Megatron-core 0.16.1, and are not measured. Expert-parallel ranks are assumed to receive as
+many tokens as they send.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ WIDE_TILE_ENTRIES = 4096
 ERROR_BYTES = 256 * 2**20
 """Same value as in policy/vocab_parallel.py."""
 NUM_TILES = 3
-"""Copies of a tile of logits: itself, its exponential, and their product."""
+"""Tensors of the size of a tile of logits: the logits, their exponential, and the product."""
 FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch at its bound: `num_tokens` of this rank, in sequences of up to
-    `sequence_tokens` over all context-parallel ranks."""
+    """The largest micro-batch. `num_tokens` is per rank; `sequence_tokens` is the longest sequence,
+    over all context-parallel ranks."""
 
     arch: Architecture
     policy: PolicyConfig
@@ -43,32 +42,32 @@ class Micro:
 
     @property
     def width(self) -> int:
-        """Bytes of a number."""
+        """Bytes per element in policy.precision."""
         return torch_dtype(self.policy.precision).itemsize
 
     @property
     def input_width(self) -> int:
-        """Bytes of a number that a linear layer keeps of its input."""
+        """Bytes per element of the input that a linear layer saves for its backward pass."""
         return 1 if self.policy.fp8 else self.width
 
     @property
     def exact_width(self) -> int:
-        """Bytes of a number that is never computed in bfloat16."""
+        """Bytes per element of tensors that are at least float32."""
         return max(self.width, FLOAT32)
 
     @property
     def by_heads(self) -> int:
-        """Number of ranks that share heads and columns."""
+        """Number of ranks over which heads and columns are split."""
         return self.policy.tensor_parallel
 
     @property
     def by_tokens(self) -> int:
-        """Number of ranks that share, by tokens, what tensor parallelism cannot shard."""
+        """Number of ranks over which sequence parallelism splits tokens; 1 without it."""
         return self.policy.tensor_parallel if self.policy.sequence_parallel else 1
 
 
 def micro_of(config: Config, arch: Architecture, kernels: Kernels, *, on_gpu: bool) -> Micro:
-    """Return the largest micro-batch that a run may make."""
+    """Return the largest micro-batch of a run."""
     bound = config.train.max_tokens_per_microbatch
     return Micro(arch, config.policy, kernels, bound, config.max_sequence_tokens, on_gpu)
 
@@ -77,28 +76,30 @@ def micro_of(config: Config, arch: Architecture, kernels: Kernels, *, on_gpu: bo
 
 
 def kept_by_layer(micro: Micro, layer: int) -> float:
-    """Return the bytes per token that one layer, counted over the model, keeps."""
+    """Return the bytes per token that a layer saves for backward. `layer` is its global index."""
     return _norms(micro, layer) + _attention(micro) + _mlp(micro, layer)
 
 
 def kept_by_end(micro: Micro) -> float:
-    """Return the bytes per token after the last layer: the last norm, and the hidden states that
-    are scored, which sequence parallelism has gathered before."""
+    """Return the bytes per token saved after the last layer: the final norm and the input of the
+    output head. With sequence parallelism the gathered copy of that input is added."""
     hidden = micro.arch.hidden_size
     copies = 2 if micro.by_tokens > 1 else 1
     return _norm(micro, hidden / micro.by_tokens) + copies * micro.width * hidden
 
 
 def layer_input(micro: Micro) -> float:
-    """Return the bytes per token that a layer keeps when all of it is recomputed."""
+    """Return the bytes per token that a layer saves with full recomputation: its input."""
     return micro.width * micro.arch.hidden_size / micro.by_tokens
 
 
 def _norm(micro: Micro, columns: float, heads: float = 1) -> float:
-    """Bytes per token of one norm, without its output, which counts for the next layer.
+    """Return the bytes per token that one norm saves, without its output, which is counted as input
+    of the next module.
 
-    Torch's on a CPU keeps its input and the normed input, both in float32 at least, and a number
-    per row; Transformer Engine's its input and that number."""
+    Torch's norm saves its input and the normalized input, both at least in float32, and one value
+    per row. Transformer Engine's norm saves its input and one value per row.
+    """
     row = FLOAT32 * heads
     if micro.kernels == "transformer_engine":
         return micro.width * columns + row
@@ -106,21 +107,22 @@ def _norm(micro: Micro, columns: float, heads: float = 1) -> float:
 
 
 def _norms(micro: Micro, layer: int) -> float:
-    """Bytes per token of the two norms of a layer, and their outputs."""
+    """Return the bytes per token that the two norms of a layer save, with their outputs."""
     hidden = micro.arch.hidden_size / micro.by_tokens
     before_mlp = micro.input_width
     if micro.arch.has_experts(layer):
-        before_mlp = micro.exact_width  # what the router reads
+        before_mlp = micro.exact_width  # the router's input
     return 2 * _norm(micro, hidden) + hidden * (micro.input_width + before_mlp)
 
 
 def _attention(micro: Micro) -> float:
-    """Bytes per token from the projections to the input of the output projection."""
-    arch, width, cut = micro.arch, micro.width, micro.by_heads
+    """Return the bytes per token saved from the QKV projection to the input of the output
+    projection."""
+    arch, width, split = micro.arch, micro.width, micro.by_heads
     if arch.latent:
         return _latent_attention(micro, arch.latent)
-    query, group = arch.query_rows / cut, arch.group_rows / cut
-    heads, groups = arch.num_heads / cut, max(arch.num_kv_heads / cut, 1)
+    query, group = arch.query_rows / split, arch.group_rows / split
+    heads, groups = arch.num_heads / split, max(arch.num_kv_heads / split, 1)
     projected = width * (query + 2 * group)
     kept = 4.0 * arch.head_dim * width  # cosines and sines, for queries and for keys
     has_projected = arch.qk_norm and (
@@ -128,27 +130,27 @@ def _attention(micro: Micro) -> float:
     )
     if arch.qk_norm:
         kept += _norm(micro, query, heads) + _norm(micro, group, groups)
-        # The keys' input is a part of what was projected, all of which then stays.
+        # The keys are a view of the projection's output, so all of that output is kept alive.
         kept += projected - width * group if has_projected else 0
     if micro.kernels == "transformer_engine":
         kept += width * (2 * query + group) + (0 if has_projected else projected)
         kept += micro.input_width * query if micro.policy.fp8 else 0
         return kept + FLOAT32 * heads
-    kept += width * query  # what goes into the output projection
+    kept += width * query  # input of the output projection
     if micro.policy.recompute == "selective":
         return kept + width * (query + group) + (0 if has_projected else projected)
-    # Queries and outputs; keys and values, repeated for each head, of all context-parallel ranks;
-    # these have a mask, as numbers.
+    # Queries and outputs, and the keys and values of all context-parallel ranks, repeated for each
+    # head. With context parallelism there is also a mask of floating-point numbers.
     num_ranks = micro.policy.context_parallel
     mask = width * micro.sequence_tokens if num_ranks > 1 else 0
     return kept + width * (2 + 2 * num_ranks) * query + FLOAT32 * heads + mask
 
 
 def _latent_attention(micro: Micro, latent: Latent) -> float:
-    """Bytes per token of latent attention. Torch's only kernel for heads whose values are narrower
-    than their queries keeps the full matrix of scores."""
-    arch, width, cut = micro.arch, micro.width, micro.by_heads
-    heads = arch.num_heads / cut
+    """Return the bytes per token that latent attention saves. Its values are narrower than its
+    queries; torch's only kernel for this case saves the full matrix of scores."""
+    arch, width, split = micro.arch, micro.width, micro.by_heads
+    heads = arch.num_heads / split
     down = 0.0
     if latent.q_lora_rank:
         down += _norm(micro, latent.q_lora_rank) + width * latent.q_lora_rank
@@ -159,17 +161,18 @@ def _latent_attention(micro: Micro, latent: Latent) -> float:
     inside = micro.width * (2 * latent.qk_head_dim + latent.v_head_dim) + scores(micro)
     if micro.policy.recompute == "selective":
         inside = micro.width * (2 * latent.qk_head_dim + latent.v_head_dim)
-    return kept + heads * inside + width * arch.value_columns / cut
+    return kept + heads * inside + width * arch.value_columns / split
 
 
 def scores(micro: Micro) -> float:
-    """Return the bytes of a head's scores for one query, where they are held at all."""
+    """Return the bytes of a head's attention scores for one query; 0 for kernels that do not keep
+    scores (all except latent attention)."""
     return micro.width * micro.sequence_tokens if micro.arch.latent else 0.0
 
 
 def _mlp(micro: Micro, layer: int) -> float:
-    """Return bytes per token: gate and up, side by side, and the input of the second matmul
-    (policy/activation.py)."""
+    """Return the bytes per token that an MLP saves: gate and up (one tensor), and the input of the
+    second matmul (policy/activation.py)."""
     arch, width = micro.arch, micro.width
     if not arch.has_experts(layer):
         return (2 * width + micro.input_width) * arch.intermediate_size / micro.by_heads
@@ -181,25 +184,26 @@ def _mlp(micro: Micro, layer: int) -> float:
     return routed / micro.by_tokens + shared
 
 
-# ------------------------------------------------------------------ held for a while
+# ------------------------------------------------------------------ temporary memory
 
 
 def forward_of_layer(micro: Micro, layer: int) -> float:
-    """Return the most bytes per token that a layer holds going forward, itself included."""
+    """Return the peak bytes per token of a layer's forward pass."""
     hidden, columns, routed = _sizes(micro, layer)
     heads = 2.5 * scores(micro) * micro.arch.num_heads / micro.by_heads
     return max(micro.width * (4 * columns + 4 * hidden + routed), heads + micro.width * 4 * hidden)
 
 
 def backward_of_layer(micro: Micro, layer: int) -> float:
-    """Return the bytes per token of gradients in a layer, beyond what it frees meanwhile."""
+    """Return the peak bytes per token of activation gradients in a layer's backward pass, less the
+    activations that it has freed by then."""
     hidden, columns, routed = _sizes(micro, layer)
     return micro.width * (4 * columns + 3 * hidden + routed)
 
 
 def _sizes(micro: Micro, layer: int) -> tuple[float, float, float]:
-    """Return numbers per token and rank: hidden states, columns outside of experts, tokens as sent
-    to experts and back."""
+    """Return elements per token and rank: of hidden states, of MLP columns outside of experts, and
+    of tokens sent to experts and back."""
     arch = micro.arch
     hidden = arch.hidden_size / micro.by_tokens
     if arch.has_experts(layer):
@@ -212,7 +216,8 @@ def _sizes(micro: Micro, layer: int) -> tuple[float, float, float]:
 
 
 def largest_gradient(micro: Micro, layer: int) -> float:
-    """Return the bytes of the gradient of a layer's largest weight, before it joins the buffer."""
+    """Return the bytes of the gradient of a layer's largest weight, before it is added to the
+    gradient buffer."""
     arch = micro.arch
     columns = (
         arch.moe_intermediate_size
@@ -223,7 +228,7 @@ def largest_gradient(micro: Micro, layer: int) -> float:
 
 
 def head_rows(micro: Micro) -> int:
-    """Return the number of vocabulary entries of a rank."""
+    """Return the number of vocabulary entries per rank."""
     return -(-micro.arch.vocab_size // micro.policy.tensor_parallel)
 
 
@@ -235,7 +240,8 @@ def _tile_entries(micro: Micro) -> int:
 
 
 def _tile_numbers(micro: Micro) -> int:
-    """Count the logits of a tile: on a GPU of a block of tokens, else of all."""
+    """Return the number of logits in a tile. On a GPU a tile covers a block of tokens, on a CPU all
+    tokens."""
     entries = _tile_entries(micro)
     tokens = micro.num_tokens
     if micro.on_gpu:
@@ -244,8 +250,8 @@ def _tile_numbers(micro: Micro) -> int:
 
 
 def hidden_states_of_head(micro: Micro) -> float:
-    """Return the bytes of hidden states while the head goes forward and nothing is kept: the last,
-    those of the tokens that are scored, those that sequence parallelism has gathered, and those
+    """Return the bytes of hidden states during the head's forward pass without gradients: the last
+    layer's output, the scored tokens, the copy gathered by sequence parallelism, and the inputs
     that a pipeline stage received for each of its chunks."""
     policy, num_bytes = micro.policy, micro.num_tokens * micro.width * micro.arch.hidden_size
     sent = (policy.virtual_pipeline_parallel or 1) if policy.pipeline_parallel > 1 else 0
@@ -254,17 +260,17 @@ def hidden_states_of_head(micro: Micro) -> float:
 
 
 def forward_of_head(micro: Micro, *, backward: bool) -> float:
-    """Return the bytes that the head holds going forward, without its input; with `backward` to
-    follow, the exponential of the micro-batch before is still there."""
+    """Return the peak bytes of the head's forward pass, without its input. If a backward pass
+    follows, the exponential of the previous micro-batch is still in memory."""
     num_tiles = NUM_TILES + 1 if backward else NUM_TILES
     product = micro.width if micro.width < FLOAT32 and not micro.on_gpu else 0
     return _tile_numbers(micro) * (num_tiles * micro.exact_width + product)
 
 
 def backward_of_head(micro: Micro) -> float:
-    """Return the bytes that the head holds going backward, without its input: the errors of a
-    tile's entries for all tokens, and a tile in float32; the gradient of the hidden states, and
-    their product with the tokens' factors; the gradient of its weight."""
+    """Return the peak bytes of the head's backward pass, without its input: the gradient of a
+    tile's logits for all tokens, a tile in float32, the gradient of the hidden states, their
+    product with per-token factors, and the gradient of the head's weight."""
     narrow = micro.width < FLOAT32
     tile = micro.num_tokens * _tile_entries(micro) * micro.width
     tile += _tile_numbers(micro) * micro.exact_width * narrow

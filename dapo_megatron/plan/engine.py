@@ -14,20 +14,20 @@ from dapo_megatron.types import torch_dtype
 
 WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"
 BATCHED_TOKENS = 16_384
-"""Tokens of an engine step, where vLLM chooses (its default on GPUs of 70 GiB and more)."""
+"""vLLM's default number of tokens per engine step, on GPUs of 70 GiB and more."""
 GRAPHS_GIB = 1.0
-"""CUDA graphs of a rank. Assumed."""
+"""Memory of CUDA graphs per rank (assumed)."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Parts of a rank of an engine."""
+    """Memory of one rank of an engine."""
 
     weights: Part
     cache: Part
     workspace: Part
     token_bytes: int
-    """Bytes of the cache per token."""
+    """Bytes of the KV cache per token."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -35,17 +35,17 @@ class Engine:
         return self.weights, self.workspace, self.cache
 
     def sequences(self, tokens: float) -> int:
-        """Return how many sequences of this length the cache holds."""
+        """Return how many sequences of `tokens` tokens the KV cache holds."""
         return int(self.cache.num_bytes // (self.token_bytes * tokens))
 
 
 def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) -> Engine:
-    """Estimate an engine on GPUs of `memory_bytes` each; None: without GPUs."""
+    """Estimate an engine on GPUs of `memory_bytes` each; None means no GPU."""
     size, dtype = config.engine_tensor_parallel, torch_dtype(config.policy.precision)
     weights, small = _weights(arch, size, dtype, config.engine.expert_parallel)
     how = f"over {size} ranks"
     if config.engine.quantization == "fp8":
-        # Only linear layers, not embedding, head and norms; scales are a thousandth.
+        # Embedding, head and norms stay in `dtype`. Scales add only a thousandth.
         weights -= small - small // dtype.itemsize
         how += ", linear layers in FP8"
     token_bytes = cache_numbers(arch, size) * dtype.itemsize
@@ -68,7 +68,7 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
 def _weights(
     arch: Architecture, size: int, dtype: torch.dtype, expert_parallel: bool
 ) -> tuple[int, int]:
-    """Return the bytes of a rank's weights, and of those in linear layers."""
+    """Return the bytes of a rank's weights, and how many of them are in linear layers."""
     pieces = engine_pieces(arch, 0, size, dtype, expert_parallel=expert_parallel)
     linear = [
         piece.nbytes
@@ -79,8 +79,8 @@ def _weights(
 
 
 def _workspace(config: Config, arch: Architecture) -> int:
-    """Estimate roughly what vLLM's profiling run measures before it sizes the cache: hidden states
-    of a step, columns of one layer, and float32 logits, their probabilities and a copy."""
+    """Estimate the peak that vLLM's profiling run measures before it sizes the KV cache: hidden
+    states of a step, MLP columns of one layer, and float32 logits with probabilities and a copy."""
     size, engine = config.engine_tensor_parallel, config.engine
     tokens = engine.max_batched_tokens or max(BATCHED_TOKENS, engine.max_sequences)
     columns = 3 * max(
@@ -93,9 +93,12 @@ def _workspace(config: Config, arch: Architecture) -> int:
 
 
 def cache_numbers(arch: Architecture, tensor_parallel: int) -> int:
-    """Count the numbers that a rank of an engine caches per token, over all layers: keys and values
-    of its heads (at least one: more ranks than heads copy them); with latent attention the latent
-    vector, the same on every rank (arXiv 2405.04434, section 2.1.4)."""
+    """Return the number of elements that a rank of an engine caches per token, over all layers.
+
+    These are keys and values of its heads. With more ranks than key-value heads, each rank has a
+    copy of one head. With latent attention it is the latent vector, which every rank holds (arXiv
+    2405.04434, section 2.1.4).
+    """
     if arch.latent:
         return arch.num_layers * arch.latent.down_rows
     heads = max(arch.num_kv_heads // tensor_parallel, 1)

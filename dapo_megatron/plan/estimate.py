@@ -1,4 +1,4 @@
-"""Memory of a run: GPUs by phase and pipeline stage, host, disk. No model is built."""
+"""Estimate the memory of a run: GPUs by phase and pipeline stage, host, disk. No model is built."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError
 
 GPU_MARGIN, HOST_MARGIN = 0.05, 0.10
-"""Share of the memory below which free space causes a warning."""
+"""A free share of the memory below this causes a warning."""
 HOST = "host"
-"""The memory of a node, where phases are named."""
+"""Name for a node's host memory, used in place of a phase."""
 PROCESS_GIB = 4.0
-"""A rank with torch, CUDA, Megatron-core and vLLM, before any tensor. Assumed."""
+"""Host memory of a rank with torch, CUDA, Megatron-core and vLLM, without tensors (assumed)."""
 GRADER_GIB = 0.25
-"""A grading process with math_verify and reasoning_gym (docs/rewards.md: 240 MiB)."""
+"""Host memory of a grading process with math_verify and reasoning_gym (docs/rewards.md)."""
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """GPUs and memory of each node. Without GPUs, memory is not judged."""
+    """GPUs and memory of each node. With `gpus_per_node` 0, memory has no limit."""
 
     gpus_per_node: int = 8
     gpu_memory_gib: float = 80.0
     host_memory_gib: float = 1024.0
-    """The default is a guess at the low end."""
+    """The default is a low guess."""
 
 
 @dataclass(frozen=True)
 class Excess:
-    """Phases in which one kind of rank exceeds the GPU's memory by the same amount."""
+    """Phases in which one kind of rank exceeds the GPU's memory by the same amount, in GiB."""
 
     phases: tuple[str, ...]
     kind: str
@@ -50,7 +50,7 @@ class Excess:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a run. `kinds` has the phases of a rank of each pipeline stage, by its name."""
+    """Memory of a run. `kinds` maps the name of each pipeline stage to the phases of its ranks."""
 
     config: Config
     arch: Architecture
@@ -74,20 +74,20 @@ class MemoryEstimate:
         return self.nodes.host_memory_gib * GIB if self.nodes.gpus_per_node else None
 
     def fullest(self, phase: str) -> tuple[str, Moment]:
-        """Return the kind of rank that takes most in a phase, and its fullest moment."""
+        """Return the kind of rank that needs the most memory in a phase, and its fullest moment."""
         moments = {kind: fullest(phases[phase]) for kind, phases in self.kinds.items()}
         kind = max(moments, key=lambda name: moments[name].num_bytes)
         return kind, moments[kind]
 
     def num_bytes(self, phase: str) -> int:
-        """Bytes that the fullest rank takes in a phase; for HOST, bytes of a node's memory."""
+        """Return the bytes of the fullest rank in a phase. For HOST, return those of a node."""
         if phase == HOST:
             return self.host_bytes
         return self.fullest(phase)[1].num_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the ranks of a node take of its memory."""
+        """Host memory that the ranks of a node need, in bytes."""
         return size(self.host)
 
     def excesses(self) -> list[Excess]:
@@ -106,7 +106,7 @@ class MemoryEstimate:
         ]
 
     def fits(self) -> bool:
-        """Return whether GPUs, host, and the KV cache for one full sequence suffice."""
+        """Return True if GPU and host memory suffice and the KV cache holds one full sequence."""
         return not self.excesses() and self.sequences >= 1 and self.host_excess_gib <= 0
 
     @property
@@ -118,21 +118,21 @@ class MemoryEstimate:
 
     @property
     def sequences(self) -> int:
-        """Full-length sequences that an engine's KV cache holds."""
+        """Number of full-length sequences that an engine's KV cache holds."""
         return self.engine.sequences(self.config.max_sequence_tokens)
 
     def warnings(self) -> Iterator[str]:
-        """Describe what fits with little to spare."""
+        """Yield a warning for GPU or host memory that fits with little free space."""
         yield from self.gpu_warnings()
         host = self.host_memory_bytes
         if host is not None and 0 <= host - self.host_bytes < HOST_MARGIN * host:
             yield (
-                f"the ranks of a node take {self.host_bytes / GIB:.0f} of its {host / GIB:g} GiB: "
-                f"over {1 - HOST_MARGIN:.0%}. The file cache and grading need some too"
+                f"the ranks of a node need {self.host_bytes / GIB:.0f} of its {host / GIB:g} GiB, "
+                f"more than {1 - HOST_MARGIN:.0%}. Leave memory for the file cache and grading"
             )
 
     def gpu_warnings(self) -> Iterator[str]:
-        """Describe the phases that leave little of a GPU's memory."""
+        """Yield a warning for each phase that leaves little free GPU memory."""
         room = self.gpu_memory_bytes
         if room is None:
             return
@@ -140,19 +140,19 @@ class MemoryEstimate:
             free = room - self.num_bytes(phase)
             if 0 <= free < GPU_MARGIN * room:
                 yield (
-                    f"{phase} leaves {free / GIB:.1f} of {room / GIB:g} GiB: under "
-                    f"{GPU_MARGIN:.0%}. Memory is lost to fragments, and a GPU offers less than "
-                    "its name says (an H100 of 80 GB 79.1 to 79.6 GiB)"
+                    f"{phase} leaves {free / GIB:.1f} of {room / GIB:g} GiB free, less than "
+                    f"{GPU_MARGIN:.0%}. Fragmentation needs some of it, and a GPU has less memory "
+                    "than its nominal size (an H100 of 80 GB: 79.1 to 79.6 GiB)"
                 )
 
 
 def estimate_memory(
     config: Config, num_processes: int, nodes: NodeSpec | None = None
 ) -> MemoryEstimate:
-    """Estimate what `num_processes` ranks take, one per GPU of the nodes.
+    """Estimate the memory of `num_processes` ranks, one per GPU of the nodes.
 
-    The layout must fit the processes (layout.check_layout). Raises ConfigError on a config.json
-    that is not understood.
+    The layout must fit the processes (layout.check_layout). Raises ConfigError for an unsupported
+    config.json.
     """
     nodes = nodes or NodeSpec()
     arch = planned_architecture(config)
@@ -180,16 +180,17 @@ def estimate_memory(
 
 
 def kernels_of(config: Config, arch: Architecture, *, has_gpu: bool) -> Kernels:
-    """Resolve policy.kernels for the planned machine, with its package installed."""
+    """Resolve policy.kernels for the planned machine, assuming that Transformer Engine is
+    installed."""
     is_latent = arch.latent is not None
     chosen = kernels_for(config.policy, has_gpu=has_gpu, is_installed=True, is_latent=is_latent)
     if config.policy.fp8 and chosen == "local":
-        raise ConfigError("policy.fp8: needs Transformer Engine's layers, on GPUs; use null")
+        raise ConfigError("policy.fp8: needs Transformer Engine's layers, on GPUs; set it to null")
     return chosen
 
 
 def _host_parts(config: Config, stages: Sequence[Stage], ranks_per_node: int) -> tuple[Part, ...]:
-    """Host memory of a node whose ranks are all of the fullest pipeline stage."""
+    """Return the host memory of a node, as if all its ranks were in the fullest pipeline stage."""
     offloaded = max(policy.offloaded_bytes(stage) for stage in stages)
     optimizer = max(policy.optimizer_on_host(stage) for stage in stages)
     snapshot = max(policy.snapshot_bytes(stage) for stage in stages)
@@ -224,7 +225,7 @@ def _host_parts(config: Config, stages: Sequence[Stage], ranks_per_node: int) ->
 
 
 def _disk_parts(stages: Sequence[Stage], num_processes: int) -> tuple[Part, ...]:
-    """Files of a checkpoint."""
+    """Return the disk space of a checkpoint and of its largest rank file."""
     files = [policy.snapshot_bytes(stage) for stage in stages]
     total = num_processes // len(stages) * sum(files)
     return (
@@ -236,9 +237,11 @@ def _disk_parts(stages: Sequence[Stage], num_processes: int) -> tuple[Part, ...]
 def save_estimate(
     config: Config, path: Path, note: Callable[[str], None], num_processes: int, gpu_bytes: int
 ) -> None:
-    """Write the GiB that each measured phase takes of a GPU of `gpu_bytes` to `path`.
+    """Write to `path` the estimated GPU memory of each measured phase in GiB, for GPUs of
+    `gpu_bytes`.
 
-    The report compares them with measurements. `note` is called with the reason if it fails.
+    The report compares the estimates with measurements. If this fails, `note` is called with the
+    reason.
     """
     gpus_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     try:
@@ -248,7 +251,7 @@ def save_estimate(
         }
         text = "of the rank that takes most, CUDA and NCCL included, which are assumed"
         write_json(path, {"device": "gpu", "phases": phases, "note": text})
-    # A config.json that policy and engine understand may raise any of these here. Only the report
-    # needs the file, so no run ends because of it.
+    # A config.json that policy and engine accept may raise any of these errors here. Only the
+    # report needs the file, so the run goes on.
     except (DapoError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         note(f"  no {path.name}: {type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
-"""`plan`: forecast of a run's memory and time, as tables and JSON.
+"""The `plan` command: forecast memory and time of a run, as tables and JSON.
 
-There is a table for each kind of rank. A phase takes what its fullest moment takes; sizes that
-occur only at other moments are in brackets.
+There is one table for each kind of rank. The size of a phase is that of its fullest moment. Sizes
+that occur only at other moments are in brackets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def forecast(
     assumptions: Assumptions | None = None,
     json_file: Path | None = None,
 ) -> list[str]:
-    """Print the tables and write `json_file`. Return what does not fit, and what would help."""
+    """Print the tables and write `json_file`. Return a text for each problem (what does not fit)
+    and for each remedy."""
     estimate = estimate_memory(config, num_processes, nodes)
     speed = estimate_speed(estimate, assumptions) if nodes.gpus_per_node else None
     render(estimate, Console(), speed)
@@ -53,7 +54,7 @@ def forecast(
 
 
 def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = None) -> None:
-    """Print the tables. They leave out what does not fit: `suggestions.problems`."""
+    """Print the tables. They do not say what does not fit; see `suggestions.problems`."""
     config = estimate.config
     for note in published_notes(config):
         console.print(f"model: {note}", highlight=False, markup=False, soft_wrap=True)
@@ -83,7 +84,7 @@ def render(estimate: MemoryEstimate, console: Console, speed: Speed | None = Non
 
 
 def _tokens(estimate: MemoryEstimate, speed: Speed | None) -> float:
-    """Tokens of a sequence of mean length."""
+    """Return the mean number of tokens of a sequence; a quarter of the limit without `speed`."""
     if speed is None:
         return estimate.config.max_sequence_tokens / 4
     return speed.tokens / (
@@ -92,17 +93,17 @@ def _tokens(estimate: MemoryEstimate, speed: Speed | None) -> float:
 
 
 def _kinds(estimate: MemoryEstimate) -> Iterator[tuple[str, Phases]]:
-    """Yield the kinds of ranks by name. Neighbouring stages that differ only by their activations
-    are one kind: the first of them holds most micro-batches."""
-    for _, group in groupby(estimate.kinds.items(), key=lambda item: _weighed(item[1])):
+    """Yield the kinds of ranks by name. Adjacent stages that differ only in their activations are
+    one kind, shown with the first of them, which holds the most micro-batches."""
+    for _, group in groupby(estimate.kinds.items(), key=lambda item: _group_key(item[1])):
         alike = list(group)
         first, phases = alike[0]
         more = f", and {len(alike) - 1} more like it, with fewer activations"
         yield first + (more if len(alike) > 1 else ""), phases
 
 
-def _weighed(phases: Phases) -> list[tuple[str, int]]:
-    """Names and sizes that distinguish kinds of ranks."""
+def _group_key(phases: Phases) -> list[tuple[str, int]]:
+    """Return the names and sizes that distinguish kinds of ranks: all except activations."""
     return [
         (part.name, part.num_bytes)
         for moments in phases.values()
@@ -113,7 +114,7 @@ def _weighed(phases: Phases) -> list[tuple[str, int]]:
 
 
 def _memory(estimate: MemoryEstimate, title: str, phases: Phases) -> Table:
-    """Table of one kind of rank, with a column per phase."""
+    """Return the table of one kind of rank, with a column per phase."""
     room = estimate.gpu_memory_bytes
     limit = "" if room is None else f" of {room / GIB:g}"
     table = Table(title=f"memory of {title}: GiB{limit}")
@@ -138,7 +139,8 @@ def _memory(estimate: MemoryEstimate, title: str, phases: Phases) -> Table:
 
 
 def _shown(name: str, moments: Iterable[Moment], counted: Moment) -> str:
-    """Size of a part in a phase, in brackets if it is not there at the moment that counts."""
+    """Return the size of a part in a phase, in brackets if it does not occur at the fullest
+    moment."""
     sizes = {
         moment.name: size(part for part in moment.parts if part.name == name) / GIB
         for moment in moments
@@ -165,7 +167,7 @@ def _render_speed(speed: Speed, console: Console) -> None:
     lines = [f"{name} {value}" for name, value in speed.assumptions.lines() if value != "None"]
     console.print(
         f"assumed: {', '.join(lines)}; {speed.prompts:,.0f} prompts a step, responses of "
-        f"{speed.response_tokens:,.0f} tokens on the mean. No evaluation, no checkpoint",
+        f"{speed.response_tokens:,.0f} tokens on average. Without evaluation and checkpoints",
         highlight=False,
         markup=False,
     )
@@ -174,7 +176,7 @@ def _render_speed(speed: Speed, console: Console) -> None:
 def to_json(
     estimate: MemoryEstimate, speed: Speed | None, problems: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the figures in bytes and seconds, and what does not fit."""
+    """Return the estimates in bytes and seconds, and the problems."""
     fullest_of_all = {phase: estimate.fullest(phase) for phase in PHASES}
     return {
         "model_notes": list(published_notes(estimate.config)),

@@ -1,8 +1,8 @@
-"""Layouts: which fit a model and a number of processes, and what follows from one.
+"""Check parallel layouts against a model and a number of processes, and derive sizes from them.
 
 A layout that cannot work is refused before anything starts, with every key at fault and the nearest
-layouts that do fit. Nothing heavy is imported. Rules of Megatron-core (0.16.1, its
-TransformerConfig and initialize_model_parallel) are stated in terms of the config's keys.
+layouts that fit. No heavy library is imported. The rules are those of Megatron-core 0.16.1
+(TransformerConfig, initialize_model_parallel), stated with the config's keys.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 from dapo_megatron.config import Config, PolicyConfig, refuse
 from dapo_megatron.model import Architecture
 
-# ------------------------------------------------------------------ what follows from a layout
+# ------------------------------------------------------------------ derived sizes
 
 
 def data_parallel(policy: PolicyConfig, world_size: int) -> int:
-    """Copies of the model that `world_size` processes hold (context-parallel ranks share one)."""
+    """Return the number of model copies on `world_size` processes (context-parallel ranks share
+    one)."""
     return world_size // _model_ranks(policy)
 
 
@@ -28,38 +29,39 @@ def _model_ranks(policy: PolicyConfig) -> int:
 
 
 def sequence_multiple(policy: PolicyConfig) -> int:
-    """Tokens to whose multiple each sequence is padded.
+    """Return the number of tokens to a multiple of which each sequence is padded.
 
-    With context parallelism of size n a sequence is cut into 2n equal chunks, of which rank r
-    holds chunks r and 2n - 1 - r: so under a causal mask all ranks have the same work.
+    With context parallelism of size n a sequence is split into 2n equal chunks. Rank r holds chunks
+    r and 2n - 1 - r, so that all ranks have the same work under a causal mask.
     """
     return 2 * policy.context_parallel if policy.context_parallel > 1 else 1
 
 
 def row_multiple(policy: PolicyConfig) -> int:
-    """Tokens to whose multiple a whole row is padded, over its context-parallel ranks: each of
-    them splits its part by tokens over the tensor-parallel ranks if `sequence_parallel`, and what
-    is then one rank's must suit FP8."""
+    """Return the number of tokens to a multiple of which a whole row is padded. A row is split over
+    the context-parallel ranks and, with `sequence_parallel`, also over the tensor-parallel ranks.
+    The share of each rank must have a size that FP8 supports."""
     by_tokens = policy.tensor_parallel if policy.sequence_parallel else 1
     ranks = policy.context_parallel * by_tokens
     return lcm(sequence_multiple(policy), ranks * _fp8_multiple(policy, by_tokens))
 
 
 def _fp8_multiple(policy: PolicyConfig, by_tokens: int) -> int:
-    """Tokens on a rank, without FP8 any number. Its matrix products want 16 (Transformer Engine,
-    get_align_size_for_quantization); scales of 128 tokens survive gathering over tensor-parallel
-    ranks where each has whole blocks of them, else they are made twice (Float8BlockQuantizer)."""
+    """Return the number of tokens of which a rank's share must be a multiple; 1 without FP8. FP8
+    matmuls need 16 (Transformer Engine, get_align_size_for_quantization). Scales of blocks of 128
+    tokens can be all-gathered over tensor-parallel ranks only if each rank has whole blocks;
+    otherwise they are computed again (Float8BlockQuantizer)."""
     if policy.fp8 is None:
         return 1
     return 128 if policy.fp8.recipe == "blockwise" and by_tokens > 1 else 16
 
 
 def stage_layers(policy: PolicyConfig, num_layers: int) -> list[list[range]]:
-    """Global layer numbers, from 0, as [pipeline stage][virtual chunk].
+    """Return global layer indices, from 0, as [pipeline stage][virtual chunk].
 
-    Chunks are dealt out in turns: chunk 0 of every stage, then chunk 1 of every stage, ...
+    Layers are assigned to chunk 0 of every stage, then to chunk 1 of every stage, and so on
     (transformer_block.get_num_layers_to_build, transformer_layer.get_transformer_layer_offset).
-    Raises ConfigError where the layers cannot be split so.
+    Raises ConfigError if the layers cannot be split like this.
     """
     refuse(pipeline_problems(policy, num_layers))
     num_chunks = policy.virtual_pipeline_parallel or 1
@@ -74,10 +76,8 @@ def stage_layers(policy: PolicyConfig, num_layers: int) -> list[list[range]]:
 
 
 def describe(policy: PolicyConfig, world_size: int) -> str:
-    """A layout for people: `tensor 2 (sequence) x pipeline 2 x data 4, expert 2, bfloat16`.
-
-    Sizes of 1 are left out, but for the data-parallel one.
-    """
+    """Format a layout: `tensor 2 (sequence) x pipeline 2 x data 4, expert 2, bfloat16`. Sizes of 1
+    are left out, except the data-parallel one."""
     notes = {
         "x{} interleaved": policy.virtual_pipeline_parallel,
         "{} layers first": policy.first_stage_layers,
@@ -97,28 +97,28 @@ def describe(policy: PolicyConfig, world_size: int) -> str:
     return f"{' x '.join(axes)}{expert}, {policy.precision}"
 
 
-# ------------------------------------------------------------------ refusing
+# ------------------------------------------------------------------ checks
 
 
 def check_layout(
     config: Config, arch: Architecture, world_size: int, *, has_engine: bool = True
 ) -> None:
-    """Refuse a layout that does not fit the number of processes or the model.
+    """Raise ConfigError if the layout does not fit the number of processes or the model.
 
-    Without an engine (`doctor layouts`), engine.tensor_parallel is not checked. Raises ConfigError
-    with every problem, its numbers, and, where the policy's layout is at fault, up to three near it
-    that fit.
+    The message lists every problem. If the policy's layout is at fault, it also lists up to three
+    layouts near it that fit. Without an engine (`doctor layouts`), engine.tensor_parallel is not
+    checked.
     """
     of_policy = list(policy_problems(config.policy, world_size, arch))
     problems = [*of_policy, *_row_problems(config, arch), *_model_problems(config, arch)]
     if has_engine:
         problems += _engine_problems(config, world_size, arch)
     if of_policy:
-        problems.append(_way_out(config, world_size, arch))
+        problems.append(_suggestions(config, world_size, arch))
     refuse(problems)
 
 
-def _way_out(config: Config, world: int, arch: Architecture) -> str:
+def _suggestions(config: Config, world: int, arch: Architecture) -> str:
     near = nearest_layouts(config, world, arch)
     if not near:
         bound = config.train.max_tokens_per_microbatch
@@ -130,7 +130,7 @@ def _way_out(config: Config, world: int, arch: Architecture) -> str:
 
 
 def policy_problems(policy: PolicyConfig, world: int, arch: Architecture) -> Iterator[str]:
-    """Yield what is wrong with the policy's layout for this model on `world` processes."""
+    """Yield the problems of the policy's layout for this model on `world` processes."""
     num_ranks = _model_ranks(policy)
     if world % num_ranks:
         yield (
@@ -155,20 +155,20 @@ def _tensor_problems(policy: PolicyConfig, arch: Architecture) -> Iterator[str]:
             f"{groups} key-value heads"
         )
     elif (rows := 2 * arch.group_rows) % size:
-        # Megatron splits query, key and value rows as one, and gathers them again.
+        # Megatron splits the query, key and value rows as one matrix, and gathers them again.
         yield f"policy.tensor_parallel: {size} does not divide the model's {rows} key-value rows"
     for name, width in arch.mlp_columns(whole_experts=True).items():
         if width % size:
             yield f"policy.tensor_parallel: {size} does not divide the {name} {width}"
     if policy.sequence_parallel and size == 1:
         yield (
-            "policy.sequence_parallel: splits over the tensor-parallel ranks, and "
+            "policy.sequence_parallel: splits over the tensor-parallel ranks, but "
             "policy.tensor_parallel is 1; use false"
         )
 
 
 def pipeline_problems(policy: PolicyConfig, num_layers: int) -> Iterator[str]:
-    """What is wrong with how the layers are split over pipeline stages and their chunks."""
+    """Yield the problems of splitting the layers over pipeline stages and their chunks."""
     num_stages, num_chunks = policy.pipeline_parallel, policy.virtual_pipeline_parallel
     ends = _ends(policy)
     if num_stages == 1:
@@ -182,7 +182,7 @@ def pipeline_problems(policy: PolicyConfig, num_layers: int) -> Iterator[str]:
         if not ends:
             yield (
                 f"policy.pipeline_parallel: {num_stages} does not divide the model's {num_layers} "
-                "layers (first_stage_layers and last_stage_layers make stages that differ)"
+                "layers (use first_stage_layers or last_stage_layers for stages of different size)"
             )
         else:
             yield (
@@ -192,13 +192,13 @@ def pipeline_problems(policy: PolicyConfig, num_layers: int) -> Iterator[str]:
     elif not middle_stages and middle_layers:
         yield (
             f"policy.first_stage_layers + last_stage_layers = {sum(ends.values())} must be the "
-            f"model's {num_layers} layers when there are two stages; give one of them alone"
+            f"model's {num_layers} layers with two stages; set only one of these keys"
         )
     elif num_chunks and not middle_stages:
         # get_transformer_layer_offset divides by the number of stages in between.
         yield (
             "policy.first_stage_layers and last_stage_layers: Megatron-core cannot interleave two "
-            "stages with both; give one of them alone, the other follows"
+            "stages if both keys are set; set only one of them"
         )
     elif num_chunks:
         sizes = _stage_sizes(policy, num_layers)
@@ -231,19 +231,20 @@ def _expert_problems(policy: PolicyConfig, world: int, arch: Architecture) -> It
 
 
 def _row_problems(config: Config, arch: Architecture) -> Iterator[str]:
-    """Whether a row, of all context-parallel ranks together, can hold the longest sequence."""
+    """Yield a problem if a row, over all context-parallel ranks, cannot hold the longest sequence,
+    or if padding makes that sequence longer than the model's positions."""
     policy, bound = config.policy, config.train.max_tokens_per_microbatch
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    whole, multiple = row_multiple(policy), sequence_multiple(policy)
-    room = bound * policy.context_parallel // whole * whole
+    row_tokens, multiple = row_multiple(policy), sequence_multiple(policy)
+    room = bound * policy.context_parallel // row_tokens * row_tokens
     if room < longest:
         ranks = policy.context_parallel
         shared = f" on {ranks} context-parallel ranks" if ranks > 1 else ""
-        rows = f" (rows of {room}, a multiple of {whole})" if whole > 1 else ""
+        rows = f" (rows of {room}, a multiple of {row_tokens})" if row_tokens > 1 else ""
         yield (
             f"train.max_tokens_per_microbatch: {bound}{shared}{rows} cannot hold one sequence of "
             f"{longest} tokens (max_prompt_tokens + max_response_tokens); use at least "
-            f"{round_up(longest, whole) // ranks}"
+            f"{round_up(longest, row_tokens) // ranks}"
         )
     limit = arch.max_positions
     padded = round_up(longest, multiple)
@@ -256,18 +257,18 @@ def _row_problems(config: Config, arch: Architecture) -> Iterator[str]:
 
 
 def _model_problems(config: Config, arch: Architecture) -> Iterator[str]:
-    """Yield what no other layout would fix."""
+    """Yield the problems that no other layout would fix."""
     limit = arch.max_positions
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if config.max_sequence_tokens > max(limit, longest):
         yield (
             f"evaluation.max_response_tokens: with rollout.max_prompt_tokens, "
-            f"{config.max_sequence_tokens} exceeds the model's {limit} positions"
+            f"{config.max_sequence_tokens} tokens exceed the model's {limit} positions; lower it"
         )
     if longest > limit:
         yield (
             f"rollout.max_prompt_tokens + max_response_tokens = {longest} exceeds the model's "
-            f"{limit} positions (max_position_embeddings)"
+            f"{limit} positions (max_position_embeddings); lower one of them"
         )
     if config.policy.moe_aux_loss > 0 and not arch.num_experts:
         yield (
@@ -285,14 +286,14 @@ def _engine_problems(config: Config, world: int, arch: Architecture) -> Iterator
         origin = " (null: as policy.tensor_parallel)"
     whole_experts = config.engine.expert_parallel
     if whole_experts and not arch.num_experts:
-        yield "engine.expert_parallel: the model has no experts; leave it false"
+        yield "engine.expert_parallel: the model has no experts; set it to false"
     fitting = [
         n for n in divisors(world) if not any(_engine_misfits(n, world, arch, whole_experts))
     ]
     for misfit in _engine_misfits(size, world, arch, whole_experts):
         yield (
-            f"engine.tensor_parallel: {size}{origin} {misfit}; of {world} processes an engine can "
-            f"have {' or '.join(map(str, fitting))}"
+            f"engine.tensor_parallel: {size}{origin} {misfit}; with {world} processes use "
+            f"{' or '.join(map(str, fitting))}"
         )
 
 
@@ -319,20 +320,20 @@ def _engine_misfits(
 
 
 def nearest_layouts(config: Config, world_size: int, arch: Architecture) -> list[str]:
-    """Up to three policy layouts near the asked one that fit `world_size` processes and the model,
-    nearest first, each as overrides for the command line with only what changes."""
+    """Return up to three policy layouts near the configured one that fit `world_size` processes and
+    the model, nearest first. Each is given as command-line overrides of the changed keys."""
 
     def fits(policy: PolicyConfig) -> bool:
         changed = config.model_copy(update={"policy": policy})
         problems = chain(policy_problems(policy, world_size, arch), _row_problems(changed, arch))
-        if config.engine.tensor_parallel is None:  # it follows the policy
+        if config.engine.tensor_parallel is None:  # the engine then uses the policy's size
             problems = chain(problems, _engine_problems(changed, world_size, arch))
         return not any(problems)
 
     return nearest(config.policy, world_size, arch.num_layers, arch.num_experts, fits)
 
 
-# ------------------------------------------------------------------ small things
+# ------------------------------------------------------------------ helpers
 
 
 def _ends(policy: PolicyConfig) -> dict[str, int]:
@@ -344,7 +345,7 @@ def _ends(policy: PolicyConfig) -> dict[str, int]:
 
 
 def _stage_sizes(policy: PolicyConfig, num_layers: int) -> list[int]:
-    """Layers per pipeline stage of a split without problems."""
+    """Return the layers per pipeline stage of a valid split."""
     ends = _ends(policy)
     middle_stages = policy.pipeline_parallel - len(ends)
     sizes = [(num_layers - sum(ends.values())) // max(middle_stages, 1)] * middle_stages
@@ -356,14 +357,14 @@ def _stage_sizes(policy: PolicyConfig, num_layers: int) -> list[int]:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The first multiple of `multiple` from `number` on."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 # ------------------------------------------------------------------ the nearest layouts
 
 Changes = dict[str, Any]
-"""New values of the keys that make a layout, by their names in PolicyConfig."""
+"""New values of layout keys, by their names in PolicyConfig."""
 
 
 def nearest(
@@ -375,22 +376,22 @@ def nearest(
     *,
     count: int = 3,
 ) -> list[str]:
-    """Up to `count` layouts of `world_size` processes that `fits` accepts, nearest first.
+    """Return up to `count` layouts of `world_size` processes that `fits` accepts, nearest first.
 
-    Each as `policy.key=value` overrides with only what changes. The distance is the sum over the
-    axes of |log2(size / asked size)|, and 1 for each of first_stage_layers and last_stage_layers
-    given up. `num_experts` is 0 for a dense model.
+    Each is given as `policy.key=value` overrides of the changed keys. The distance is the sum over
+    the axes of |log2(size / configured size)|, plus 1 for each of first_stage_layers and
+    last_stage_layers that is dropped. `num_experts` is 0 for a dense model.
     """
     candidates = sorted(_candidates(policy, world_size, num_layers, num_experts), key=_key(policy))
-    found = (changes for changes in candidates if fits(policy.model_copy(update=changes)))
+    fitting = (changes for changes in candidates if fits(policy.model_copy(update=changes)))
     return [
         " ".join(f"policy.{key}={_yaml(value)}" for key, value in _changed(policy, changes))
-        for changes in islice(found, count)
+        for changes in islice(fitting, count)
     ]
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, smallest first."""
+    """Return all divisors, smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -398,9 +399,9 @@ def _candidates(
     policy: PolicyConfig, world: int, num_layers: int, num_experts: int
 ) -> Iterator[Changes]:
     first, last = policy.first_stage_layers, policy.last_stage_layers
-    # A set has no order, and what is proposed must not change from run to run.
+    # Not a set: its order, and so the suggestions, would change from run to run.
     ends = list(dict.fromkeys([(first, last), (first, None), (None, last), (None, None)]))
-    # Interleaving is kept, changed or given up, never proposed.
+    # Interleaving is kept, changed or dropped, but never added.
     chunks = [*divisors(num_layers)[1:], None] if policy.virtual_pipeline_parallel else [None]
     for tensor, pipeline, context in product(divisors(world), repeat=3):
         if world % (tensor * pipeline * context):
@@ -423,16 +424,16 @@ def _candidates(
 
 
 def _key(policy: PolicyConfig) -> Callable[[Changes], tuple[float, int, list[int]]]:
-    """A sort key: the distance from `policy`, then fewer changed keys, then the values."""
+    """Return a sort key: distance from `policy`, then number of changed keys, then the values."""
 
     def key(changes: Changes) -> tuple[float, int, list[int]]:
         distance = 0.0
         for name, value in changes.items():
-            asked = getattr(policy, name)
+            configured = getattr(policy, name)
             if name.endswith("_layers"):
-                distance += value != asked
-            elif name != "sequence_parallel":  # it follows from the others
-                distance += abs(log2((value or 1) / (asked or 1)))
+                distance += value != configured
+            elif name != "sequence_parallel":  # determined by the other keys
+                distance += abs(log2((value or 1) / (configured or 1)))
         values = [value or 0 for value in changes.values()]
         return round(distance, 6), len(_changed(policy, changes)), values
 

@@ -1,7 +1,8 @@
-"""Parts on the device in each phase of a rollout step, given what sleeps and what is offloaded.
+"""Memory on the device in each phase of a rollout step, with engine sleep and policy offload.
 
-A phase has moments with different parts: a layer at work or the output head; in a sync first both
-models, then only the engine. A phase takes what its fullest moment takes.
+A phase has several moments with different parts in memory. In a pass these are a layer's
+computation and the output head; in a sync first both models, then only the engine. The size of a
+phase is that of its fullest moment.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from dapo_megatron.types import Phase
 PHASES = tuple(
     phase for phase in Phase if phase not in (Phase.CHECKPOINT, Phase.EVALUATE, Phase.OTHER)
 )
-"""Phases that differ in what is on a device."""
+"""Phases for which memory is estimated."""
 CONTEXT_GIB = 1.0
-"""CUDA's context, code of kernels, cuBLAS's workspaces. Assumed."""
+"""CUDA context, code of kernels and cuBLAS workspaces (assumed)."""
 NCCL_GIB = 0.2
-"""Buffers of one communicator. Assumed."""
+"""Buffers of one communicator (assumed)."""
 NUM_BUCKETS = 2
-"""One sent, one received (bridge/transfer.py)."""
+"""Transfer buffers: one to send, one to receive (bridge/transfer.py)."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Parts on a device at one time of a phase."""
+    """The parts in a device's memory at one time of a phase."""
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Total bytes of the parts."""
         return size(self.parts)
 
 
@@ -51,18 +52,18 @@ def fullest(moments: tuple[Moment, ...]) -> Moment:
 
 
 def phases_of(stage: Stage, engine: Engine, *, has_gpu: bool) -> Phases:
-    """Return the moments on a device of this stage, by phase."""
+    """Return the moments of each phase on a device of this pipeline stage."""
     always = (_overhead(stage),) if has_gpu else ()
     sleeps = has_gpu and stage.config.engine.sleep
     awake = () if sleeps else engine.parts
     made = (policy.weights(stage), policy.gradients(stage), policy.optimizer(stage))
     copies = tuple(filter(None, (policy.quantised_copies(stage),)))
-    # Kept from one micro-batch to the next, so also while weights move.
+    # FP8 copies stay from one micro-batch to the next, and so also during a sync.
     whole = (*always, *made, *copies)
     generating = Moment("engine awake", (*always, *_left(stage, made, copies), *engine.parts))
 
-    # The engine is built first and sleeps before the policy is built. Copies of bfloat16 weights
-    # are made by the first pass.
+    # The engine is built first and sleeps before the policy is built. FP8 copies of bfloat16
+    # weights are only made by the first forward pass.
     at_first = copies if stage.policy.fp8 and stage.policy.fp8.parameters else ()
     start = [Moment("policy made", (*always, *made, *at_first, *awake))]
     if sleeps:
@@ -72,18 +73,19 @@ def phases_of(stage: Stage, engine: Engine, *, has_gpu: bool) -> Phases:
         Phase.GENERATE: (generating,),
         Phase.SYNC: (*_turning(stage, whole, awake or (engine.weights,)), generating),
         Phase.LOGPROBS: tuple(
-            Moment(_where(part), (*whole, *awake, part))
+            Moment(_moment_name(part), (*whole, *awake, part))
             for part in policy.passing(stage, backward=False)
         ),
         Phase.UPDATE: tuple(
-            Moment(_where(part), (*whole, *awake, policy.kept(stage), part))
+            Moment(_moment_name(part), (*whole, *awake, policy.kept(stage), part))
             for part in policy.passing(stage, backward=True)
         ),
     }
 
 
 def _left(stage: Stage, made: tuple[Part, ...], copies: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Return the parts that stay while engines generate. Offloading drops copies of weights."""
+    """Return the policy's parts that stay while engines generate. Any offloading also drops the FP8
+    copies."""
     if not stage.policy.offload:
         return (*made, *copies)
     names = ("weights", "gradients", "optimizer")
@@ -95,14 +97,14 @@ def _left(stage: Stage, made: tuple[Part, ...], copies: tuple[Part, ...]) -> tup
 def _turning(
     stage: Stage, whole: tuple[Part, ...], engine: tuple[Part, ...]
 ) -> tuple[Moment, Moment]:
-    """Return the moments of a sync with policy and engine weights (bridge/sync.py): weights move,
-    then the policy scores the canary sequences."""
+    """Return the moments of a sync in which both models are on the device (bridge/sync.py): weights
+    are transferred, then the policy scores the canary sequences."""
     buckets = Part("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
     config, micro = stage.config, stage.micro
     length = max(2, min(config.sync.canary_tokens, config.rollout.max_prompt_tokens))
     tokens = round_up(NUM_SEQUENCES * length, row_multiple(stage.policy))
-    few = min(tokens // stage.policy.context_parallel, micro.num_tokens)
-    scoring = replace(stage, micro=replace(micro, num_tokens=max(few, 1)))
+    canary_tokens = min(tokens // stage.policy.context_parallel, micro.num_tokens)
+    scoring = replace(stage, micro=replace(micro, num_tokens=max(canary_tokens, 1)))
     passing = max(policy.passing(scoring, backward=False), key=lambda part: part.num_bytes)
     return (
         Moment("weights move", (*whole, *engine, buckets)),
@@ -110,12 +112,12 @@ def _turning(
     )
 
 
-def _where(part: Part) -> str:
+def _moment_name(part: Part) -> str:
     return "head" if part.name == policy.HEAD else "layer"
 
 
 def _overhead(stage: Stage) -> Part:
-    """Memory of CUDA and NCCL."""
+    """Return the memory of CUDA and NCCL."""
     layout, world = stage.policy, stage.num_processes
     data = data_parallel(layout, world)
     sizes = {

@@ -1,10 +1,9 @@
-"""Seconds of a rollout step by phase, from stated assumptions: an estimate to compare layouts by,
-and to know whether a run takes hours or weeks.
+"""Estimate the seconds of a rollout step by phase, to compare layouts and to know whether a run
+takes hours or weeks. All assumptions are stated.
 
-Training: operations of the model over the peak of the devices times an assumed share of it.
-Generation: each engine step reads its weights and the cache of its sequences, or computes,
-whichever takes longer; there are as many steps as the longest response has tokens, or more where
-the sequences do not all fit at once.
+Training takes the model's FLOPs divided by the peak of the devices times the MFU. An engine step
+takes the longer of reading weights and KV cache from memory and computing. Generation takes as many
+engine steps as the longest response has tokens, or more if the sequences do not all fit at once.
 """
 
 from __future__ import annotations
@@ -26,52 +25,52 @@ MEMORY_BANDWIDTH = {
     "A100": 2.04e12,
     "A800": 2.04e12,
 }
-"""Bytes a second, by NVIDIA's data sheets (SXM, 80 GB and more)."""
+"""Bytes per second, from NVIDIA's data sheets (SXM, 80 GB and more)."""
 PROMPT_SHARE = 0.1
-"""Mean prompt as a share of rollout.max_prompt_tokens: those of DAPO-Math-17k have about 200 of
-2,048 tokens."""
+"""Mean prompt length as a share of rollout.max_prompt_tokens. Prompts of DAPO-Math-17k have about
+200 of 2,048 tokens."""
 RESPONSE_SHARE = 0.15
-"""Mean response as a share of rollout.max_response_tokens: 2,900 of 20,480 tokens over the paper's
-run (figure 7a; from 700 at its start to 4,700 at its end)."""
+"""Mean response length as a share of rollout.max_response_tokens. In the paper's run it was 2,900
+of 20,480 tokens (figure 7a; from 700 at the start to 4,700 at the end)."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of the estimate; docs/plan.md has the sources."""
+    """Assumptions of the estimate. docs/plan.md lists their sources."""
 
     gpu: str = "H100"
     mfu: float = 0.40
-    """Share of the dense bfloat16 peak in logprobs and update; a target of this project is 0.45 on
-    a 4B model, and long-context runs of Megatron-LM publish 0.35 to 0.45."""
+    """Share of the dense bfloat16 peak in logprobs and update. This project's target is 0.45 on a
+    4B model; published values of Megatron-LM for long contexts are 0.35 to 0.45."""
     bandwidth_share: float = 0.6
     """Share of the memory bandwidth that an engine step reaches."""
     step_overhead_seconds: float = 0.010
-    """Overhead of an engine step: scheduling, sampling, launches."""
+    """Overhead of an engine step: scheduling, sampling, kernel launches."""
     eager_overhead_seconds: float = 0.020
-    """Additional overhead with engine.enforce_eager: launches from Python."""
+    """Additional overhead with engine.enforce_eager: kernel launches from Python."""
     link_bytes_per_second: float = 20e9
-    """Into one GPU from others in a sync; a 400 Gb/s port carries 50e9."""
+    """Bandwidth into one GPU from others in a sync. A 400 Gb/s port has 50e9."""
     host_bytes_per_second: float = 25e9
-    """Between a GPU and pinned memory of its host: PCIe 5 x16 carries 64e9, half of it at best
-    where pairs of GPUs share a switch."""
+    """Bandwidth between a GPU and pinned host memory. PCIe 5 x16 has 64e9, and at most half of it
+    if two GPUs share a switch."""
     response_tokens: float | None = None
-    """On the mean; None: RESPONSE_SHARE of rollout.max_response_tokens."""
+    """Mean tokens of a response. None: RESPONSE_SHARE of rollout.max_response_tokens."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return names and values as text."""
+        """Return the names and values of all assumptions as text."""
         return [(field.name, f"{getattr(self, field.name)}") for field in fields(self)]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a rollout step by phase; what the numbers rest on."""
+    """Seconds of a rollout step by phase, with the quantities that they depend on."""
 
     seconds: dict[str, float]
     prompts: float
-    """Issued in a step: config.rollout.expected_keep_rate of them are mixed."""
+    """Prompts issued per step, of which rollout.expected_keep_rate give mixed groups."""
     response_tokens: float
     tokens: int
-    """Trained on in a step."""
+    """Tokens trained on per step."""
     assumptions: Assumptions
 
     @property
@@ -81,8 +80,8 @@ class Speed:
 
 
 def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = None) -> Speed:
-    """Estimate seconds of a step on the GPUs of a memory estimate. Raises ConfigError on an unknown
-    GPU."""
+    """Estimate the seconds of a step on the GPUs of a memory estimate. Raises ConfigError for an
+    unknown GPU."""
     given = assumptions or Assumptions()
     config, arch = estimate.config, estimate.arch
     peak = peak_flops(given.gpu)
@@ -96,19 +95,19 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     devices = estimate.num_processes * peak * given.mfu
 
     def train(*, backward: bool) -> float:
-        counted = model_flops(arch, [length] * sequences, backward=backward, num_scored=scored)
-        return counted / devices
+        flops = model_flops(arch, [length] * sequences, backward=backward, num_scored=scored)
+        return flops / devices
 
-    again = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
-    update = train(backward=True) + again * train(backward=False)
+    recomputed = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
+    update = train(backward=True) + recomputed * train(backward=False)
     minis = config.train.updates_per_step
     keep = config.rollout.expected_keep_rate if config.rollout.dynamic_sampling else 1.0
     prompts = config.rollout.prompts_per_step / keep
     return Speed(
         seconds={
             Phase.GENERATE: _generate(estimate, given, peak, prompts, prompt, response),
-            Phase.LOGPROBS: train(backward=False) * _unfilled(estimate, length, sequences, 1),
-            Phase.UPDATE: update * _unfilled(estimate, length, sequences, minis),
+            Phase.LOGPROBS: train(backward=False) * _bubble_factor(estimate, length, sequences, 1),
+            Phase.UPDATE: update * _bubble_factor(estimate, length, sequences, minis),
             Phase.SYNC: _sync(estimate, given),
         },
         prompts=prompts,
@@ -118,16 +117,16 @@ def estimate_speed(estimate: MemoryEstimate, assumptions: Assumptions | None = N
     )
 
 
-def _unfilled(estimate: MemoryEstimate, length: int, sequences: int, minis: int) -> float:
-    """Factor by which a pass takes longer because pipeline stages wait for the first and the last
-    micro-batch."""
+def _bubble_factor(estimate: MemoryEstimate, length: int, sequences: int, minis: int) -> float:
+    """Return the factor by which the pipeline bubble makes a pass longer."""
     policy = estimate.config.policy
     bound = estimate.config.train.max_tokens_per_microbatch * policy.context_parallel
     rows = sequences * length / minis / data_parallel(policy, estimate.num_processes) / bound
     num_micro = max(ceil(rows), 1)
     chunks = policy.virtual_pipeline_parallel or 1
     bubble = (policy.pipeline_parallel - 1) / chunks / num_micro
-    # A micro-batch takes what its tokens take; that ranks differ by half a sequence is in the mfu.
+    # The time of a micro-batch is proportional to its tokens. Imbalance between ranks, of up to
+    # half a sequence, is included in the MFU.
     return 1.0 + bubble
 
 
@@ -144,9 +143,9 @@ def _generate(
     replicas = estimate.num_processes / size
     sequences = prompts * config.rollout.samples_per_prompt / replicas
     context = prompt + response / 2
-    at_once = max(min(config.engine.max_sequences, engine.sequences(context)), 1)
+    concurrent = max(min(config.engine.max_sequences, engine.sequences(context)), 1)
     longest = config.rollout.max_response_tokens
-    steps = max(longest, sequences * response / at_once)
+    steps = max(longest, sequences * response / concurrent)
     batch = sequences * response / steps
     read = engine.weights.num_bytes + batch * context * engine.token_bytes
     flops = batch * (token_flops(arch) + head_flops(arch) + context * pair_flops(arch)) / size
@@ -159,7 +158,8 @@ def _generate(
 
 
 def _sync(estimate: MemoryEstimate, given: Assumptions) -> float:
-    """Seconds for engine ranks to receive weights, and to move offloaded parts both ways."""
+    """Return the seconds to transfer the weights to engine ranks, and to move offloaded parts to
+    the host and back."""
     moved = estimate.engine.weights.num_bytes / given.link_bytes_per_second
     offloaded = max(map(offloaded_bytes, estimate.stages))
     return moved + 2 * offloaded / given.host_bytes_per_second

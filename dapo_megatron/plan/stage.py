@@ -1,5 +1,5 @@
-"""Memory of one pipeline stage of the policy: weights, gradients and optimizer, counted parameter
-by parameter, and activations."""
+"""Estimate the memory of one pipeline stage of the policy: weights, gradients and optimizer state,
+counted parameter by parameter, and activations."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Stage:
 
     @property
     def chunks(self) -> list[range]:
-        """Layers, counted over the model; several ranges where the schedule is interleaved."""
+        """Global layer indices, one range per chunk; several with the interleaved schedule."""
         return stage_layers(self.policy, self.arch.num_layers)[self.number]
 
     @cached_property
-    def numbers(self) -> Numbers:
-        """Counts of a rank's parameters."""
-        return _numbers(self)
+    def numbers(self) -> ParameterCounts:
+        """Parameter counts of a rank."""
+        return _count_parameters(self)
 
     @property
     def name(self) -> str:
-        """Name for the user."""
+        """Display name."""
         if self.policy.pipeline_parallel == 1:
             return "every rank"
         ends = {0: " (embedding)"} | ({self.number: " (output head)"} if self.is_last else {})
@@ -65,18 +65,20 @@ class Stage:
         return f"pipeline stage {of}{ends.get(self.number, '')}"
 
 
-# ------------------------------------------------------------------ what belongs to parameters
+# ------------------------------------------------------------------ parameters and their state
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Parameters of a rank: those of experts, and the rest; among these, biases of routers, which
-    are not trained, and among all, those in linear layers of FP8."""
+class ParameterCounts:
+    """Numbers of parameters of a rank."""
 
     dense: int
+    """All parameters outside of experts."""
     of_experts: int
     untrained: int
+    """Biases of routers, which are also counted in `dense`."""
     in_fp8: int
+    """Parameters in linear layers that compute in FP8, also counted in `dense` or `of_experts`."""
 
     @property
     def total(self) -> int:
@@ -84,11 +86,11 @@ class Numbers:
         return self.dense + self.of_experts
 
 
-def _numbers(stage: Stage) -> Numbers:
-    """Count over the tensors of the rank."""
+def _count_parameters(stage: Stage) -> ParameterCounts:
+    """Count the parameters of a rank over all its chunks."""
     policy = stage.policy
-    counted = [
-        _count(
+    counts = [
+        _count_chunk(
             stage.arch,
             Place(
                 tp_rank=0,
@@ -102,18 +104,18 @@ def _numbers(stage: Stage) -> Numbers:
         )
         for number, layers in enumerate(stage.chunks)
     ]
-    dense, of_experts, untrained, linear = map(sum, zip(*counted, strict=True))
+    dense, of_experts, untrained, linear = map(sum, zip(*counts, strict=True))
     in_fp8 = 0
     if policy.fp8:
-        kept = policy.fp8.bf16_first_layers + policy.fp8.bf16_last_layers
-        in_fp8 = round(linear * max(1 - kept / stage.arch.num_layers, 0.0))
-    return Numbers(dense, of_experts, untrained, in_fp8)
+        num_bf16 = policy.fp8.bf16_first_layers + policy.fp8.bf16_last_layers
+        in_fp8 = round(linear * max(1 - num_bf16 / stage.arch.num_layers, 0.0))
+    return ParameterCounts(dense, of_experts, untrained, in_fp8)
 
 
 @lru_cache(maxsize=1024)
-def _count(arch: Architecture, place: Place) -> tuple[int, int, int, int]:
+def _count_chunk(arch: Architecture, place: Place) -> tuple[int, int, int, int]:
     """Count the parameters of a chunk: dense, of experts, untrained, in linear layers. Cached
-    because other estimates share it, and experts have tens of thousands of tensors."""
+    because many estimates share the result, and experts have tens of thousands of tensors."""
     dense = of_experts = untrained = linear = 0
     for name, slot in layout_of(arch, place).items():
         number = prod(slot.shape)
@@ -129,7 +131,7 @@ def _count(arch: Architecture, place: Place) -> tuple[int, int, int, int]:
 
 
 def weights(stage: Stage) -> Part:
-    """Weights, as the policy computes with them."""
+    """Return the weights, in the precision in which the policy computes."""
     counts, width, fp8 = stage.numbers, stage.micro.width, stage.policy.fp8
     experts = f" ({counts.of_experts:,} of experts)" if counts.of_experts else ""
     how = f"{counts.total:,} parameters{experts} of {width} bytes"
@@ -141,9 +143,9 @@ def weights(stage: Stage) -> Part:
 
 
 def quantised_copies(stage: Stage) -> Part | None:
-    """Quantized copies of FP8 layers. Hopper multiplies FP8 in one arrangement only, so each
-    weight exists along its rows and along its columns, made from bfloat16, or the columns from the
-    rows."""
+    """Return the quantized copies of weights in FP8 layers; None without FP8. Hopper multiplies FP8
+    matrices in one memory layout only, so Transformer Engine keeps each weight row-wise and
+    column-wise. FP8 parameters are already row-wise and need only the column-wise copy."""
     if stage.policy.fp8 is None:
         return None
     counts, copies = stage.numbers, 1 if stage.policy.fp8.parameters else 2
@@ -152,13 +154,14 @@ def quantised_copies(stage: Stage) -> Part | None:
 
 
 def gradients(stage: Stage) -> Part:
-    """Gradient buffers of Megatron."""
+    """Return Megatron's gradient buffers."""
     wide, counts = stage.micro.exact_width, stage.numbers
     return Part(GRADIENTS, (counts.total - counts.untrained) * wide, f"{wide} bytes each")
 
 
 def optimizer(stage: Stage) -> Part:
-    """Optimizer state on the device. Megatron divides it over the ranks that hold a copy."""
+    """Return the optimizer state on the device. Megatron shards it over the ranks that hold a copy
+    of the same parameters."""
     whole, how = _optimizer_bytes(stage)
     share = stage.config.optimizer.cpu_offload
     on_host = f"; {share:.0%} of it in host memory" if share else ""
@@ -166,47 +169,50 @@ def optimizer(stage: Stage) -> Part:
 
 
 def optimizer_on_host(stage: Stage) -> int:
-    """Return the bytes of the share that lives in host memory, with its gradients."""
+    """Return the bytes of optimizer state in host memory (optimizer.cpu_offload), with its
+    gradients."""
     share = stage.config.optimizer.cpu_offload
     whole, _ = _optimizer_bytes(stage)
-    gradient = ceil(_shared_out(stage) * FLOAT32)
+    gradient = ceil(_optimized_parameters(stage) * FLOAT32)
     return ceil((whole + gradient) * share)
 
 
 def offloaded_bytes(stage: Stage) -> int:
-    """Return a rank's bytes that move to host memory while engines generate; gradients do not."""
+    """Return the bytes that a rank moves to host memory while engines generate. Gradients are
+    discarded instead."""
     parts = stage.policy.offload
     num_bytes = weights(stage).num_bytes if "weights" in parts else 0
     return num_bytes + (optimizer(stage).num_bytes if "optimizer" in parts else 0)
 
 
 def snapshot_bytes(stage: Stage) -> int:
-    """Return the bytes that a rank saves: weights and its part of the optimizer."""
+    """Return the bytes of a rank's part of a checkpoint: weights and its shard of the optimizer
+    state."""
     return weights(stage).num_bytes + _optimizer_bytes(stage)[0]
 
 
 def _optimizer_bytes(stage: Stage) -> tuple[int, str]:
     width, wide = stage.micro.width, stage.micro.exact_width
     moment = wide if stage.config.optimizer.moments == "float32" else 2
-    # In float32 the policy's own weights are the main ones.
+    # With float32 or wider weights there are no separate main weights.
     main = wide if width < wide else 0
     each = main + MOMENTS * moment
     copies, of_experts = _copies(stage)
     shares = f"{copies}" + (f" ranks, experts' over {of_experts}" if stage.arch.num_experts else "")
     what = "main weights and moments" if main else "moments"
-    return ceil(_shared_out(stage) * each), f"{what}, {each} bytes each over {shares}"
+    return ceil(_optimized_parameters(stage) * each), f"{what}, {each} bytes each over {shares}"
 
 
 def _copies(stage: Stage) -> tuple[int, int]:
-    """Return the ranks that hold a copy of a parameter, and of an expert's, which tensor
-    parallelism does not shard."""
+    """Return the number of ranks that hold a copy of a dense parameter, and of an expert's
+    parameter. Tensor parallelism does not shard experts."""
     policy, world = stage.policy, stage.num_processes
     dense = data_parallel(policy, world) * policy.context_parallel
     return dense, world // (policy.pipeline_parallel * policy.expert_parallel)
 
 
-def _shared_out(stage: Stage) -> float:
-    """Return the number of parameters whose optimizer state this rank holds."""
+def _optimized_parameters(stage: Stage) -> float:
+    """Return the number of parameters whose optimizer state a rank holds."""
     counts, (copies, of_experts) = stage.numbers, _copies(stage)
     return (counts.dense - counts.untrained) / copies + counts.of_experts / of_experts
 
@@ -215,10 +221,10 @@ def _shared_out(stage: Stage) -> float:
 
 
 def kept(stage: Stage) -> Part:
-    """Activations that forward passes keep, at their maximum."""
+    """Return the activations that forward passes save for backward, at their maximum."""
     micro, policy = stage.micro, stage.policy
     waiting = waiting_layers(policy, stage.number, len(stage.chunks[0]))
-    layers = list(_latest(stage.chunks, waiting))
+    layers = list(_saved_layers(stage.chunks, waiting))
     per_layer = [count.kept_by_layer(micro, layer) for layer in layers]
     if policy.recompute == "full":
         per_token = len(layers) * count.layer_input(micro)
@@ -233,16 +239,17 @@ def kept(stage: Stage) -> Part:
     )
 
 
-def _latest(chunks: list[range], waiting: int) -> Iterator[int]:
-    """Yield the layers whose activations are kept: all of each micro-batch, chunk after chunk."""
+def _saved_layers(chunks: list[range], waiting: int) -> Iterator[int]:
+    """Yield the `waiting` layers whose activations are saved, cycling through the chunks."""
     layers = [layer for chunk in chunks for layer in chunk]
     for index in range(waiting):
         yield layers[index % len(layers)]
 
 
 def waiting_layers(policy: PolicyConfig, stage: int, layers_of_chunk: int) -> int:
-    """Count the layers whose activations a stage holds at once: those of the micro-batches between
-    forward and backward (Megatron's schedules.py: the warm-up of 1F1B, and of interleaving)."""
+    """Return the number of layers whose activations a stage holds at the same time, over all
+    micro-batches between forward and backward (Megatron's schedules.py: warm-up of 1F1B, and of the
+    interleaved schedule)."""
     behind = policy.pipeline_parallel - stage - 1
     num_chunks = policy.virtual_pipeline_parallel or 1
     if num_chunks == 1:
@@ -251,7 +258,8 @@ def waiting_layers(policy: PolicyConfig, stage: int, layers_of_chunk: int) -> in
 
 
 def passing(stage: Stage, *, backward: bool) -> tuple[Part, ...]:
-    """Temporary memory of a layer, and on the last stage of the head; never both at once."""
+    """Return the temporary memory of a layer and, on the last stage, that of the output head. The
+    two never occur at the same time."""
     micro = stage.micro
     layers = [layer for chunk in stage.chunks for layer in chunk]
 
@@ -259,27 +267,27 @@ def passing(stage: Stage, *, backward: bool) -> tuple[Part, ...]:
         return micro.num_tokens * max(per_token(micro, layer) for layer in layers)
 
     if not backward:
-        parts = [Part(LAYER, ceil(most(count.forward_of_layer)), "going forward")]
+        parts = [Part(LAYER, ceil(most(count.forward_of_layer)), "forward pass")]
     else:
-        again = 0.0
+        recomputed = 0.0
         if stage.policy.recompute == "full":
-            again = most(count.kept_by_layer) - micro.num_tokens * count.layer_input(micro)
+            recomputed = most(count.kept_by_layer) - micro.num_tokens * count.layer_input(micro)
         gradient = max(count.largest_gradient(micro, layer) for layer in layers)
-        of_layer = again + most(count.backward_of_layer) + gradient
-        parts = [Part(LAYER, ceil(of_layer), "going backward")]
+        of_layer = recomputed + most(count.backward_of_layer) + gradient
+        parts = [Part(LAYER, ceil(of_layer), "backward pass")]
     if stage.is_last:
         parts.append(_head(micro, backward=backward))
     return tuple(parts)
 
 
 def _head(micro: Micro, *, backward: bool) -> Part:
-    """Temporary memory of the output head, with its tiles of logits."""
+    """Return the temporary memory of the output head, with its tiles of logits."""
     forward = count.forward_of_head(micro, backward=backward)
     if not backward:
         forward += count.hidden_states_of_head(micro)
     sizes = {"forward": forward}
     if backward:
         sizes["backward"] = count.backward_of_head(micro)
-    where = max(sizes, key=lambda name: sizes[name])
+    largest = max(sizes, key=lambda name: sizes[name])
     as_torch = ", counted as torch's" if micro.policy.logprob_head == "triton" else ""
-    return Part(HEAD, ceil(sizes[where]), f"the output head going {where}{as_torch}")
+    return Part(HEAD, ceil(sizes[largest]), f"{largest} pass of the output head{as_torch}")

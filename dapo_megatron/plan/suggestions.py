@@ -1,5 +1,5 @@
-"""Changes that make a run fit: settings, layouts near the configured one, and more nodes. Each is
-tried by estimating the changed run."""
+"""Find changes that make a run fit: settings, layouts near the configured one, and more nodes. Each
+change is tested by estimating the changed run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dapo_megatron.plan.layout import check_layout, nearest, policy_problems, ro
 from dapo_megatron.types import ConfigError
 
 SMALLEST_GIB = 0.05
-"""Changes that free less are not suggested."""
+"""Changes that free less memory are not suggested."""
 MAX_NODES = 128
 NUM_TRIED = 12
-"""Layouts estimated for a number of GPUs, nearest first. More take long with many experts."""
+"""Number of layouts to estimate, nearest first. More would take long with many experts."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change, as overrides for the command line or words; what it frees, and whether all phases
-    then fit."""
+    """A change (overrides for the command line, or a description), the memory that it frees, and
+    whether everything then fits."""
 
     change: str
     freed_gib: float
@@ -34,7 +34,7 @@ class Suggestion:
 
 
 def problems(estimate: MemoryEstimate) -> Iterator[str]:
-    """Describe what does not fit, and which changes would free how much."""
+    """Yield a text for each thing that does not fit, with the changes that would free memory."""
     for excess in estimate.excesses():
         phase = excess.phases[0]
         yield (
@@ -51,13 +51,14 @@ def problems(estimate: MemoryEstimate) -> Iterator[str]:
     if estimate.host_excess_gib > 0:
         yield (
             f"host: the ranks of a node take {estimate.host_bytes / GIB:.0f} GiB, "
-            f"{estimate.host_excess_gib:.0f} more than the {estimate.nodes.host_memory_gib:g} that "
-            f"a node is said to have\n{_advice(estimate, HOST)}"
+            f"{estimate.host_excess_gib:.0f} more than the {estimate.nodes.host_memory_gib:g} GiB "
+            f"configured for a node\n{_advice(estimate, HOST)}"
         )
 
 
 def suggest(estimate: MemoryEstimate, phase: str) -> list[Suggestion]:
-    """Return changes that free memory of `phase` (or of the host, estimate.HOST), most first."""
+    """Return changes that free memory in `phase` (or on the host, for estimate.HOST), the most
+    effective first."""
     suggestions = []
     arch = estimate.arch
     for change, config, num_processes in _candidates(estimate.config, estimate.num_processes):
@@ -73,21 +74,21 @@ def suggest(estimate: MemoryEstimate, phase: str) -> list[Suggestion]:
 def _advice(estimate: MemoryEstimate, phase: str) -> str:
     suggestions = suggest(estimate, phase)
     if not suggestions:
-        return "  no single setting frees any of it; use a smaller model, or shorter sequences"
+        return "  no single setting frees memory here; use a smaller model or shorter sequences"
     lines = [
         f"  frees {item.freed_gib:6.1f} GiB: {item.change}"
         + (" (all fits)" if item.suffices else "")
         for item in suggestions
     ]
     if not any(item.suffices for item in suggestions):
-        lines.append("  none is enough alone; take several")
+        lines.append("  no single change is enough; combine several")
     return "\n".join(lines)
 
 
 def _estimate_if_valid(
     config: Config, arch: Architecture, num_processes: int, nodes: NodeSpec
 ) -> MemoryEstimate | None:
-    """Estimate a changed config; None if a run would refuse it."""
+    """Estimate a changed config. Return None if the config is invalid."""
     try:
         check_values(config)
         check_layout(config, arch, num_processes)
@@ -101,8 +102,8 @@ def _estimate_if_valid(
 
 
 def check_layout_and_memory(config: Config, num_processes: int, nodes: NodeSpec) -> None:
-    """Call layout.check_layout, whose suggestions ignore memory, and add those that fit in memory
-    where the policy's layout is at fault. Raises ConfigError."""
+    """Check the layout. Raises ConfigError. If the policy's layout is at fault, the message also
+    suggests layouts that fit in memory, which layout.check_layout does not consider."""
     arch = planned_architecture(config)
     try:
         check_layout(config, arch, num_processes)
@@ -114,8 +115,8 @@ def check_layout_and_memory(config: Config, num_processes: int, nodes: NodeSpec)
 
 
 def alternatives(config: Config, num_processes: int, nodes: NodeSpec) -> list[str]:
-    """Describe which layouts fit so many GPUs, memory included, or else how many nodes suffice.
-    Empty where no layout could be estimated."""
+    """Describe layouts that fit `num_processes` GPUs, memory included, or else how many nodes
+    suffice. The list is empty if no layout could be estimated."""
     gpus = f"{num_processes} GPUs of {nodes.gpu_memory_gib:g} GiB"
     layouts, num_tried = _fitting_layouts(config, num_processes, nodes)
     if layouts:
@@ -125,19 +126,19 @@ def alternatives(config: Config, num_processes: int, nodes: NodeSpec) -> list[st
         return []
     text = (
         f"memory: the run does not fit {gpus} with {GPU_MARGIN:.0%} to spare, in this layout or in "
-        "one near it (others above are chosen by their numbers alone)"
+        "one near it (layouts listed above were chosen without looking at memory)"
     )
     if enough is None:
         return [f"{text}; nor does it fit {MAX_NODES} nodes or fewer"]
     number, layout = enough
     nodes_text = f"{number} node{'s' if number > 1 else ''} of {nodes.gpus_per_node}"
     how = f"with {layout}" if layout else "as it is configured"
-    return [f"{text}; {nodes_text} would do, {how}"]
+    return [f"{text}; {nodes_text} GPUs would suffice, {how}"]
 
 
 def _least_nodes(config: Config, nodes: NodeSpec) -> tuple[int, str] | None:
-    """Return the smallest power of two of nodes that a run fits, and the layout's overrides ("" for
-    its own); None if it exceeds MAX_NODES."""
+    """Return the smallest power of two of nodes on which a run fits, and the overrides of its
+    layout ("" if unchanged). Return None above MAX_NODES."""
     number = 1
     while number <= MAX_NODES:
         layouts, _ = _fitting_layouts(config, number * nodes.gpus_per_node, nodes, count=1)
@@ -150,8 +151,9 @@ def _least_nodes(config: Config, nodes: NodeSpec) -> tuple[int, str] | None:
 def _fitting_layouts(
     config: Config, num_processes: int, nodes: NodeSpec, *, count: int = 3
 ) -> tuple[list[str], int]:
-    """Return up to `count` layouts near the configured one that suit model, ranks and memory with
-    room to spare, nearest first, as overrides with only what changes; and how many were tried."""
+    """Return layouts near the configured one that fit model, ranks and memory with a margin, and
+    the number of layouts that were estimated. There are at most `count` layouts, nearest first,
+    each as overrides of the changed keys."""
     arch = planned_architecture(config)
     num_tried = 0
 
@@ -176,14 +178,14 @@ def _fitting_layouts(
 
 
 def _candidates(config: Config, world: int) -> Iterator[tuple[str, Config, int]]:
-    """Yield (change, the config with it, processes); not all of them are valid."""
+    """Yield (change, changed config, number of processes). Not all of these configs are valid."""
     for section, values in (*_of_policy(config), *_of_the_rest(config)):
         yield _keys(section, values), _changed(config, section, values), world
-    # The rows that context-parallel ranks share stay as long as they are.
+    # Twice the context-parallel ranks with half the tokens each: rows keep their total length.
     ranks = {"context_parallel": 2 * config.policy.context_parallel}
     tokens = {"max_tokens_per_microbatch": -(-config.train.max_tokens_per_microbatch // 2)}
-    cut = _changed(_changed(config, "policy", ranks), "train", tokens)
-    yield f"{_keys('policy', ranks)} {_keys('train', tokens)}", cut, world
+    halved = _changed(_changed(config, "policy", ranks), "train", tokens)
+    yield f"{_keys('policy', ranks)} {_keys('train', tokens)}", halved, world
     yield f"twice the nodes ({2 * world} GPUs)", config, 2 * world
 
 
@@ -204,7 +206,7 @@ def _of_policy(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     if set(policy.offload) != {"weights", "gradients", "optimizer"}:
         yield "policy", {"offload": ("weights", "gradients", "optimizer")}
     for part in policy.offload:
-        # More on the GPU, less on the host.
+        # Frees host memory, and needs more GPU memory.
         yield "policy", {"offload": tuple(name for name in policy.offload if name != part)}
     if policy.fp8 and not policy.fp8.parameters:
         yield "policy", {"fp8": policy.fp8.model_copy(update={"parameters": True})}
@@ -215,8 +217,8 @@ def _of_the_rest(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     is_short = policy.precision == "bfloat16"
     if is_short and optimizer.moments == "float32" and not optimizer.cpu_offload:
         yield "optimizer", {"moments": "bfloat16"}
-    fp8_alone = policy.fp8 is not None and policy.fp8.parameters
-    if optimizer.cpu_offload < 1.0 and optimizer.moments == "float32" and not fp8_alone:
+    has_fp8_parameters = policy.fp8 is not None and policy.fp8.parameters
+    if optimizer.cpu_offload < 1.0 and optimizer.moments == "float32" and not has_fp8_parameters:
         yield "optimizer", {"cpu_offload": 1.0}
     if optimizer.cpu_offload:
         yield "optimizer", {"cpu_offload": 0.0}

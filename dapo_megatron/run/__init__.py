@@ -1,3 +1,3 @@
-"""One run: this rank while it is in it (context), what it imports (libraries), train and evaluate
-(session), from the config to what the loop works with (build), its folder, and what is written
-down of it (record)."""
+"""One run: this rank and its run folder (context, folder), the libraries it imports (libraries),
+train and evaluate (session), from the config to the loop's objects (build), and what rank 0 records
+(record)."""

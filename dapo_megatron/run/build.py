@@ -1,4 +1,5 @@
-"""Config -> parts: the only file that names Megatron and vLLM to the loop."""
+"""Build the loop's parts from the config. This is the only file that connects the loop to Megatron
+and vLLM."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ from dapo_megatron.types import ConfigError, LossOutput, MicroTokens, Prompt, to
 
 @dataclass
 class Prompts:
-    """The prompts of a run and what was left out of them."""
+    """The prompts of a run, and notes about prompts that were left out."""
 
     train: list[Prompt]
     evaluation: dict[str, Sequence[Prompt]]
@@ -65,7 +66,7 @@ class Prompts:
 
 @dataclass
 class Core:
-    """Policy, engine and graders: what training and evaluating have in common."""
+    """Policy, engine and graders, which training and evaluation both need."""
 
     policy: Policy
     engine: RolloutEngine
@@ -75,13 +76,14 @@ class Core:
     driver: EngineDriver
 
     def close(self) -> None:
-        """End the grading processes."""
+        """Stop the grading processes."""
         if self.grading is not None:
             self.grading.close()
 
 
 def load_prompts(config: Config) -> Prompts:
-    """All prompts, held-out ones first: their problems are left out of training."""
+    """Load all prompts. Evaluation sets are loaded first, because their problems are excluded from
+    training."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -95,7 +97,7 @@ def load_prompts(config: Config) -> Prompts:
             "duplicates": loaded.num_duplicates,
             "held out": loaded.num_held_out,
         }
-        counts = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
+        counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         notes.append(
             f"{source.name}: {len(loaded.prompts)} prompts"
             + (f" ({counts} left out)" if counts else "")
@@ -116,10 +118,10 @@ def load_prompts(config: Config) -> Prompts:
 
 
 def planner(policy: PolicyConfig, train: TrainConfig) -> Planner:
-    """How a batch is split into micro-batches that this layout can run."""
+    """Return the function that splits a batch into micro-batches that this layout can run."""
     return partial(
         plan_microbatches,
-        # The bound is of one rank; those of a context-parallel group share each row.
+        # The limit is per rank, and the ranks of a context-parallel group share each row.
         max_tokens=train.max_tokens_per_microbatch * policy.context_parallel,
         packed=train.packing,
         sequence_multiple=sequence_multiple(policy),
@@ -134,10 +136,10 @@ def learning_rate(optimizer: OptimizerConfig) -> Callable[[int], float]:
 
 
 def loss_function(loss: LossConfig) -> LossFn:
-    """Return the loss that the config names, with its numbers.
+    """Return the configured loss function, with its numbers bound.
 
-    A user's own is tried on two tokens. Raises ConfigError naming loss.function if it cannot be
-    imported or called, or returns something else than a LossOutput.
+    A user-defined loss is tried on two tokens. Raises ConfigError naming loss.function if it cannot
+    be imported or called, or does not return a valid LossOutput.
     """
     if loss.function is None:
         return partial(dapo_loss, **loss.numbers)
@@ -161,35 +163,39 @@ def _try_loss(function: Callable[..., Any]) -> None:
     )
     try:
         output = function(logprobs, tokens)
-    except Exception as error:  # anyone's code may raise anything
+    except Exception as error:  # a user's code may raise anything
         raise ConfigError(
-            f"raised {error!r} for two tokens; it is called as function(logprobs, tokens, *, "
+            f"raised {error!r} when called with two tokens; it must accept (logprobs, tokens, *, "
             f"{', '.join(LossConfig.NUMBERS)})"
         ) from error
     if not isinstance(output, LossOutput) or not isinstance(output.sums, Mapping):
         raise ConfigError(
             f"returned {output!r:.60}; it must return a dapo_megatron.types.LossOutput"
         )
-    if taken := output.sums.keys() & METRICS_OF_AN_UPDATE:
-        raise ConfigError(f"sums: {', '.join(sorted(taken))} would hide a metric of the trainer")
+    if reserved := output.sums.keys() & METRICS_OF_AN_UPDATE:
+        raise ConfigError(
+            f"sums: {', '.join(sorted(reserved))} would hide a metric of the trainer; rename it"
+        )
     for name, value in {"total": output.total, **output.sums}.items():
         if not isinstance(value, Tensor) or value.dim() or not value.isfinite():
             raise ConfigError(f"{name} is {value!r:.60}, not a finite scalar tensor")
         if value.requires_grad != (name == "total"):
-            raise ConfigError(f"its {name}: total must carry a gradient, and sums none")
+            raise ConfigError(
+                f"its {name}: total must require a gradient, and sums must not (use detach())"
+            )
 
 
 STOP_CHECK_SECONDS = 10.0
-"""Between two checks for a stop within a mini-batch."""
+"""Approximate time between two stop checks within a mini-batch."""
 
 
 class StoppableLoss:
-    """A loss that also checks, about every STOP_CHECK_SECONDS, whether the run shall stop.
+    """A loss that also checks, about every STOP_CHECK_SECONDS, whether the run must stop.
 
-    A stop abandons the mini-batch. `check` is a collective of all ranks: at each micro-batch it
-    would make every rank wait for the slowest. So it is called at every n-th micro-batch, and n
-    follows from the seconds since the previous check, on which `check` makes all ranks agree. All
-    ranks have equally many micro-batches.
+    A stop abandons the mini-batch. `check` is collective; at every micro-batch it would make all
+    ranks wait for the slowest. It is therefore called at every n-th micro-batch, where n is
+    computed from the seconds since the previous check. `check` returns the same seconds on all
+    ranks, and all ranks have the same number of micro-batches, so they call it together.
     """
 
     def __init__(self, loss: LossFn, check: Callable[[], float]) -> None:
@@ -207,14 +213,17 @@ class StoppableLoss:
 
 
 def stoppable(loss: LossFn, policy: PolicyConfig, check: Callable[[], float]) -> LossFn:
-    """Return `loss` with checks whether the run shall stop. In a pipeline it has none: there is no
-    point that all stages reach."""
+    """Return `loss` with stop checks. With pipeline parallelism `loss` is returned unchanged,
+    because only the last stage computes it."""
     return loss if policy.pipeline_parallel > 1 else StoppableLoss(loss, check)
 
 
 def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
-    """The engine first: it sizes its cache by what memory is free. It then sleeps, and the policy
-    is there; the first sync gives the engine its turn. Collective."""
+    """Build engine, policy and their sync. Collective.
+
+    The engine is built first, because it sizes its KV cache by the free GPU memory. Afterwards it
+    sleeps, and the policy has the accelerator until the first sync.
+    """
     from dapo_megatron.engine.engine import VllmEngine
     from dapo_megatron.policy.policy import MegatronPolicy
 
@@ -242,7 +251,7 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
 
 def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
     """Build models and graders. Collective."""
-    loss = loss_function(config.loss)  # first: a mistake in it is refused before models are built
+    loss = loss_function(config.loss)  # first, so that its errors come before models are built
     policy, engine, sync = build_models(config, ranks)
     grading = None
     if engine.is_leader:
@@ -265,7 +274,7 @@ def build_core(config: Config, ranks: Ranks, stop: Stop | None = None) -> Core:
 
 
 def build_evaluator(config: Config, prompts: Prompts, core: Core) -> Evaluator:
-    """Evaluation through the run's engines."""
+    """Build the evaluator, which samples with the run's engines."""
     return Evaluator(
         config=config.evaluation,
         sets=prompts.evaluation,
@@ -286,8 +295,8 @@ def build_parts(
     instruments: Instruments,
     check_stop: Callable[[], float],
 ) -> Parts:
-    """Build what the loop works with. `check_stop` raises Stopped on all ranks if a signal
-    came."""
+    """Build the loop's parts. `check_stop` raises Stopped on all ranks if any of them received a
+    signal."""
     if ranks.rank == 0 and torch.cuda.is_available():
         _, gpu_bytes = torch.cuda.mem_get_info()
         save_estimate(config, folder.plan, recorder.note, ranks.world_size, gpu_bytes)
@@ -326,8 +335,8 @@ def build_replay(
     instruments: Instruments,
     check_stop: Callable[[], float],
 ) -> Parts:
-    """Build what the loop works with to train on the rollouts recorded in the run folder
-    `recorded`: a policy, and nothing else that is heavy. Collective."""
+    """Build the loop's parts for training on the rollouts recorded in the run folder `recorded`.
+    This needs a policy but no engine and no graders. Collective."""
     from dapo_megatron.policy.policy import MegatronPolicy
 
     loss = loss_function(config.loss)
@@ -349,7 +358,7 @@ def build_replay(
 def build_instruments(
     config: Config, ranks: Ranks, recorder: RunRecorder | SilentRecorder, watchdog: Watchdog
 ) -> Instruments:
-    """Build what observes the phases of a step on this rank."""
+    """Build the timers and meters of this rank."""
     timeline = Timeline(ranks, config.tracking.timeline_every, recorder.timeline)
     return Instruments(watchdog, MemoryMeter(ranks), timeline)
 
@@ -381,7 +390,8 @@ def _checkpoints(
 
 
 class HfExport:
-    """checkpoints.Export: a training checkpoint as an HF folder, made without the policy."""
+    """Exports a training checkpoint as an HF folder, without the policy. Implements
+    checkpoints.Export."""
 
     def __init__(self, config: Config) -> None:
         self._model = Path(config.model.path)
@@ -409,13 +419,14 @@ class HfExport:
 
 
 def open_checkpoint(config: Config, checkpoint: Path) -> Store:
-    """Weights for the model of the config. Raises ConfigError if they are of another model: with
-    the same shapes, another rope would be wrong without a sign."""
+    """Open the weights of a checkpoint. Raises ConfigError if its architecture differs from that of
+    model.path: a different rope, for example, would load without an error and compute wrong
+    values."""
     store = open_store(checkpoint, config.model.ignore_fields)
-    wanted, found = (asdict(arch) for arch in (read_architecture(config), store.arch))
-    if other := [name for name in wanted if wanted[name] != found[name]]:
+    expected, actual = (asdict(arch) for arch in (read_architecture(config), store.arch))
+    if differing := [name for name in expected if expected[name] != actual[name]]:
         raise ConfigError(
             f"checkpoint: {checkpoint} is of another model than model.path: "
-            + ", ".join(f"{name} {found[name]}, not {wanted[name]}" for name in other)
+            + ", ".join(f"{name} {actual[name]}, not {expected[name]}" for name in differing)
         )
     return store

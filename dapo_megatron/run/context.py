@@ -1,4 +1,4 @@
-"""This rank of a run while it is in it: the others, the folder, the terminal, signals."""
+"""The context of a run on this rank: process group, run folder, terminal, watchdog and signals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REPORTED = "_dapo_megatron_reported"
 
 @dataclass
 class RunContext:
-    """This rank, the run's folder, and the terminal that the run was started from."""
+    """This rank, the run's folder, and the terminal that started the run."""
 
     config: Config
     ranks: Ranks
@@ -42,10 +42,11 @@ class RunContext:
 
 @contextmanager
 def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
-    """Join the other ranks and take the run's folder; output of libraries goes to logs/.
+    """Join the other ranks. With `with_folder`, also acquire the run's folder and redirect the
+    output of libraries to logs/.
 
-    An error is reported in a line on the terminal, its traceback in this rank's log. A DapoError
-    ends the process with its exit code.
+    An error is reported in one line on the terminal, and its traceback in this rank's log. A
+    DapoError ends the process with its exit code.
     """
     import torch.distributed as dist
 
@@ -58,7 +59,7 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
     terminal = sys.stdout
     if with_folder:
         stop.listen()
-        watchdog.start()  # before the others are waited for: one of them may never come
+        watchdog.start()  # before waiting for the other ranks, because one may never come
     else:
         signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -66,7 +67,7 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         ranks = join(backend(), watchdog.beat)
         source = None
         if with_folder:
-            source = _enter(folder, config.resume, ranks)
+            source = _open_folder(folder, config.resume, ranks)
             terminal = redirect_output(folder.logs / f"rank_{ranks.rank}.log")
             watchdog.terminal_fd = terminal.fileno()
             watchdog.at_hang = lambda: end_attempt(folder.attempts, "hung")
@@ -84,16 +85,16 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         dist.destroy_process_group()
 
 
-def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
-    """Take the run's folder; the checkpoint to resume from, every file of it verified. What was
-    found wrong with others is told on the terminal too."""
-    on_rank0(ranks, folder.take)
+def _open_folder(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
+    """Acquire and prepare the run's folder. Return the checkpoint to resume from, with every file
+    verified. Notes about damaged checkpoints are also printed on the terminal."""
+    on_rank0(ranks, folder.acquire)
     try:
-        source = folder.find(resume, ranks)
+        source = folder.find_checkpoint(resume, ranks)
     finally:
         if ranks.rank == 0:
             print(*folder.notes, sep="\n", end="\n" if folder.notes else "", flush=True)
-    on_rank0(ranks, lambda: folder.enter(resume, source))
+    on_rank0(ranks, lambda: folder.prepare(resume, source))
     if folder.aside is not None:
         from dapo_megatron.tracking.mlflow_tracker import deliver_rest
 
@@ -105,10 +106,10 @@ def _enter(folder: RunFolder, resume: str, ranks: Ranks) -> Path | None:
 def report_error(
     error: BaseException, rank: int, terminal: TextIO, logs: Path | None, *, doing: str = ""
 ) -> None:
-    """Print one line on the terminal, and record the exit reason for the launcher.
+    """Print an error in one line on the terminal, and record it as exit reason for the launcher.
 
     A DapoError usually occurs on all ranks, so only rank 0 prints it there. Any other error is
-    printed by each rank, with what it was `doing` and the log that has the traceback.
+    printed by each rank, with `doing` (the activity that failed) and the log with the traceback.
     """
     if getattr(error, _REPORTED, False):
         return
@@ -118,25 +119,26 @@ def report_error(
         exit_reason.record(exit_code(error), f"rank {rank}: {error}")
     elif isinstance(error, Exception):
         where = f" (traceback in {logs}/rank_{rank}.log)" if logs else ""
-        said = f"{type(error).__name__}: {error}".strip()
-        line = f"rank {rank}: {doing and f'{doing}: '}{said[:300]}{where}"
+        message = f"{type(error).__name__}: {error}".strip()
+        line = f"rank {rank}: {doing and f'{doing}: '}{message[:300]}{where}"
         print(above_panel(line) if rank and terminal.isatty() else line, file=terminal, flush=True)
-        exit_reason.record(1, f"rank {rank}: {said}", "".join(traceback.format_exception(error)))
+        exit_reason.record(1, f"rank {rank}: {message}", "".join(traceback.format_exception(error)))
 
 
 def exit_code(error: DapoError) -> int:
-    """What the program ends with; slurm/train.sbatch goes by it: a mistake would only be made
-    again, anything else may go better in another start."""
+    """Return the exit code of an error. slurm/train.sbatch uses it to decide about a restart: an
+    error in config or data (2) would occur again, other errors may not."""
     codes: dict[type, int] = {ConfigError: 2, DataError: 2, Stopped: STOPPED, Fenced: FENCED}
     return codes.get(type(error), 1)
 
 
 def redirect_output(log: Path) -> TextIO:
-    """Send what this process and its libraries print to `log`; a file on the terminal it had."""
+    """Redirect stdout and stderr of this process, including those of C libraries, to `log`. Return
+    a file that writes to the original stdout."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    # A disk that is full must not end a run by a line of a log.
+    # safe_text: a log line that cannot be written, as on a full disk, must not end the run.
     terminal = safe_text(os.dup(1), closes=True)
     with log.open("ab", buffering=0) as file:
         with suppress(OSError):
@@ -148,5 +150,5 @@ def redirect_output(log: Path) -> TextIO:
 
 
 def _interrupt(*_: object) -> None:
-    """SIGTERM ends a command that has nothing to save as Ctrl-C does."""
+    """Handle SIGTERM like Ctrl-C, for commands that have nothing to save."""
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A run's folder: what is where, who is in it, what it goes on from.
+"""A run's folder: its paths, its lock and owner, and the checkpoint to resume from.
 
 runs/<name>/config.yaml  metrics.jsonl  summary.json  samples/  data/  checkpoints/  logs/
 """
@@ -26,12 +26,15 @@ from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import CheckpointError, ConfigError
 
 LOCK_SECONDS = 15.0
-"""Ranks that were just killed take a moment to go, and their lock with them."""
+"""Time to wait for the lock. Ranks that were just killed hold it until they have exited."""
 
 
 class RunFolder:
-    """Paths of one run, the lock that keeps a second one out of it, and the name of its owner, by
-    which a run that was cut off from the lock finds that it is no longer it."""
+    """Paths of a run, its lock and its owner.
+
+    The lock keeps a second process out. The owner file names the attempt that may write: an attempt
+    that lost the lock, because its node was cut off, finds another name there (`check_owner`).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,23 +53,23 @@ class RunFolder:
         self.owner = path / OWNER
         self.attempt = attempt()
         self.is_continued = False
-        """Whether this run's own earlier part is in the folder: same MLflow run, same metrics
-        file."""
+        """Whether the folder has an earlier part of this run. The run then continues its MLflow run
+        and its metrics file."""
         self.aside: Path | None = None
-        """Where `enter` put an older run of this name; on rank 0."""
+        """New path of an older run of this name, which `prepare` moved; only on rank 0."""
         self.notes: list[str] = []
-        """What `find` has to say to the user; the same on all ranks."""
+        """Notes of `find_checkpoint` for the user; the same on all ranks."""
         self._lock: BinaryIO | None = None
 
     # ------------------------------------------------------------------ opening: in this order
 
-    def take(self, lock_seconds: float = LOCK_SECONDS) -> None:
-        """Lock the folder, and become its owner. On rank 0.
+    def acquire(self, lock_seconds: float = LOCK_SECONDS) -> None:
+        """Lock the folder and become its owner. Called on rank 0.
 
-        Raises ConfigError if another process still has it after `lock_seconds`, for links that
-        another user has put there, and for a file system without locks; CheckpointError if the
-        other process belongs to another job, which may be a start whose node Slurm has given up. An
-        earlier start of this very job has no right to it any more, whatever its lock says.
+        Without Slurm, raises ConfigError if another process still holds the lock after
+        `lock_seconds`. Under Slurm, raises CheckpointError if the holder belongs to another job,
+        whose node may have been cut off; an earlier start of the same job is taken over. Raises
+        ConfigError for links that another user has created and for a file system without locks.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -78,16 +81,17 @@ class RunFolder:
             recover_checkpoints(self.checkpoints)
         except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
             raise ConfigError(f"run.directory: {self.path}: {error.strerror}") from error
-        except OSError as error:  # a disk that is full or away: may be mended by the next start
+        except OSError as error:  # a full or missing disk may be fixed by the next start
             raise CheckpointError(f"{self.path}: {error.strerror}") from error
 
-    def find(self, resume: str, exchange: Exchange) -> Path | None:
-        """The checkpoint to resume from, or None for a fresh start. Collective: every file of it is
-        read, by all ranks together.
+    def find_checkpoint(self, resume: str, exchange: Exchange) -> Path | None:
+        """Return the checkpoint to resume from, or None to start from step 0. Collective: all ranks
+        together read and verify every file of it.
 
-        resume `auto`: the newest of this folder that is as it was written; a damaged one is set
-        aside and told of in `notes`. A path: that checkpoint and no other. Raises CheckpointError,
-        on all ranks, for a path that is no checkpoint or a damaged one, and if all are damaged.
+        resume `auto` selects the newest checkpoint of this folder that is intact; damaged ones are
+        renamed and reported in `notes`. A path selects only that checkpoint. Raises
+        CheckpointError, on all ranks, if the path is no checkpoint or is damaged, or if all
+        checkpoints of the folder are damaged.
         """
         if resume == "never":
             return None
@@ -99,8 +103,8 @@ class RunFolder:
                 raise CheckpointError(f"resume: {source} is damaged: {fault}")
             self._note_age(source, exchange)
             return source
-        found = exchange.broadcast([path for _, path in published(self.checkpoints)], list[Path])
-        for source in found:
+        candidates = [path for _, path in published(self.checkpoints)]
+        for source in exchange.broadcast(candidates, list[Path]):
             fault = fault_of(source, exchange)
             if fault is None:
                 self._note_age(source, exchange)
@@ -108,20 +112,21 @@ class RunFolder:
             aside = exchange.broadcast(free_name(source.with_name(source.name + DAMAGED)), Path)
             if exchange.rank == 0:
                 source.rename(aside)
-            self.notes.append(f"CHECKPOINT DAMAGED: {fault}. It is kept as {aside}")
+            self.notes.append(f"CHECKPOINT DAMAGED: {fault}. It was renamed to {aside}")
         damaged = sorted(self.checkpoints.glob(f"*{DAMAGED}*"))
         if damaged := exchange.broadcast(damaged, list[Path]):
             raise CheckpointError(
-                f"resume: no checkpoint in {self.checkpoints} can be trusted. Mend one of "
+                f"resume: all checkpoints in {self.checkpoints} are damaged. Fix one of "
                 f"{', '.join(path.name for path in damaged)}, or start again (resume=never)"
             )
         return None
 
-    def enter(self, resume: str, source: Path | None) -> None:
-        """Make the folder ready for what `find` found. On rank 0.
+    def prepare(self, resume: str, source: Path | None) -> None:
+        """Prepare the folder for a run that resumes from `source` or starts from step 0. Called on
+        rank 0.
 
-        With `never`, or a checkpoint of another run, an older run of this name is kept beside it
-        as NAME.1, NAME.2, ...; checkpoints after `source` are set aside.
+        With resume `never`, or a checkpoint of another run, an older run of this name is moved to
+        NAME.1, NAME.2, ... Otherwise checkpoints newer than `source` are renamed.
         """
         self.is_continued = resume == "auto" or self._is_own(source)
         if self.is_continued:
@@ -135,18 +140,19 @@ class RunFolder:
         """Raise Fenced if another attempt has taken the folder."""
         check_owner(self.path, self.attempt)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _wait_for_lock(self, seconds: float) -> bool:
         assert self._lock is not None
         deadline, path = time.monotonic() + seconds, self.path / ".lock"
-        while not (is_ours := try_lock(self._lock, path)) and time.monotonic() < deadline:
+        while not (is_locked := try_lock(self._lock, path)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return is_ours
+        return is_locked
 
     def _take_over(self) -> None:
-        """The lock is another's: on a file system that shares locks, perhaps a node's that was cut
-        off. By its name the owner finds that it is the owner no longer (`check_owner`)."""
+        """Check whether this attempt may write although another process holds the lock. On a file
+        system that shares locks, the holder may run on a node that was cut off. It finds in the
+        owner file that it is no longer the owner (`check_owner`)."""
         owner = str(read_json(self.owner, "not an owner")["attempt"])
         job = os.environ.get("SLURM_JOB_ID")
         if job is None:
@@ -155,14 +161,15 @@ class RunFolder:
             )
         if owner.partition(".")[0] != job:
             raise CheckpointError(
-                f"{self.path} is held by attempt {owner}. If that job is at an end, a node of it "
-                "that was cut off still runs: have it taken down; else choose another run.name"
+                f"{self.path} is locked by attempt {owner}. If that job still runs, choose another "
+                "run.name. If it has ended, one of its nodes was cut off and still runs: ask your "
+                "administrator to shut it down"
             )
         self.notes.append(f"taken over from attempt {owner}, which still holds the lock")
 
     def _note_age(self, source: Path, exchange: Exchange) -> None:
         if not exchange.broadcast(exchange.rank == 0 and has_manifest(source), bool):
-            self.notes.append(f"{source}: of a version that wrote no sums: it was not verified")
+            self.notes.append(f"{source}: not verified, because it was written without checksums")
 
     def _is_own(self, checkpoint: Path | None) -> bool:
         return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()
@@ -174,21 +181,22 @@ class RunFolder:
             entry.rename(self.aside / entry.name)
 
     def _set_aside_after(self, source: Path | None) -> None:
-        """Checkpoints newer than the one to resume from are of a past that is done again: a later
-        `auto` must not find them, nor `checkpoint.keep` prefer them."""
-        first = place_of(source.resolve().name if source else "")
+        """Rename checkpoints newer than `source`, because their steps will be repeated. Otherwise a
+        later `auto` would resume from them, and `checkpoint.keep` would keep them."""
+        resume_place = place_of(source.resolve().name if source else "")
         for _, path in published(self.checkpoints):
-            if place_of(path.name) > first:
+            if place_of(path.name) > resume_place:
                 path.rename(free_name(path))
 
 
 def _check_links(folder: Path) -> None:
-    """Refuse links that another user has put into the folder: what a run writes there would go into
-    a file of the other user's choice. The user's own links (checkpoints/ on another disk) pass."""
+    """Raise ConfigError for links that another user has created in the folder: the run would write
+    into files that the other user chose. The user's own links, such as checkpoints/ on another
+    disk, are allowed."""
     for path in filter(Path.is_symlink, folder.iterdir()):
         owner = path.lstat().st_uid
         if owner not in (os.geteuid(), 0):
             raise ConfigError(
-                f"run.name: {path} is a link to {os.readlink(path)} that user {owner} has put "
-                "there. Remove it, or choose another name"
+                f"run.name: {path} is a link to {os.readlink(path)} that user {owner} has created. "
+                "Remove it, or choose another name"
             )

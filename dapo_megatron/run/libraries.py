@@ -1,4 +1,4 @@
-"""Import what a rank computes with, at once and on all ranks at the same time."""
+"""Import the heavy libraries, on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dapo_megatron.cluster.ranks import Ranks
 def import_libraries(ranks: Ranks, *, has_engine: bool) -> None:
     """Import Megatron, transformers and vLLM.
 
-    Each would otherwise be imported where it is first used, at times on rank 0 while other ranks
-    wait.
+    Otherwise each library is imported at its first use, sometimes on rank 0 while other ranks wait.
     """
     from dapo_megatron.engine import device
 

@@ -1,4 +1,4 @@
-"""The recorder of a run's steps, and what rank 0 writes down at its start."""
+"""Build the recorder of a run's steps, and write the files of rank 0 at the start of a run."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def open_recorder(
     terminal: TextIO,
     is_stopping: Callable[[], bool],
 ) -> RunRecorder | SilentRecorder:
-    """Return rank 0's recorder, after it printed and wrote down what the run is made with. Other
-    ranks get the silent one. Collective.
+    """Return the recorder of rank 0; other ranks get a SilentRecorder. Collective.
 
-    A run continued after `step` goes on in its own files and MLflow run. `is_stopping` is asked
-    while the report is written at the end.
+    Rank 0 also prints the run's header, and writes its config and provenance. A run resumed after
+    `step` continues its own files and MLflow run. `is_stopping` is called while the report is
+    written at the end.
     """
 
     def make() -> RunRecorder:
@@ -60,7 +60,7 @@ def open_recorder(
         tags = run_tags(config, folder.attempt)
         tags |= {f"chosen.{key}": value for key, value in chosen.items()}
         keep_provenance(folder.provenance, console, facts, tags, ranks.world_size)
-        # From the start, step 0 is evaluated anew. Local files before servers.
+        # A run from step 0 logs step 0 again, hence -1. Local files come before servers.
         trackers: list[Tracker] = [JsonlTracker(folder.metrics, step or -1, console.warn), console]
         mlflow = None
         if config.tracking.mlflow:
@@ -83,13 +83,14 @@ def open_recorder(
 
 
 def total_reward(completion: Completion, overlong: OverlongConfig) -> float | None:
-    """Return the reward of a completion, length penalty included; None without a grade."""
+    """Return the reward of a completion, including the length penalty, or None without a grade."""
     parts = reward(completion, overlong)
     return None if parts is None else parts.total
 
 
 def keep_reports(config: Config, folder: RunFolder) -> None:
-    """Keep the reports that tools/prepare_data.py wrote of the run's data files. On rank 0."""
+    """Copy the reports of tools/prepare_data.py about the run's data files to the run folder.
+    Called on rank 0."""
     for source in (*config.data.train, *config.evaluation.sets):
         if isinstance(source, FileSource) and (report := report_of(source.path)):
             folder.data.mkdir(exist_ok=True)
@@ -99,10 +100,11 @@ def keep_reports(config: Config, folder: RunFolder) -> None:
 def keep_tokenizer(
     config: Config, folder: RunFolder, recorder: RunRecorder | SilentRecorder
 ) -> None:
-    """Keep the run's tokenizer in the format of the `tokenizers` library. On rank 0.
+    """Write the run's tokenizer in the format of the `tokenizers` library. Called on rank 0.
 
-    Tokens in samples/ can then be shown without the model's folder. A tokenizer without that form
-    is left out. One that cannot be loaded has ended the run already, with its prompts.
+    The tokens in samples/ can then be shown without the model's folder. A tokenizer without this
+    format is skipped. A tokenizer that cannot be loaded has already ended the run in
+    `load_prompts`.
     """
     from transformers import AutoTokenizer
 
@@ -117,8 +119,8 @@ def keep_tokenizer(
 def run_report(
     config: Config, folder: RunFolder, console: RunConsole, is_stopping: Callable[[], bool]
 ) -> RunReport | None:
-    """Return the writer of the report at the end, if the config asks for one. Other ranks wait for
-    it in a barrier, silently: for half of what the watchdog allows."""
+    """Return the writer of the final report, or None if tracking.report is false. Other ranks wait
+    for it in a barrier without a heartbeat, so it gets at most half of watchdog.start."""
     if not config.tracking.report:
         return None
     return RunReport(
@@ -137,7 +139,7 @@ def keep_provenance(
     tags: Mapping[str, str],
     num_processes: int,
 ) -> None:
-    """Write down what is known of a start before it trains, for readers without MLflow."""
+    """Write the header's facts, tags and devices of a start to `path`, for use without MLflow."""
     has_gpu = torch.cuda.is_available()
     provenance = {
         "facts": facts,
@@ -168,7 +170,7 @@ def _facts(
 
 
 def _chosen(config: Config) -> dict[str, str]:
-    """What the policy computes with here: what `auto` was made of. Raises ConfigError."""
+    """Return the kernels that the policy uses, with `auto` resolved. Raises ConfigError."""
     from dapo_megatron.policy import optimizer
     from dapo_megatron.policy.kernels import kernels_chosen
 
@@ -181,7 +183,7 @@ def _chosen(config: Config) -> dict[str, str]:
 
 
 def _speedometer(config: Config, num_devices: int) -> Speedometer:
-    """For the model of a config, on devices like this rank's."""
+    """Return a Speedometer for the model of a config, on devices like this rank's."""
     arch = read_architecture(config)
     has_gpu = torch.cuda.is_available()
     return Speedometer(
@@ -192,7 +194,7 @@ def _speedometer(config: Config, num_devices: int) -> Speedometer:
 
 
 def _mlflow_run(folder: RunFolder) -> str | None:
-    """Return the MLflow run to go on with, as the newest checkpoint has it. What the folder itself
-    has counts more."""
+    """Return the MLflow run to continue, as recorded in the newest checkpoint. A run that the run
+    folder itself records takes precedence (in MlflowTracker)."""
     checkpoint = newest(folder.checkpoints) if folder.is_continued else None
     return read_state(checkpoint).get("mlflow_run") if checkpoint else None

@@ -1,4 +1,4 @@
-"""One rank of one run, from joining the others to the summary."""
+"""Train and evaluate on one rank, from joining the other ranks to the summary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 def train(config: Config, replay: Path | None = None) -> None:
-    """Train, on this rank of a launched job; with `replay`, on what that run's folder recorded."""
+    """Train on this rank of a launched job. `replay` is the folder of a run whose recorded rollouts
+    are trained on."""
     with open_context(config, with_folder=True) as context:
         import_libraries(context.ranks, has_engine=replay is None)
         _train(context, replay)
@@ -53,8 +54,9 @@ def _train(context: RunContext, replay: Path | None) -> None:
         progress = loop.Progress(**state["progress"]) if state is not None else loop.Progress()
         if state is not None and replay is None and "replay" in state["coordinator"]:
             raise CheckpointError(
-                f"resume: {source} is of a replay, which keeps no prompts and no books; go on with "
-                f"--replay {state['coordinator']['replay']}, or use it as model.path"
+                f"resume: {source} was saved by a replay, which has no prompt position and no "
+                f"ledger. Continue with --replay {state['coordinator']['replay']}, or use the "
+                "checkpoint as model.path"
             )
         open_step = OpenStep.from_state(state and state.get("open_step"), config)
     on_rank0(ranks, lambda: begin_attempt(folder.attempts, progress.step))
@@ -88,7 +90,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
         except Stopped:
             at_end.callback(ranks.barrier)
             raise
-        # MLflow may take its time, and a launcher gives the last rank little after the others.
+        # MLflow can be slow, and a launcher kills the last rank soon after the others have ended.
         at_end.callback(ranks.barrier)
         summary = _conclude(context, progress, instruments.memory.highest_gib())
     recorder.summary(summary, folder.path)
@@ -100,7 +102,7 @@ def _live_parts(
     instruments: Instruments,
     stack: ExitStack,
 ) -> Parts:
-    """Build engine, graders and prompts. What must be closed goes on `stack`."""
+    """Build the loop's parts for a run with engines. Register what must be closed on `stack`."""
     from dapo_megatron.run import build, record
 
     config, ranks, folder = context.config, context.ranks, context.folder
@@ -131,8 +133,8 @@ def _replay_parts(
     instruments: Instruments,
     replay: Path,
 ) -> tuple[Config, Parts]:
-    """Build a policy for the rollouts recorded in `replay`. Other weights than sampled them may be
-    trained on them: the gap is measured, and never ends the run."""
+    """Build the loop's parts for training on the rollouts recorded in `replay`. The weights may
+    differ from those that sampled the rollouts, so the gap is measured but has no limit."""
     from dapo_megatron.run import build
 
     recorder.note(f"  replays {replay}, without an engine")
@@ -153,8 +155,8 @@ def _replay_parts(
 
 @contextmanager
 def _true_status(context: RunContext, recorder: RunRecorder | SilentRecorder) -> Iterator[None]:
-    """Close the run as what it was: FINISHED, FAILED or KILLED. Its error is reported first,
-    because MLflow may take longer than a launcher waits."""
+    """Close the recorder with the run's status: FINISHED, FAILED or KILLED. An error is reported
+    first, because MLflow may take longer than a launcher waits."""
     status = "FAILED"
     try:
         yield
@@ -163,19 +165,21 @@ def _true_status(context: RunContext, recorder: RunRecorder | SilentRecorder) ->
         is_stop = isinstance(error, KeyboardInterrupt | Stopped)
         status = "KILLED" if is_stop else "FAILED"
         report_error(error, context.ranks.rank, context.terminal, context.folder.logs)
-        # A node that was lost is nobody's fault; a DapoError is everybody's, and rank 0 notes it.
+        # A lost rank is only a consequence of another error. A DapoError occurs on all ranks, so
+        # only rank 0 records it.
         if not exit_reason.is_secondary(str(error)) and (
             context.ranks.rank == 0 or not isinstance(error, DapoError)
         ):
             end_attempt(context.folder.attempts, "stopped" if is_stop else "crashed")
         raise
     finally:
-        if not isinstance(sys.exc_info()[1], Fenced):  # else the MLflow run is another attempt's
+        if not isinstance(sys.exc_info()[1], Fenced):  # else another attempt owns the MLflow run
             recorder.finish(status)
 
 
 def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
-    """Evaluate the model, or the weights of a checkpoint, of any layout; the figures on rank 0."""
+    """Evaluate the model, or the weights of a checkpoint of any layout. Return the metrics on rank
+    0, None on other ranks."""
     from dapo_megatron.checkpoints.formats.store import read_into
     from dapo_megatron.run import build
 
@@ -189,15 +193,15 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float] | None:
             if store is not None:
                 core.policy.rewrite(partial(read_into, store))
             core.sync(0)
-            figures = build.build_evaluator(config, prompts, core).run()
+            metrics = build.build_evaluator(config, prompts, core).run()
         finally:
             core.close()
-        return figures if ranks.rank == 0 else None
+        return metrics if ranks.rank == 0 else None
 
 
 def _conclude(context: RunContext, progress: Any, highest_gib: float) -> dict[str, Any]:
-    """Write the summary: from now on the run is a finished one, whatever signal comes. See
-    `_summary`."""
+    """Write and return the summary. From now on the run counts as finished, and a signal no longer
+    limits its time."""
     summary = _summary(context, progress, highest_gib)
     if context.ranks.rank == 0:
         write_json(context.folder.summary, summary)
@@ -206,8 +210,9 @@ def _conclude(context: RunContext, progress: Any, highest_gib: float) -> dict[st
 
 
 def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str, Any]:
-    """`highest_gib`: largest resident memory of this rank. (Its children are left out: one that was
-    forked counts all it shares with its parent. A grading process takes 0.1 GiB.)"""
+    """Return the contents of summary.json. `highest_gib` is the largest resident memory of this
+    rank, without its child processes: a forked child would count the memory that it shares with its
+    parent. (A grading process needs 0.1 GiB.)"""
     from dapo_megatron.tracking.provenance import commit, versions
 
     peaks = context.ranks.all_gather(highest_gib, float)
@@ -227,7 +232,7 @@ def _summary(context: RunContext, progress: Any, highest_gib: float) -> dict[str
     }
 
 
-def _accuracy(figures: Mapping[str, float]) -> float | None:
-    """Mean over the evaluation sets of avg@k."""
-    values = [value for name, value in figures.items() if re.search(r"/avg@\d+$", name)]
+def _accuracy(metrics: Mapping[str, float]) -> float | None:
+    """Return the mean of avg@k over the evaluation sets, or None without any."""
+    values = [value for name, value in metrics.items() if re.search(r"/avg@\d+$", name)]
     return fmean(values) if values else None

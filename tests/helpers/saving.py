@@ -64,9 +64,9 @@ class Run:
 
     def __init__(self, path: Path, *, resume: str = "auto", **settings: Any) -> None:
         self.folder = RunFolder(path)
-        self.folder.take(lock_seconds=0.0)
-        self.source = self.folder.find(resume, ALONE)
-        self.folder.enter(resume, self.source)
+        self.folder.acquire(lock_seconds=0.0)
+        self.source = self.folder.find_checkpoint(resume, ALONE)
+        self.folder.prepare(resume, self.source)
         self.notes: list[str] = []
         self.part: Any = None
         keys = {f"checkpoint__{key}": value for key, value in settings.items()}

@@ -50,7 +50,7 @@ def test_a_sync_of_a_converted_model_is_proved(tmp_path: Path) -> None:
         *("doctor", "sync", TINY, f"model.path={converted}", *layout, "--json", figures),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "engines hold and compute with what the policy holds\n" in done.stdout
+    assert "engines compute with the policy's weights\n" in done.stdout
     proof: dict[str, Any] = json.loads(figures.read_text())
     assert proof["num_tensors"] == 46
     assert len(proof["syncs"]) == 3

@@ -58,7 +58,7 @@ def test_a_grader_that_always_raises_is_named_and_the_run_goes_on_with_another(
     assert done.returncode != 0
     assert "data set 'sums': its grader failed on every completion of" in done.stdout
     assert "no such table" in done.stdout  # what the grader said
-    assert "Saved after step 0: resume=auto" in done.stdout
+    assert "Saved after step 0; to continue, start with resume=auto" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     folder = tmp_path / "tiny_cpu"
     state = json.loads((folder / "checkpoints" / "step_000000" / "state.json").read_text())

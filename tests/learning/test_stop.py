@@ -103,7 +103,9 @@ def test_stopped_between_two_updates_in_one_and_before_the_first(undisturbed: Pa
     directory = undisturbed.parent
     done = start(directory, "stopped", CHECKS + 5)
     assert done.returncode == STOPPED, done.stdout + done.stderr
-    assert "stopped by SIGUSR1. Saved after step 1: resume=auto goes on" in done.stdout
+    assert (
+        "stopped by SIGUSR1. Saved after step 1; to continue, start with resume=auto" in done.stdout
+    )
     folder = directory / "stopped"
     state = newest_state(folder)
     assert len(state["open_step"]["updates"]) == 1

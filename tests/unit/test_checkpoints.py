@@ -326,7 +326,7 @@ def test_nothing_is_begun_anew_where_all_are_damaged(two_saved: Path, tmp_path: 
     for step in (10, 20):
         DAMAGES["cut"](path / "checkpoints" / f"step_{step:06d}" / RANK_FILE)
     for _ in range(2):  # nor at the second try
-        with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be trusted") as caught:
+        with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged") as caught:
             Run(path)
         assert "step_000010.damaged, step_000020.damaged" in str(caught.value)
         del caught
@@ -340,7 +340,7 @@ def test_a_checkpoint_of_an_older_version_is_taken_with_a_note(tmp_path: Path) -
     write_json(path / "state.json", {"step": 7})
     run = Run(tmp_path / "x")
     assert run.source == path
-    assert run.folder.notes == [f"{path}: of a version that wrote no sums: it was not verified"]
+    assert run.folder.notes == [f"{path}: not verified, because it was written without checksums"]
 
 
 @pytest.mark.parametrize("entry", [3, [1], ["1", "2"], {"0": 1, "1": "x"}, [True, "x"]])

@@ -14,7 +14,7 @@ from dapo_megatron.files import read_json
 from dapo_megatron.model import FAMILIES, Architecture, architecture
 from dapo_megatron.plan.compatibility import RULES, check, find
 from dapo_megatron.plan.compatibility.__main__ import page
-from dapo_megatron.plan.compatibility.rule import Machine, Rule, Run, Verdict
+from dapo_megatron.plan.compatibility.rule import Action, Machine, Rule, Run
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY, TINY
 from tests.helpers.published import PUBLISHED
@@ -69,11 +69,11 @@ def test_every_rule_fires_on_its_example(rule: Rule) -> None:
     (text,) = [str(found) for found in find(run) if found.rule is rule]
     keys = [key for key in rule.keys if "." in key]
     assert keys and text.startswith(f"{', '.join(keys)}: ")
-    if rule.verdict is Verdict.REFUSED:
+    if rule.action is Action.REFUSED:
         with pytest.raises(ConfigError) as caught:
             check(config, model, rule.example_machine)
         assert text in str(caught.value).splitlines()
-    elif not any(found.rule.verdict is Verdict.REFUSED for found in find(run)):
+    elif not any(found.rule.action is Action.REFUSED for found in find(run)):
         assert text in check(config, model, rule.example_machine)
 
 
@@ -102,7 +102,7 @@ def test_names_and_families_are_what_they_say() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(set(rule.families) <= set(FAMILIES) for rule in RULES)
     for rule in RULES:
-        assert (rule.way_out == "") == (rule.verdict is Verdict.NOT_RUN), rule.name
+        assert (rule.way_out == "") == (rule.action is Action.NOT_RUN), rule.name
 
 
 @pytest.mark.parametrize("name", ["tiny_cpu", "tiny_moe", "tiny_ladder"])
@@ -191,7 +191,7 @@ def test_auto_means_megatrons_own_layers_for_latent_attention() -> None:
 def test_doctor_layouts_has_no_engine_to_ask() -> None:
     config = config_of("policy.precision=float64")
     assert check(config, QWEN3, has_engine=False) == []
-    with pytest.raises(ConfigError, match="float64 is for `doctor layouts` alone"):
+    with pytest.raises(ConfigError, match="float64 is only for `doctor layouts`"):
         check(config, QWEN3)
 
 

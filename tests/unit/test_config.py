@@ -170,12 +170,18 @@ def test_an_override_fills_an_empty_section(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("loss.clip_high", "'loss.clip_high': an override is written key.path=value"),
-        ("=0.3", "'=0.3': an override is written key.path=value"),
-        ("seed.x=3", "seed: is a value, it has no keys below it"),
-        ("data.train.3.size=4", "data.train.3: the list has 1 entries, numbered from 0"),
-        ("data.train.first.size=4", "data.train.first: the list has 1 entries, numbered from 0"),
-        ("data.train.1={}", "data.train.1: the list has 1 entries, numbered from 0"),
+        ("loss.clip_high", "'loss.clip_high': an override must have the form key.path=value"),
+        ("=0.3", "'=0.3': an override must have the form key.path=value"),
+        ("seed.x=3", "seed: is a single value and has no keys below it"),
+        (
+            "data.train.3.size=4",
+            "data.train.3: no such entry; the list has 1 entries, numbered from 0",
+        ),
+        (
+            "data.train.first.size=4",
+            "data.train.first: no such entry; the list has 1 entries, numbered from 0",
+        ),
+        ("data.train.1={}", "data.train.1: no such entry; the list has 1 entries, numbered from 0"),
         ("loss.clip_high=[", "loss.clip_high: not valid YAML"),
         ("loss..clip_high=3", "loss.: unknown key"),
     ],
@@ -268,13 +274,13 @@ def test_an_overlay_that_is_not_there_is_named(tmp_path: Path) -> None:
         ("evaluation.sets.0.sed=1", "evaluation.sets.0.sed: unknown key; did you mean 'seed'?"),
         (
             "sync.speed=3",
-            "sync.speed: unknown key; known here: max_gap, max_mean_gap, fingerprint_every, "
+            "sync.speed: unknown key; valid keys: max_gap, max_mean_gap, fingerprint_every, "
             "canary_tokens",
         ),
         # What another kind of source knows is no help here.
         (
             "data.train.0={kind: jsonl, name: a, path: b, grader: c, datasett: d}",
-            "data.train.0.datasett: unknown key; known here: kind, name, path, grader, limit, "
+            "data.train.0.datasett: unknown key; valid keys: kind, name, path, grader, limit, "
             "columns",
         ),
     ],
@@ -292,7 +298,7 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, said: str) -> N
         ("optimizer.lr='1e-6'", "optimizer.lr: Input should be a valid number (given: '1e-6')"),
         ("loss.clip_low=true", "loss.clip_low: Input should be a valid number (given: True)"),
         ("tracking.mlflow=1", "tracking.mlflow: Input should be a valid boolean (given: 1)"),
-        ("run.name=7", "run.name: must be text; quote it if YAML takes it for something else"),
+        ("run.name=7", "run.name: must be text; quote it if YAML reads it as another type"),
         ("run.name=..", "run.name: String should match pattern"),
         ("loss=3", "loss: must be a mapping of keys (given: 3)"),
         ("engine=null", "engine: must be a mapping of keys (given: None)"),
@@ -342,7 +348,7 @@ def test_a_missing_field_is_named(dotted: str) -> None:
     del node[last]
     with pytest.raises(ConfigError) as caught:
         parse_config(whole)
-    assert str(caught.value) == f"{dotted}: missing; every run must state it"
+    assert str(caught.value) == f"{dotted}: missing; every config must set it"
 
 
 # Defaults within the sections of the objective, and why a YAML need not state them.
@@ -385,21 +391,21 @@ def test_no_hidden_default_changes_the_algorithm() -> None:
         (["overlong.buffer_tokens=16"], "overlong.buffer_tokens: 16 must be less than"),
         (["rollout.max_age=8"], "rollout.max_age: 8 must be more than rollout.max_overtake = 8"),
         (["rollout.max_age=1", "rollout.max_overtake=0"], None),
-        (["rollout.max_prompts_per_step=31"], "rollout.max_prompts_per_step: 31 prompts can never"),
-        (["overlong.filtered_in_mean=true"], "overlong.filtered_in_mean: true without overlong.fi"),
+        (["rollout.max_prompts_per_step=31"], "rollout.max_prompts_per_step: 31 must be at least"),
+        (["overlong.filtered_in_mean=true"], "overlong.filtered_in_mean: true has no effect wi"),
         (["overlong.max_tokens=17"], "overlong.max_tokens: 17 is more than rollout.max_response"),
         (["train.updates_per_step=5"], "train.updates_per_step: 5 does not divide the 512 seq"),
         (["rollout.prompts_per_step=31"], None),  # 31 x 16 is divisible by 4
         (["loss.clip_low=1.0"], "loss.clip_low: 1.0 must be less than 1"),
-        (["rollout.top_p=0.9"], "rollout.top_p: 0.9; training samples must come from the whole"),
+        (["rollout.top_p=0.9"], "rollout.top_p: 0.9 must be 1.0"),
         (["data.train=[]"], "data.train: empty"),
         (
             ["evaluation.sets.0.name=chain_sum"],
-            "data.train / evaluation.sets: the name 'chain_sum' is used twice",
+            "data.train / evaluation.sets: the name 'chain_sum' is used twice; change",
         ),
         (
             ["data.train.0.name=a/b", "evaluation.sets.0.name=a--b"],
-            "data.train / evaluation.sets: the name 'a--b' is used twice",
+            "data.train / evaluation.sets: the name 'a--b' is used twice; change",
         ),
     ],
 )

@@ -40,9 +40,9 @@ FAULTS = {
     "hot": ({"clocks_event_reasons.active": "0x0000000000000048"}, "fail", "too hot"),
     "warm": ({"clocks_event_reasons.active": "0x0000000000000020"}, "warn", "by the driver"),
     "power": ({"clocks_event_reasons.active": "0x0000000000000080"}, "fail", "power supply"),
-    "held": ({"clocks.applications.graphics": "1200"}, "warn", "held at 1200 of 1980 MHz"),
+    "held": ({"clocks.applications.graphics": "1200"}, "warn", "limited to 1200 of 1980 MHz"),
     "slow": ({"clocks_event_reasons.active": "0x0"}, "warn", "SM clock at 345 of 1980 MHz"),
-    "full": ({"memory.used": "5000"}, "fail", "5000 MiB in use by a process that cannot be seen"),
+    "full": ({"memory.used": "5000"}, "fail", "5000 MiB in use by a process that nvidia-smi"),
 }
 
 

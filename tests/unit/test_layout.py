@@ -136,7 +136,7 @@ BEYOND_FOUR = "policy.tensor_parallel: 8 does not divide the model's 12 attentio
         (2, "tp=2 cp=2", "policy.tensor_parallel x pipeline_parallel x context_parallel = 4 does"),
         (8, "tp=8", BEYOND_FOUR),
         (3, "tp=3", "policy.tensor_parallel: 3 neither divides nor is a multiple of the model's "),
-        (2, "sp=true", "policy.sequence_parallel: splits over the tensor-parallel ranks, and "),
+        (2, "sp=true", "policy.sequence_parallel: splits over the tensor-parallel ranks, but "),
         (4, "pp=4", "policy.pipeline_parallel: 4 does not divide the model's 6 layers"),
         (8, "pp=8", "policy.pipeline_parallel: 8 does not divide the model's 6 layers"),
         (2, "vpp=2", "policy.virtual_pipeline_parallel: 2 needs policy.pipeline_parallel above 1"),
@@ -197,8 +197,8 @@ def test_a_model_with_experts(world: int, text: str, said: str | None, key: str)
         ("prompt=97", "rollout.max_prompt_tokens + max_response_tokens = 113 exceeds the model's "),
         ("cp=8", None),
         ("aux=0.01", "policy.moe_aux_loss: 0.01, but the model has no experts to balance; use 0"),
-        ("engine=12", "engine.tensor_parallel: 12 does not divide the 8 processes; of 8 processes "
-                      "an engine can have 1 or 2 or 4"),
+        ("engine=12", "engine.tensor_parallel: 12 does not divide the 8 processes; with 8 "
+                      "processes use 1 or 2 or 4"),
         ("engine=8", "engine.tensor_parallel: 8 does not divide the model's 12 attention heads,"),
     ],
 )  # fmt: skip
@@ -229,8 +229,8 @@ def test_without_an_engine_its_size_does_not_matter() -> None:
     [
         ("tp=2", []),
         ("tp=4", ["policy.tensor_parallel: 4 does not divide the intermediate_size 98"]),
-        ("engine=4", ["engine.tensor_parallel: 4 does not divide the intermediate_size 98; of 4 "
-                      "processes an engine can have 1 or 2"]),
+        ("engine=4", ["engine.tensor_parallel: 4 does not divide the intermediate_size 98; with "
+                      "4 processes use 1 or 2"]),
     ],
 )  # fmt: skip
 def test_the_mlp_must_be_divisible(text: str, said: list[str]) -> None:
@@ -244,7 +244,7 @@ def test_an_engine_cut_as_the_policy_may_not_fit_where_the_policy_does() -> None
     [said] = layout_problems(4, text, EXPERTS)
     assert said == (
         "engine.tensor_parallel: 4 (null: as policy.tensor_parallel) does not divide the "
-        "moe_intermediate_size 50; of 4 processes an engine can have 1 or 2"
+        "moe_intermediate_size 50; with 4 processes use 1 or 2"
     )
     assert layout_problems(4, f"{text} engine=2", EXPERTS) == []
 
@@ -253,11 +253,10 @@ def test_an_engine_with_whole_experts_needs_some_for_every_rank() -> None:
     whole = "engine.expert_parallel=true"
     assert layout_problems(4, f"engine=4 {whole}", EXPERTS) == []
     assert layout_problems(4, f"engine=4 {whole}", {**EXPERTS, "num_experts": 6}) == [
-        "engine.tensor_parallel: 4 does not divide the 6 experts; of 4 processes an engine can "
-        "have 1 or 2"
+        "engine.tensor_parallel: 4 does not divide the 6 experts; with 4 processes use 1 or 2"
     ]
     assert layout_problems(4, f"engine=2 {whole}", DENSE) == [
-        "engine.expert_parallel: the model has no experts; leave it false"
+        "engine.expert_parallel: the model has no experts; set it to false"
     ]
 
 
@@ -290,7 +289,7 @@ def test_a_model_without_grouped_heads_has_as_many_key_value_heads() -> None:
             "engine=4",
             [
                 "engine.tensor_parallel: 4 does not divide the n_shared_experts x "
-                "moe_intermediate_size 10; of 4 processes an engine can have 1 or 2"
+                "moe_intermediate_size 10; with 4 processes use 1 or 2"
             ],
         ),
     ],

@@ -134,7 +134,7 @@ def test_a_step_that_cannot_be_ended_is_saved_before_the_run_ends(
     assert journal.entries[-6:] == [
         "switch to policy", "copy",  # the accelerator is the policy's again
         "save 3 open", "publish 3", "wait",
-        f"{error}. Saved after step 3: resume=auto goes on from there",
+        f"{error}. Saved after step 3; to continue, start with resume=auto",
     ]  # fmt: skip
     assert journal.states[-1]["open_step"]["metrics"] == {"accuracy/raw": 0.5}
 

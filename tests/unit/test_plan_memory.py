@@ -304,7 +304,7 @@ def test_a_host_too_small_is_said(tmp_path: Path) -> None:
     taken = found.host_bytes / GIB
     assert found.fits() and not list(found.warnings())
     [warning] = estimate_memory(config, 8, NodeSpec(host_memory_gib=taken / 0.95)).warnings()
-    assert "the ranks of a node take" in warning
+    assert "the ranks of a node need" in warning
     short = estimate_memory(config, 8, NodeSpec(host_memory_gib=taken - 10.0))
     assert not short.fits() and not short.excesses()
     [problem] = problems(short)

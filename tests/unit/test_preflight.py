@@ -43,9 +43,9 @@ CASES: dict[str, tuple[list[str], str]] = {
     "first clock": (["n0"], r"\+(29|30)\.\d"),
     "version": (["n1"], "2.12.0 here, 2.13.0 on 2 of 3 nodes"),
     "other disk": (["n2"], "sees the files of n2"),
-    "full disk": (["n0", "n1", "n2"], "GiB are wanted"),
+    "full disk": (["n0", "n1", "n2"], "GiB are required"),
     "no shared disk": ([], "shared by no nodes"),
-    "slow": (["n1"], "GB/s per GPU with its neighbours"),
+    "slow": (["n1"], "GB/s per GPU with its neighbors"),
     "slow altogether": ([], "GB/s per GPU over all nodes"),
 }
 

@@ -199,5 +199,5 @@ def test_postmortem_of_a_run_that_is_well(tmp_path: Path) -> None:
     report = run.report(tmp_path)
     assert report.is_alive
     assert report.suspects == []
-    with pytest.raises(ConfigError, match="no pulses"):
+    with pytest.raises(ConfigError, match="no heartbeats"):
         run.report(tmp_path / "elsewhere")

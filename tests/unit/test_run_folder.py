@@ -46,9 +46,9 @@ def old_run(path: Path) -> RunFolder:
 
 def enter(folder: RunFolder, resume: str) -> Path | None:
     """As run/context.py does."""
-    folder.take(lock_seconds=0.0)
-    source = folder.find(resume, ALONE)
-    folder.enter(resume, source)
+    folder.acquire(lock_seconds=0.0)
+    source = folder.find_checkpoint(resume, ALONE)
+    folder.prepare(resume, source)
     return source
 
 
@@ -200,7 +200,7 @@ import sys, time
 from pathlib import Path
 from dapo_megatron.run.folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
-folder.take()
+folder.acquire()
 print("open", flush=True)
 time.sleep(float(sys.argv[2]))
 """
@@ -240,7 +240,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path) -
     path.mkdir()
     (path / ".lock").symlink_to(target)
     with pytest.raises(ConfigError, match=rf"^{path}/\.lock: a link to {target}"):
-        RunFolder(path).take(lock_seconds=0.0)
+        RunFolder(path).acquire(lock_seconds=0.0)
     assert target.read_text(encoding="utf-8") == "mine"
 
 
@@ -253,9 +253,9 @@ def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
     (path / "checkpoints").symlink_to(tmp_path)  # on another disk, by the user
     os.lchown(path / "metrics.jsonl", 65534, 65534)
     with pytest.raises(ConfigError, match=r"^run\.name: .*metrics\.jsonl is a link .*user 65534"):
-        RunFolder(path).take(lock_seconds=0.0)
+        RunFolder(path).acquire(lock_seconds=0.0)
     (path / "metrics.jsonl").unlink()
-    RunFolder(path).take(lock_seconds=0.0)
+    RunFolder(path).acquire(lock_seconds=0.0)
 
 
 def test_a_file_system_without_locks_is_a_mistake_that_no_restart_mends(
@@ -266,13 +266,13 @@ def test_a_file_system_without_locks_is_a_mistake_that_no_restart_mends(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(ConfigError, match=rf"{tmp_path / 'x'} has no flock"):
-        RunFolder(tmp_path / "x").take(lock_seconds=0.0)
+        RunFolder(tmp_path / "x").acquire(lock_seconds=0.0)
 
 
 def test_ranks_just_killed_are_given_a_moment_to_go(tmp_path: Path) -> None:
     with holder(tmp_path / "x", seconds=1.0):
         started = time.monotonic()
-        RunFolder(tmp_path / "x").take(lock_seconds=20.0)
+        RunFolder(tmp_path / "x").acquire(lock_seconds=20.0)
         assert 0.2 < time.monotonic() - started < 15.0
 
 

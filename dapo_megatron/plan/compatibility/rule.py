@@ -1,4 +1,4 @@
-"""What a rule is, and what it looks at."""
+"""A rule about a combination of features, and the facts about a run that rules examine."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ NOT_LATENT = tuple(name for name in ALL if name not in LATENT)
 PACKAGES = ("transformer_engine", "apex", "triton")
 
 
-class Verdict(StrEnum):
-    """What is done about a combination."""
+class Action(StrEnum):
+    """Action for a combination of features."""
 
     REFUSED = "refused"
     """The run does not start."""
     WARNED = "warned"
-    """It starts, and says so once."""
+    """The run starts, with a warning in its header."""
     NOT_RUN = "not run on a GPU yet"
-    """Likewise: written and checked without a GPU, as far as that goes."""
+    """The run starts, with a note: the feature was only tested without a GPU, as far as
+    possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a rank computes with. `capability` is its GPU's compute capability, None for no GPU."""
+    """Hardware and software of a rank. `capability` is its GPU's compute capability; None means no
+    GPU."""
 
     capability: tuple[int, int] | None = None
     cuda: tuple[int, ...] = ()
-    """Version of CUDA that torch was built with."""
+    """CUDA version that torch was built with."""
     packages: frozenset[str] = frozenset()
-    """Of PACKAGES, those that are installed."""
+    """Installed packages among PACKAGES."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def here(cls) -> Machine:
-        """Return what this process computes with."""
+        """Return the machine of this process."""
         import torch
 
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -54,8 +56,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What rules look at. `machine` is None where none is at hand (plan, submitting a job): rules
-    about it are then silent. `has_engine` is false for `doctor layouts` and replays."""
+    """The facts about a run that rules examine. `machine` is None if it is unknown (`plan`,
+    submitting a job); rules about it then do not apply. `has_engine` is false for `doctor layouts`
+    and replays."""
 
     config: Config
     arch: Architecture
@@ -64,8 +67,8 @@ class Run:
 
     @property
     def fused(self) -> bool:
-        """Whether Transformer Engine computes the layers, as far as is known: without a machine,
-        as on the one that the config is for."""
+        """Whether Transformer Engine computes the layers. Without a `machine`, a GPU and an
+        installed Transformer Engine are assumed."""
         chosen = kernels_for(
             self.config.policy,
             has_gpu=self.machine is None or self.on_gpu,
@@ -76,11 +79,11 @@ class Run:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is known to run on a GPU."""
+        """Whether the run is known to use a GPU."""
         return self.machine is not None and self.machine.capability is not None
 
     def lacks(self, package: str) -> bool:
-        """Whether it is known that there is no GPU, or not this package."""
+        """Whether the machine is known to have no GPU or not this package."""
         if self.machine is None:
             return False
         return self.machine.capability is None or package not in self.machine.packages
@@ -88,18 +91,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A combination, and what is done about it. It applies to `families`, when `when` says so:
-    a text it gives is what exactly was found."""
+    """A combination of features and its action. The rule applies to a run of a model in `families`
+    if `when` returns True or a non-empty text, which is added to the message as detail."""
 
     name: str
     keys: tuple[str, ...]
-    """The features, as keys of the config; `machine` and `model` stand for those."""
-    verdict: Verdict
+    """The features, as config keys. `machine` and `model` stand for the machine and the model."""
+    action: Action
     when: Callable[[Run], bool | str]
     why: str
     way_out: str
     example: tuple[str, ...]
-    """Overrides of a small config that the rule fires on; the tests run them."""
+    """Overrides of a small config to which the rule applies. Tests use them."""
     families: tuple[str, ...] = ALL
     example_machine: Machine | None = None
 
@@ -113,7 +116,7 @@ class Finding:
 
     def __str__(self) -> str:
         detail = f" ({self.detail})" if self.detail else ""
-        verdict = "" if self.rule.verdict is Verdict.REFUSED else f"{self.rule.verdict}: "
+        action = "" if self.rule.action is Action.REFUSED else f"{self.rule.action}: "
         way_out = f"; {self.rule.way_out}" if self.rule.way_out else ""
         keys = ", ".join(key for key in self.rule.keys if "." in key)
-        return f"{keys}: {verdict}{self.rule.why}{detail}{way_out}"
+        return f"{keys}: {action}{self.rule.why}{detail}{way_out}"

@@ -1,8 +1,8 @@
-"""Rules of the optimizer, the engine, and what shares a GPU's memory by turns."""
+"""Rules about optimizer, engine, and sharing a GPU's memory between policy and engine."""
 
 from __future__ import annotations
 
-from dapo_megatron.plan.compatibility.rule import LATENT, Machine, Rule, Run, Verdict
+from dapo_megatron.plan.compatibility.rule import LATENT, Action, Machine, Rule, Run
 from dapo_megatron.plan.compatibility.rules_policy import BFLOAT16, HOPPER, NO_GPU
 
 FUSED_ADAM = ("transformer_engine", "apex")
@@ -32,13 +32,14 @@ def _engine_fp8_lacks(run: Run) -> str:
     if not _engine_in_fp8(run) or run.machine is None:
         return ""
     capability = run.machine.capability
-    if capability is None:  # in plain torch, but for experts (engine/device.py)
+    if capability is None:  # on CPU plain torch computes it, except experts (engine/device.py)
         return ""
-    return "this one has {}.{}".format(*capability) if capability < (8, 9) else ""
+    return "this GPU has {}.{}".format(*capability) if capability < (8, 9) else ""
 
 
 def _allocator(run: Run) -> str:
-    """The setting of torch's allocator that memory pools of a sleeping engine cannot live in."""
+    """Return the setting of torch's allocator that does not work with the memory pools of a
+    sleeping engine, or an empty text."""
     if run.machine is None or not (run.has_engine and run.config.engine.sleep and run.on_gpu):
         return ""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -54,7 +55,7 @@ _OPTIMIZER = (
     Rule(
         "optimizer-float64",
         ("optimizer.kernels", "policy.precision"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: (
             run.config.optimizer.kernels in FUSED_ADAM and run.config.policy.precision == "float64"
         ),
@@ -65,7 +66,7 @@ _OPTIMIZER = (
     Rule(
         "optimizer-machine",
         ("optimizer.kernels", "machine"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         _optimizer_lacks,
         "fused AdamW needs an NVIDIA GPU and the package (requirements.txt, docs/gpu_stack.md)",
         "set optimizer.kernels auto or torch",
@@ -75,7 +76,7 @@ _OPTIMIZER = (
     Rule(
         "moments-kernels",
         ("optimizer.moments", "optimizer.kernels"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: (
             _half_moments(run)
             and (run.config.optimizer.kernels in ("apex", "torch") or run.lacks(FUSED_ADAM[0]))
@@ -88,66 +89,66 @@ _OPTIMIZER = (
     Rule(
         "moments-precision",
         ("optimizer.moments", "policy.precision"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: _half_moments(run) and run.config.policy.precision != "bfloat16",
-        "bfloat16 moments of wider weights would be the least precise part by far",
+        "bfloat16 moments would be far less precise than the float32 or float64 weights",
         "set optimizer.moments float32",
         ("optimizer.moments=bfloat16", "policy.precision=float32"),
     ),
     Rule(
         "moments-cpu-offload",
         ("optimizer.moments", "optimizer.cpu_offload"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: _half_moments(run) and run.config.optimizer.cpu_offload > 0,
-        "what lives in host memory is updated by torch's AdamW, in float32",
+        "optimizer state in host memory is updated by torch's AdamW, which needs float32 moments",
         "set optimizer.moments float32, or optimizer.cpu_offload 0",
         ("optimizer.moments=bfloat16", BFLOAT16, "optimizer.cpu_offload=0.5"),
     ),
     Rule(
         "cpu-offload-precision",
         ("optimizer.cpu_offload", "policy.precision"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: (
             run.config.optimizer.cpu_offload > 0 and run.config.policy.precision != "bfloat16"
         ),
-        "of wider weights Megatron-core's distributed optimizer has views, which torch's AdamW "
-        "does not take",
+        "for float32 or float64 weights Megatron-core's distributed optimizer holds views, which "
+        "torch's AdamW does not accept",
         "set policy.precision bfloat16, or optimizer.cpu_offload 0",
         ("optimizer.cpu_offload=0.5", "policy.precision=float32"),
     ),
     Rule(
         "cpu-offload-twice",
         ("optimizer.cpu_offload", "policy.offload"),
-        Verdict.WARNED,
+        Action.WARNED,
         lambda run: (
             run.config.optimizer.cpu_offload == 1.0 and "optimizer" in run.config.policy.offload
         ),
-        "all of the optimizer's state lives in host memory already; there is nothing to move",
-        "take optimizer out of policy.offload, or lower optimizer.cpu_offload",
+        "all optimizer state already stays in host memory, so there is nothing to offload",
+        "remove optimizer from policy.offload, or lower optimizer.cpu_offload",
         ("optimizer.cpu_offload=1.0", "policy.offload=[optimizer]", BFLOAT16),
     ),
     Rule(
         "optimizer-not-run",
         ("optimizer.kernels", "optimizer.moments"),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         lambda run: (
             run.config.optimizer.kernels in FUSED_ADAM
             or _half_moments(run)
             or (run.on_gpu and run.config.optimizer.kernels == "auto")
         ),
-        "fused AdamW, of Transformer Engine or Apex",
+        "fused AdamW of Transformer Engine or Apex",
         "",
         ("optimizer.kernels=apex",),
     ),
     Rule(
         "cpu-offload-not-run",
         ("optimizer.cpu_offload", "policy.offload"),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         lambda run: (
             run.on_gpu
             and (run.config.optimizer.cpu_offload > 0 or len(run.config.policy.offload) > 0)
         ),
-        "moving the policy between a GPU's memory and the host's (on CPU it has run)",
+        "moving the policy between GPU memory and host memory (tested on CPU)",
         "",
         ("policy.offload=[weights]",),
         example_machine=HOPPER,
@@ -155,9 +156,9 @@ _OPTIMIZER = (
     Rule(
         "overlap-not-run",
         ("policy.overlap",),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         lambda run: run.on_gpu and run.config.policy.overlap,
-        "communication while kernels compute (on CPU the same calls have run)",
+        "overlap of communication and computation (the same calls are tested on CPU)",
         "",
         ("policy.overlap=true",),
         example_machine=HOPPER,
@@ -168,28 +169,28 @@ _ENGINE = (
     Rule(
         "engine-float64",
         ("policy.precision",),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: run.has_engine and run.config.policy.precision == "float64",
-        "float64 is for `doctor layouts` alone, no engine has it",
+        "float64 is only for `doctor layouts`; engines do not support it",
         "use float32 or bfloat16",
         ("policy.precision=float64",),
     ),
     Rule(
         "engine-fp8-precision",
         ("engine.quantization", "policy.precision"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: _engine_in_fp8(run) and run.config.policy.precision != "bfloat16",
-        "vLLM's FP8 layers take bfloat16 activations",
+        "vLLM's FP8 layers need bfloat16 activations",
         "set policy.precision bfloat16, or engine.quantization none",
         (ENGINE_FP8, "policy.precision=float32"),
     ),
     Rule(
         "engine-fp8-latent",
         ("engine.quantization", "model"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         _engine_in_fp8,
-        "vLLM folds the projections of latent attention when it loads them, and what it then "
-        "computes with cannot be compared with the policy's weights",
+        "vLLM merges the projections of latent attention when it loads them, and the merged FP8 "
+        "weights cannot be compared with the policy's weights",
         "set engine.quantization none",
         (ENGINE_FP8, BFLOAT16),
         families=LATENT,
@@ -197,9 +198,9 @@ _ENGINE = (
     Rule(
         "engine-fp8-machine",
         ("engine.quantization", "machine"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         _engine_fp8_lacks,
-        "on a GPU, FP8 in the engine needs compute capability 8.9 up",
+        "on a GPU, FP8 in the engine needs compute capability 8.9 or higher",
         "set engine.quantization none",
         (ENGINE_FP8, BFLOAT16),
         example_machine=Machine((8, 0), (13, 0)),
@@ -207,19 +208,19 @@ _ENGINE = (
     Rule(
         "engine-fp8-uncorrected",
         ("engine.quantization", "loss.tis_cap"),
-        Verdict.WARNED,
+        Action.WARNED,
         lambda run: _engine_in_fp8(run) and run.config.loss.tis_cap is None,
-        "an FP8 engine samples from a slightly other distribution than is trained, and nothing "
-        "corrects for it",
+        "an FP8 engine samples from a slightly different distribution than the policy's, and "
+        "nothing corrects for the difference",
         "set loss.tis_cap (2.0), and watch mismatch/gap_mean and mismatch/kl",
         (ENGINE_FP8, BFLOAT16, "loss.tis_cap=null"),
     ),
     Rule(
         "engine-graphs",
         ("engine.enforce_eager",),
-        Verdict.WARNED,
+        Action.WARNED,
         lambda run: run.on_gpu and run.has_engine and not run.config.engine.enforce_eager,
-        "a loss of quality with CUDA graphs in the engine is on record (verl issue 3660)",
+        "CUDA graphs in the engine have been reported to reduce quality (verl issue 3660)",
         "watch mismatch/gap_mean and gap_max; set engine.enforce_eager true if they grow",
         ("engine.enforce_eager=false",),
         example_machine=HOPPER,
@@ -227,11 +228,11 @@ _ENGINE = (
     Rule(
         "engine-sleep-allocator",
         ("engine.sleep", "machine"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         _allocator,
-        "the memory pools of a sleeping engine need torch's own allocator, without expandable "
+        "the memory pools of a sleeping engine need torch's default allocator, without expandable "
         "segments (pytorch issue 147851)",
-        "unset it, or set engine.sleep false",
+        "unset the variable, or set engine.sleep false",
         ("engine.sleep=true",),
         example_machine=Machine(
             (9, 0), (13, 0), environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -240,9 +241,9 @@ _ENGINE = (
     Rule(
         "engine-not-run",
         ("engine.sleep", "engine.memory_fraction"),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         lambda run: run.on_gpu and run.has_engine,
-        "vLLM's engine on a GPU in this program: its sleep, its waking by tags, its cache",
+        "vLLM's engine on a GPU in the training process: sleep, wake-up by tags, KV cache",
         "",
         ("engine.sleep=true",),
         example_machine=HOPPER,
@@ -250,9 +251,9 @@ _ENGINE = (
     Rule(
         "engine-fp8-not-run",
         ("engine.quantization",),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         _engine_in_fp8,
-        "FP8 in the engine, quantised anew at each sync",
+        "FP8 in the engine, quantized again at each sync",
         "",
         (ENGINE_FP8, BFLOAT16),
     ),

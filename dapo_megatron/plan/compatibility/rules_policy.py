@@ -1,7 +1,8 @@
-"""Rules of the policy's computation: kernels, rotary embedding, FP8, head.
+"""Rules about the policy's computation: kernels, rotary embedding, FP8, log-prob head.
 
-Megatron's own refusals of combinations (0.16.1: TransformerConfig, OptimizerConfig,
-fp8_utils.get_fp8_context) are told here in the words of our keys, before anything starts.
+Combinations that Megatron itself refuses (0.16.1: TransformerConfig, OptimizerConfig,
+fp8_utils.get_fp8_context) are refused here before anything starts, with messages that name our
+config keys.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dapo_megatron.model import FAMILIES
-from dapo_megatron.plan.compatibility.rule import LATENT, NOT_LATENT, Machine, Rule, Run, Verdict
+from dapo_megatron.plan.compatibility.rule import LATENT, NOT_LATENT, Action, Machine, Rule, Run
 
 BFLOAT16 = "policy.precision=bfloat16"
 TE = "policy.kernels=transformer_engine"
@@ -40,7 +41,7 @@ def _fp8_on(run: Run) -> bool:
 
 
 def _uneven_for_fp8(run: Run) -> str:
-    """Dimensions of weights, on one tensor-parallel rank, that the matmuls cannot take."""
+    """Return the weight dimensions on a tensor-parallel rank that FP8 matmuls do not support."""
     fp8 = run.config.policy.fp8
     if fp8 is None:
         return ""
@@ -79,7 +80,7 @@ def _no_fp8_here(run: Run) -> str:
     if "transformer_engine" not in machine.packages:
         return "transformer_engine is not installed"
     if machine.capability < (9, 0):
-        return "this one has {}.{}".format(*machine.capability)
+        return "this GPU has {}.{}".format(*machine.capability)
     if fp8.recipe == "blockwise" and machine.cuda < (12, 9):
         return f"torch is built with CUDA {'.'.join(map(str, machine.cuda))}"
     return ""
@@ -91,18 +92,18 @@ _KERNELS = (
     Rule(
         "kernels-precision",
         ("policy.kernels", "policy.precision"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: _asks_te(run) and run.config.policy.precision != "bfloat16",
-        "transformer_engine needs policy.precision bfloat16 (its fused attention has no other)",
-        "set that, or policy.kernels auto or local",
+        "transformer_engine needs policy.precision bfloat16, the only one of its fused attention",
+        "set policy.precision bfloat16, or policy.kernels auto or local",
         (TE, "policy.precision=float32"),
     ),
     Rule(
         "kernels-latent",
         ("policy.kernels", "model"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         _asks_te,
-        "latent attention runs in Megatron's own layers alone",
+        "latent attention runs only in Megatron's own layers",
         "set policy.kernels auto or local",
         (TE, BFLOAT16),
         families=LATENT,
@@ -110,7 +111,7 @@ _KERNELS = (
     Rule(
         "kernels-machine",
         ("policy.kernels", "machine"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: _asks_te(run) and run.lacks("transformer_engine"),
         "transformer_engine needs an NVIDIA GPU and the package (requirements.txt)",
         "set policy.kernels auto or local",
@@ -120,28 +121,28 @@ _KERNELS = (
     Rule(
         "kernels-padded-context",
         ("policy.kernels", "policy.context_parallel", "train.packing"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: (
             run.fused and run.config.policy.context_parallel > 1 and not run.config.train.packing
         ),
-        "under context parallelism Transformer Engine's attention gets packed rows alone",
+        "with context parallelism Transformer Engine's attention supports only packed rows",
         "set train.packing true, or policy.kernels local",
         (TE, BFLOAT16, "policy.context_parallel=2", "train.packing=false"),
     ),
     Rule(
         "kernels-selective-recompute",
         ("policy.kernels", "policy.recompute"),
-        Verdict.WARNED,
+        Action.WARNED,
         lambda run: run.fused and run.config.policy.recompute == "selective",
-        "fused attention keeps no scores that selective recomputation could save; it costs a "
-        "second forward of attention for nothing",
-        "set policy.recompute none, or full where memory is short",
+        "fused attention stores no scores, so selective recomputation frees nothing and costs a "
+        "second forward pass of attention",
+        "set policy.recompute none, or full if memory is short",
         (TE, BFLOAT16, "policy.recompute=selective"),
     ),
     Rule(
         "kernels-not-run",
         ("policy.kernels",),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         lambda run: run.fused and (_asks_te(run) or run.on_gpu),
         "the layers of Transformer Engine",
         "",
@@ -150,7 +151,7 @@ _KERNELS = (
     Rule(
         "experts-not-run",
         ("policy.kernels", "policy.expert_parallel"),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         lambda run: run.fused and (_asks_te(run) or run.on_gpu),
         "grouped matmuls of experts",
         "",
@@ -160,7 +161,7 @@ _KERNELS = (
     Rule(
         "rope-kernels",
         ("policy.fused_rope", "policy.kernels"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: run.config.policy.fused_rope and not run.fused,
         "the fused rotary embedding is one of Transformer Engine's kernels, which this run does "
         "not use (policy.kernels, policy.precision, or no GPU)",
@@ -171,9 +172,9 @@ _KERNELS = (
     Rule(
         "rope-latent",
         ("policy.fused_rope", "model"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: run.config.policy.fused_rope,
-        "latent attention turns its queries and keys by itself, in its own order of columns",
+        "latent attention applies rotary embeddings itself, in its own order of columns",
         "set policy.fused_rope false",
         ("policy.fused_rope=true", BFLOAT16),
         families=LATENT,
@@ -181,9 +182,9 @@ _KERNELS = (
     Rule(
         "rope-spikes",
         ("policy.fused_rope",),
-        Verdict.WARNED,
+        Action.WARNED,
         lambda run: run.config.policy.fused_rope,
-        "spikes of log-probs with it are on record (NVIDIA-NeMo/RL issue 1801)",
+        "it has been reported to cause log-prob spikes (NVIDIA-NeMo/RL issue 1801)",
         "compare with tools/gpu_check.py --only rope on your GPU, and watch mismatch/gap_max",
         ("policy.fused_rope=true", TE, BFLOAT16),
     ),
@@ -193,7 +194,7 @@ _FP8 = (
     Rule(
         "fp8-kernels",
         ("policy.fp8", "policy.kernels"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: _fp8_on(run) and run.config.policy.kernels == "local",
         "only Transformer Engine's layers compute in FP8",
         "set policy.kernels auto or transformer_engine, or policy.fp8 null",
@@ -202,18 +203,18 @@ _FP8 = (
     Rule(
         "fp8-precision",
         ("policy.fp8", "policy.precision"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: _fp8_on(run) and run.config.policy.precision != "bfloat16",
-        "FP8 layers give and take bfloat16",
+        "FP8 layers need bfloat16 inputs and outputs",
         "set policy.precision bfloat16, or policy.fp8 null",
         (_fp8("current"), "policy.precision=float32"),
     ),
     Rule(
         "fp8-latent",
         ("policy.fp8", "model"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         _fp8_on,
-        "latent attention runs in Megatron's own layers alone, which have no FP8",
+        "latent attention runs only in Megatron's own layers, which do not support FP8",
         "set policy.fp8 null",
         (_fp8("current"), BFLOAT16),
         families=LATENT,
@@ -221,43 +222,44 @@ _FP8 = (
     Rule(
         "fp8-dimensions",
         ("policy.fp8", "policy.tensor_parallel", "model"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         _uneven_for_fp8,
-        "FP8 matmuls take dimensions in multiples of 16 (blockwise: of its blocks of 128), on "
-        "each tensor-parallel rank",
-        "lower policy.tensor_parallel, take another policy.fp8.recipe, or set policy.fp8 null",
+        "FP8 matmuls need dimensions that are multiples of 16 (blockwise: of 128) on each "
+        "tensor-parallel rank",
+        "lower policy.tensor_parallel, use another policy.fp8.recipe, or set policy.fp8 null",
         (_fp8("blockwise"), BFLOAT16, "policy.tensor_parallel=16"),
         families=NOT_LATENT,
     ),
     Rule(
         "fp8-delayed-ends",
         ("policy.fp8.recipe", "policy.fp8.bf16_first_layers", "policy.fp8.bf16_last_layers"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: (
             (fp8 := run.config.policy.fp8) is not None
             and fp8.recipe == "delayed"
             and fp8.bf16_first_layers + fp8.bf16_last_layers > 0
         ),
-        "Megatron-core keeps no layers in bfloat16 under delayed scaling (maxima are reduced once "
-        "for all layers)",
+        "with delayed scaling Megatron-core cannot keep layers in bfloat16 (maxima are reduced "
+        "once for all layers)",
         "set both to 0, or policy.fp8.recipe current",
         (_fp8("delayed", "bf16_first_layers: 1"), BFLOAT16),
     ),
     Rule(
         "fp8-ends-per-stage",
         ("policy.fp8.bf16_first_layers", "policy.fp8.bf16_last_layers", "policy.pipeline_parallel"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         _too_many_in_bfloat16,
-        "at most the layers of one pipeline stage can stay in bfloat16 at either end",
-        "lower them, or policy.pipeline_parallel",
+        "at each end of the model at most the layers of one pipeline stage can stay in bfloat16",
+        "lower these keys, or policy.pipeline_parallel",
         (_fp8("current", "bf16_last_layers: 999"), BFLOAT16),
     ),
     Rule(
         "fp8-machine",
         ("policy.fp8", "machine"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         _no_fp8_here,
-        "FP8 needs Transformer Engine and a GPU of compute capability 9.0 up, blockwise CUDA 12.9",
+        "FP8 needs Transformer Engine and compute capability 9.0 or higher; blockwise also needs "
+        "CUDA 12.9",
         "set policy.fp8 null",
         (_fp8("blockwise"), BFLOAT16),
         example_machine=replace(HOPPER, cuda=(12, 8)),
@@ -265,44 +267,44 @@ _FP8 = (
     Rule(
         "fp8-delayed-moves",
         ("policy.fp8.recipe",),
-        Verdict.WARNED,
+        Action.WARNED,
         lambda run: (fp8 := run.config.policy.fp8) is not None and fp8.recipe == "delayed",
-        "delayed scales move with every micro-batch that has gradients, so ratios of the first "
-        "update are 1 in its first micro-batch alone; the first scales are those of the random "
-        "tokens that the first sync is checked with",
+        "delayed scales change with every micro-batch that has gradients, so the ratios of a "
+        "step's first update are 1 only in its first micro-batch. The first scales come from the "
+        "random canary tokens of the first sync",
         "set policy.fp8.recipe current or blockwise, or watch policy/approx_kl",
         (_fp8("delayed"), BFLOAT16),
     ),
     Rule(
         "fp8-parameters-delayed",
         ("policy.fp8.parameters", "policy.fp8.recipe"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: (
             (fp8 := run.config.policy.fp8) is not None
             and fp8.parameters
             and fp8.recipe == "delayed"
         ),
-        "weights would be read from the checkpoint before there is a scale to round them by",
+        "weights are loaded from the checkpoint before there is a scale to quantize them with",
         "set policy.fp8.recipe current or blockwise, or policy.fp8.parameters false",
         (_fp8("delayed", "parameters: true"), BFLOAT16),
     ),
     Rule(
         "fp8-parameters-cpu-offload",
         ("policy.fp8.parameters", "optimizer.cpu_offload"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: (
             (fp8 := run.config.policy.fp8) is not None
             and fp8.parameters
             and run.config.optimizer.cpu_offload > 0
         ),
-        "Megatron-core's optimizer in host memory cannot read weights that are in FP8 alone",
-        "set one of them off",
+        "Megatron-core's optimizer in host memory cannot read weights that exist only in FP8",
+        "set policy.fp8.parameters false, or optimizer.cpu_offload 0",
         (_fp8("current", "parameters: true"), BFLOAT16, "optimizer.cpu_offload=0.5"),
     ),
     Rule(
         "fp8-not-run",
         ("policy.fp8",),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         _fp8_on,
         "FP8 training, with any recipe, layers kept in bfloat16, and FP8 parameters",
         "",
@@ -311,9 +313,9 @@ _FP8 = (
     Rule(
         "fp8-experts-not-run",
         ("policy.fp8", "policy.expert_parallel"),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         _fp8_on,
-        "FP8 in experts, whose tokens are padded to multiples of 16 for each",
+        "FP8 in experts, with the tokens of each expert padded to multiples of 16",
         "",
         (_fp8("current"), BFLOAT16),
         families=GROUPED_EXPERTS,
@@ -324,7 +326,7 @@ _HEAD = (
     Rule(
         "head-float64",
         ("policy.logprob_head", "policy.precision"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: _asks_triton(run) and run.config.policy.precision == "float64",
         "the Triton kernels reduce in float32",
         "set policy.logprob_head torch",
@@ -333,7 +335,7 @@ _HEAD = (
     Rule(
         "head-machine",
         ("policy.logprob_head", "machine"),
-        Verdict.REFUSED,
+        Action.REFUSED,
         lambda run: (
             _asks_triton(run)
             and run.lacks("triton")
@@ -348,9 +350,9 @@ _HEAD = (
     Rule(
         "head-not-run",
         ("policy.logprob_head",),
-        Verdict.NOT_RUN,
+        Action.NOT_RUN,
         _asks_triton,
-        "the Triton kernels of the log-prob head (Triton's interpreter has run them on CPU)",
+        "the Triton kernels of the log-prob head (tested on CPU with Triton's interpreter)",
         "",
         ("policy.logprob_head=triton",),
     ),
