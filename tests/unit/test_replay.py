@@ -140,7 +140,7 @@ def test_a_folder_without_rollouts_and_the_own_folder_are_refused(tmp_path: Path
     recorded, own = tmp_path / "recorded", tmp_path / "own"
     record(recorded, [(group(0), Fate.TRAINED)])
     check_recorded(recorded, own)
-    with pytest.raises(ConfigError, match=f"^run.name: {recorded} is the run to be replayed"):
+    with pytest.raises(ConfigError, match=f"^run.name: {recorded} is the run to replay"):
         check_recorded(tmp_path / "own" / ".." / "recorded", recorded)
     (own / "samples").mkdir(parents=True)
     (own / "samples" / "step_000001.json").touch()
