@@ -306,8 +306,8 @@ def test_a_damaged_megatron_folder_is_refused(tmp_path: Path, fault: str) -> Non
         ({"ep_size": None}, "ep_size is None"),
         ({"first_layer": -1}, "first_layer is -1"),
         ({"first_layer": 1}, "the model has 2 layers"),
-        ({"tp_size": 0}, "a rank is not below its size"),
-        ({"ep_rank": 1}, "a rank is not below its size"),
+        ({"tp_size": 0}, "a parallel rank is not below its world size"),
+        ({"ep_rank": 1}, "a parallel rank is not below its world size"),
         ({"size": 1}, "unexpected keyword"),
     ],
 )

@@ -218,7 +218,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             file_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if file_bytes and length == 0:
-                raise CheckpointError(f"{path}: half written: the program that wrote it was killed")
+                raise CheckpointError(
+                    f"{path}: half written: the program that wrote it did not finish"
+                )
             if not 0 < length <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
                 raise CheckpointError(
                     f"{path}: cut off inside the header, or not a safetensors file "
