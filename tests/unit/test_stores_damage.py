@@ -181,7 +181,7 @@ TENSOR_DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] =
     "missing": (lambda tensors: tensors.pop(Q), f"the tensor {Q} is missing"),
     "misshapen": (
         lambda tensors: tensors.update({Q: tensors[Q][:-1].contiguous()}),
-        rf"{Q} has shape \(35, 36\), the model in config.json needs \(36, 36\)",
+        rf"{Q} has shape \(35, 36\), but the model in config.json needs \(36, 36\)",
     ),
     "quantised": (lambda tensors: tensors.update({Q: tensors[Q].to(torch.int8)}), f"{Q} is int8"),
     "foreign": (lambda tensors: tensors.update(spare=torch.ones(2)), "spare is no tensor of this"),
@@ -271,11 +271,11 @@ MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: shutil.copy(
             folder / "stage_00_tensor_01.safetensors", folder / "stage_01_tensor_01.safetensors"
         ),
-        "of model.layers.1.* only",
+        "only .* of model.layers.1.* exist",
     ),
     "another model's config": (
         lambda folder: edit_json(folder / "config.json", lambda c: c.update(intermediate_size=30)),
-        r"linear_fc1.weight has shape \(40, 36\), llama has \(20, 36\) there",
+        r"linear_fc1.weight has shape \(40, 36\), but llama needs \(20, 36\)",
     ),
     "no places": (
         lambda folder: edit_tensors(folder / "stage_00_tensor_00.safetensors", lambda _: None),
@@ -329,7 +329,7 @@ def test_read_into_names_the_tensor(tmp_path: Path) -> None:
     store = open_store(write_random(tmp_path / "hf", config_of("llama")))
     for name, shape, message in (
         ("model.norm.bias", (36,), "the tensor model.norm.bias is missing"),
-        (NORM, (40,), rf"{NORM} has shape \(36,\), the model in config.json needs \(40,\)"),
+        (NORM, (40,), rf"{NORM} has shape \(36,\), but the model in config.json needs \(40,\)"),
     ):
         shard = Shard(Piece(name, shape, torch.float32, whole(shape)), torch.zeros(shape))
         with pytest.raises(CheckpointError, match=message):
