@@ -158,8 +158,8 @@ RankTimeline = tuple[str, list[tuple[str, float, float]], int | None, list[Point
 
 @dataclass
 class Running:
-    """Number of requests of one engine over the intervals between `begin` and `end`. Changes at
-    other times, such as in an evaluation, do not count."""
+    """Number of requests of one engine over the recorded intervals. Changes at other times, such as
+    in an evaluation, do not count."""
 
     seconds: float = 0.0
     """Length of the intervals, up to the last point."""

@@ -287,7 +287,7 @@ _LATENT_ROPE_KINDS: Mapping[str, Mapping[str, str]] = {
         "original_max_position_embeddings": "original_max_positions",
     },
 }
-"""As _ROPE_KINDS, for latent attention, with which vLLM treats every type but `default` as yarn."""
+"""The same for latent attention, where vLLM treats every type except `default` as yarn."""
 
 
 def _rope_fields(arch: Architecture) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class MegatronLayout:
 
 
 def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
-    """Open a Megatron folder. Raises as `open_store`."""
+    """Open a Megatron folder. Raises as `open_store` does."""
     about = read_json(folder / MEGATRON_JSON)
     if about.get("version") != VERSION:
         raise CheckpointError(
@@ -93,7 +93,7 @@ def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
 
 
 def open_training(folder: Path, ignore: Collection[str] = ()) -> Store:
-    """Open a run's training checkpoint. Raises as `open_store`."""
+    """Open a run's training checkpoint. Raises as `open_store` does."""
     if folder.name.endswith(".partial"):
         raise CheckpointError(
             f"{folder}: half written: the run that wrote it did not finish; use another checkpoint"
