@@ -121,7 +121,7 @@ def read_into(store: Store, shards: Sequence[Shard]) -> None:
         shape = store.info(piece.name).shape
         if shape != piece.global_shape:
             raise CheckpointError(
-                f"{store.folder}: {piece.name} has shape {shape}, "
+                f"{store.folder}: {piece.name} has shape {shape}, but "
                 f"the model in config.json needs {piece.global_shape}"
             )
         shard.write(store.read(piece.name, piece.region))
