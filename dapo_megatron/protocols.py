@@ -316,5 +316,5 @@ class Parts:
     recorder: Recorder
     checkpoints: Checkpoints
     instruments: Instruments
-    check_stop: Callable[[], None] = lambda: None
+    check_stop: Callable[[], object] = lambda: None
     """Raises Stopped on all ranks if a signal asked any of them to stop. Collective."""

@@ -42,7 +42,7 @@ build_transformer_engine() {
     # unchecked. Headers: those of the packages, not of a CUDA that happens to be on the machine.
     tools/pins.sh requirements.txt transformer-engine-torch > "$work/pins.txt"
     NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
-        "$python" -m pip wheel --no-deps --require-hashes --no-build-isolation --wheel-dir "$wheels" \
+        "$python" -m pip wheel --no-cache-dir --no-deps --require-hashes --no-build-isolation --wheel-dir "$wheels" \
         -r "$work/pins.txt"
 }
 
@@ -50,7 +50,7 @@ build_apex() {
     git clone --quiet --no-checkout "${APEX_SOURCE:-https://github.com/NVIDIA/apex}" "$work/apex"
     git -C "$work/apex" checkout --quiet "$APEX_COMMIT"
     APEX_CPP_EXT=1 APEX_CUDA_EXT=1 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$APEX_ARCHITECTURES} \
-        "$python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$wheels" "$work/apex"
+        "$python" -m pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir "$wheels" "$work/apex"
 }
 
 case $what in

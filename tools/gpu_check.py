@@ -1,5 +1,6 @@
 """Verify on a machine with one NVIDIA GPU what cannot be verified without one.
 
+    python tools/gpu_check.py --quick --json gpu.json   # the first ten minutes on a new GPU
     python tools/gpu_check.py                        # all that fits, at most 30 minutes
     python tools/gpu_check.py --only bf16 --only head
     python tools/gpu_check.py --list
@@ -34,10 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import typer
-from gpu_checks.catalogue import BY_NAME, SHOWN, Check
+from gpu_checks.catalogue import BY_NAME, QUICK, QUICK_MINUTES, SHOWN, Check
 from gpu_checks.figures import WORST, Figure, Verdict
 from rich.console import Console
 from rich.table import Table
+
+from dapo_megatron.files import write_text
 
 LEAVE_SECONDS = 5.0
 LOG_LINES = 4
@@ -239,9 +242,15 @@ def rows_of(outcome: Outcome) -> Table:
 
 
 def check_all(
-    checks: list[Check], workspace: Path, options: list[str], minutes: float, allow_cpu: bool
-) -> tuple[list[Outcome], dict[str, Any]]:
-    """Run what can run, printing as it goes."""
+    checks: list[Check],
+    workspace: Path,
+    options: list[str],
+    minutes: float,
+    allow_cpu: bool,
+    json_file: Path | None,
+) -> tuple[list[Outcome], str]:
+    """Run the checks that can run here. Print each outcome, and write all so far to `json_file`: a
+    session that is cut short still leaves its figures. Return the outcomes, and as a JSON line."""
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     deadline = time.monotonic() + minutes * 60.0
     gpu = read_gpu()
@@ -264,9 +273,15 @@ def check_all(
             outcome = run_check(check, workspace, options, limit, left)
         outcomes.append(outcome)
         console.print(rows_of(outcome), highlight=False)
-        with (workspace / "outcomes.jsonl").open("a", encoding="utf-8") as kept:
-            kept.write(json.dumps(outcome.to_json()) + "\n")
-    return outcomes, facts
+        line = _result(outcomes, facts)
+        if json_file is not None:
+            write_text(json_file, line + "\n")
+    return outcomes, line
+
+
+def _result(outcomes: list[Outcome], facts: dict[str, Any]) -> str:
+    checks = [outcome.to_json() for outcome in outcomes]
+    return json.dumps({"tool": "gpu_check", **facts, "checks": checks})
 
 
 def main(
@@ -274,9 +289,13 @@ def main(
     list_checks: Annotated[
         bool, typer.Option("--list", help="Names, and what each needs.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write it here.")] = None,
-    quick: Annotated[bool, typer.Option(help="Only short checks: a minute or less.")] = False,
-    minutes: Annotated[float, typer.Option(help="No check is running after these.")] = 30.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result here after every check.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Only what a first session on a GPU needs.")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="No check runs for longer: 30, with --quick 10.")
+    ] = None,
     workspace: Annotated[
         Path | None, typer.Option(help="Keep models, logs and figures here (12 GB).")
     ] = None,
@@ -292,20 +311,18 @@ def main(
         assert workspace is not None
         run_child(BY_NAME[child], workspace, shapes == "tiny", quick, figures)
         return
-    checks = [BY_NAME[name] for name in only] if only else list(SHOWN)
-    checks = [check for check in checks if not quick or check.guess <= 60]
+    names = only or (QUICK if quick else [check.name for check in SHOWN])
+    checks = [BY_NAME[name] for name in names]
     if list_checks:
         for check in checks:
             print(f"{check.name:22} {check.title()}\n{'':22} needs {check.needs()}")
         return
     options = ["--shapes", shapes, *(["--quick"] if quick else [])]
+    limit = minutes or (QUICK_MINUTES if quick else 30.0)
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as temporary:
         folder = workspace or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes, facts = check_all(checks, folder.resolve(), options, minutes, allow_cpu)
-    line = json.dumps({"tool": "gpu_check", **facts, "checks": [one.to_json() for one in outcomes]})
-    if json_file is not None:
-        json_file.write_text(line, encoding="utf-8")
+        outcomes, line = check_all(checks, folder.resolve(), options, limit, allow_cpu, json_file)
     print(line)
     raise typer.Exit(int(any(one.verdict == "failed" for one in outcomes)))
 

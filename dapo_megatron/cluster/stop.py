@@ -57,7 +57,7 @@ class Stop:
         self.signal: str | None = None
         """Name of the first signal, or None."""
         self._check_owner = check_owner
-        self._owner_checked = time.monotonic()
+        self._owner_checked = self._checked = time.monotonic()
         self._seconds = seconds
         self._at = 0.0
         self._has_state = False
@@ -85,15 +85,23 @@ class Stop:
         """
         self._is_saved.set()
 
-    def check(self, exchange: Exchange) -> None:
-        """Raise Stopped on all ranks if any rank got a signal, or Fenced on all ranks if another
-        attempt owns the run's folder. Collective."""
+    def check(self, exchange: Exchange) -> float:
+        """Return the seconds since the previous check, the same on all ranks. Collective.
+
+        Raises Stopped on all ranks if any rank got a signal, or Fenced if another attempt owns the
+        run's folder.
+        """
         fence = ErrorRecord.of(self._fence_error()) if exchange.rank == 0 else None
-        by_rank = exchange.all_gather((self.signal, fence), tuple[str | None, ErrorRecord | None])
+        seconds = time.monotonic() - self._checked
+        by_rank = exchange.all_gather(
+            (self.signal, fence, seconds), tuple[str | None, ErrorRecord | None, float]
+        )
+        self._checked = time.monotonic()
         if record := by_rank[0][1]:
             raise record.error()
-        if name := next((name for name, _ in by_rank if name), None):
+        if name := next((name for name, _, _ in by_rank if name), None):
             raise Stopped(f"stopped by {name}")
+        return max(seconds for _, _, seconds in by_rank)
 
     def _fence_error(self) -> Fenced | None:
         if time.monotonic() - self._owner_checked > OWNER_SECONDS:

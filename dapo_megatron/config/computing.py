@@ -105,6 +105,12 @@ class EngineConfig(Section):
     knowingly and set loss.tis_cap."""
     sleep: bool = True
     """Give up the GPU memory of weights and KV cache while the policy trains."""
+    async_scheduling: bool | None = None
+    """Schedule the next engine step while the GPU computes this one; null: vLLM chooses (on a GPU
+    yes). Set false to look for the cause of wrong tokens."""
+    model_runner: Literal["auto", "v1", "v2"] = "auto"
+    """vLLM's model runner; auto: vLLM chooses (on a GPU v2). Set v1 to look for the cause of wrong
+    tokens or log-probs."""
 
 
 class OptimizerConfig(Section):

@@ -37,7 +37,16 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
-
+_CUDA_ENVIRONMENT = {
+    # FlashInfer and DeepGEMM compile their kernels with nvcc at the first use: minutes, or an
+    # engine that dies in its first all-reduce where a node has no nvcc.
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    # DeepGEMM also quantizes FP8 weights a second time, to scales that are powers of two.
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_MOE_USE_DEEP_GEMM": "0",
+}
+"""Choose kernels that vLLM's wheel ships compiled. They are then the same on every node."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -58,10 +67,13 @@ def has_cuda() -> bool:
 
 def prepare_environment(rank: int, local_rank: int) -> None:
     """Set what vLLM reads when it is imported. What the user has set stays as it is."""
-    for name, value in {**_ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}.items():
-        os.environ.setdefault(name, value)
-    if not has_cuda():
+    variables = _ENVIRONMENT | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    if has_cuda():
+        variables |= _CUDA_ENVIRONMENT
+    else:
         disable_compiler()
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def import_vllm() -> None:
@@ -69,38 +81,66 @@ def import_vllm() -> None:
     import vllm.entrypoints.llm  # noqa: F401
 
 
-def arguments(config: EngineConfig) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` that say how a device is to compute."""
-    chosen: dict[str, Any] = {"enforce_eager": config.enforce_eager}
-    if config.max_batched_tokens is not None:
-        chosen["max_num_batched_tokens"] = config.max_batched_tokens
-    if config.quantization == "fp8":
+def arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that depend on the device."""
+    engine = config.engine
+    chosen: dict[str, Any] = {"enforce_eager": engine.enforce_eager}
+    if engine.max_batched_tokens is not None:
+        chosen["max_num_batched_tokens"] = engine.max_batched_tokens
+    if engine.quantization == "fp8":
         chosen["quantization"] = FP8
+    if engine.async_scheduling is not None:
+        chosen["async_scheduling"] = engine.async_scheduling
     if has_cuda():
-        if not config.enforce_eager:
-            chosen["compilation_config"] = _graphs(config.max_sequences)
+        if not engine.enforce_eager:
+            chosen["compilation_config"] = _graphs(engine.max_sequences)
+        if config.policy.precision == "bfloat16":
+            # Else the output head rounds logits to bfloat16, which the policy's head does not do:
+            # a mean gap of about 0.025 nats where the largest logits are about 30.
+            chosen["hf_overrides"] = {"head_dtype": "float32"}
         return chosen | {
-            "gpu_memory_utilization": config.memory_fraction,
-            "enable_sleep_mode": config.sleep,
+            "gpu_memory_utilization": engine.memory_fraction,
+            "enable_sleep_mode": engine.sleep,
             "enable_chunked_prefill": True,
+            # Autotuning is a collective of all ranks that have nvcc. A rank without nvcc never
+            # joins it, and the others hang.
+            "enable_flashinfer_autotune": False,
         }
     return chosen | {
-        # Given in bytes and with eager mode, vLLM takes this size as it is and needs no warm-up.
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-        # A seeded request whose prompt is cut at the step's token budget fails: vLLM then sets the
-        # generator back, which torch's cannot do on CPU.
+        # With a size in bytes and eager mode, vLLM takes the size as it is and needs no warm-up.
+        "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30),
+        # A seeded request whose prompt is cut at the step's token budget fails: vLLM then resets
+        # the generator's state, which torch cannot do on CPU.
         "enable_chunked_prefill": False,
     }
 
 
+def choose_model_runner(config: EngineConfig) -> None:
+    """Choose vLLM's model runner for the engines made from now on (engine.model_runner)."""
+    if config.model_runner != "auto":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(config.model_runner == "v2"))
+
+
 def _graphs(max_sequences: int) -> dict[str, Any]:
-    """CUDA graphs of whole decoding steps, up to all sequences at once, of the very kernels that
-    run without graphs: torch.compile would make others, and a gap of their own, in minutes."""
+    """Return the settings of CUDA graphs of whole decoding steps, for up to `max_sequences`.
+
+    The graphs hold the same kernels that run without graphs. torch.compile would make other
+    kernels, with other roundings, and take minutes.
+    """
     return {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
-        "max_cudagraph_capture_size": max_sequences,
+        "max_cudagraph_capture_size": _capture_size(max_sequences),
     }
+
+
+def _capture_size(max_sequences: int) -> int:
+    """Round up to a batch size that vLLM captures: 1, 2, 4, multiples of 8, from 256 of 16. It
+    rounds down itself, and larger batches would run without a graph."""
+    if max_sequences <= 4:
+        return 1 << (max_sequences - 1).bit_length()
+    multiple = 8 if max_sequences <= 256 else 16
+    return math.ceil(max_sequences / multiple) * multiple
 
 
 def check_config(config: Config, arch: Architecture) -> None:
@@ -112,6 +152,8 @@ def check_config(config: Config, arch: Architecture) -> None:
             f"response together ({config.max_sequence_tokens}); on CPU a prompt is never prefilled "
             "in chunks. Leave it null"
         )
+    if engine.model_runner == "v2" and not has_cuda():
+        raise ConfigError("engine.model_runner: v2 needs Triton and a GPU. Set it to auto")
     if engine.quantization == "fp8":
         _check_fp8(config, arch)
     _check_model(arch)
@@ -121,6 +163,9 @@ def _check_fp8(config: Config, arch: Architecture) -> None:
     key = "engine.quantization: fp8"
     if arch.num_experts and not has_cuda():
         raise ConfigError(f"{key}: vLLM has no FP8 experts for this CPU. Set it to none")
+    if arch.num_experts and config.engine.sleep:
+        # At each reload vLLM makes new scales for experts, outside the memory that sleeps.
+        raise ConfigError(f"{key}: not for experts in an engine that sleeps. Set it to none")
     if not has_cuda():
         return
     ranks = config.engine_tensor_parallel

@@ -272,6 +272,7 @@ def _start(config: Config, load_format: str) -> LLM:
                 _TRANSFER, "dapo_megatron.engine.receiver", "StreamTransferEngine"
             )
         device.check_config(config, read_architecture(config))
+        device.choose_model_runner(config.engine)
         return LLM(
             model=config.model.path,
             load_format=load_format,
@@ -287,7 +288,7 @@ def _start(config: Config, load_format: str) -> LLM:
             seed=config.seed,
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **device.arguments(config.engine),
+            **device.arguments(config),
         )
 
 

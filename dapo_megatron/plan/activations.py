@@ -168,16 +168,16 @@ def scores(micro: Micro) -> float:
 
 
 def _mlp(micro: Micro, layer: int) -> float:
-    """Bytes per token of gate and up, side by side; silu of gate; up once more (Megatron adds an
-    offset of 0); their product. For experts also the product times the expert's weight."""
+    """Return bytes per token: gate and up, side by side, and the input of the second matmul
+    (policy/activation.py)."""
     arch, width = micro.arch, micro.width
     if not arch.has_experts(layer):
-        return (4 * width + micro.input_width) * arch.intermediate_size / micro.by_heads
+        return (2 * width + micro.input_width) * arch.intermediate_size / micro.by_heads
     expert = (
-        5 * width + micro.input_width
+        2 * width + micro.input_width
     ) * arch.moe_intermediate_size + micro.input_width * arch.hidden_size
     routed = arch.experts_per_token * (expert + 24) + (2 * FLOAT32 + 1) * arch.num_experts
-    shared = (4 * width + micro.input_width) * arch.shared_intermediate_size / micro.by_heads
+    shared = (2 * width + micro.input_width) * arch.shared_intermediate_size / micro.by_heads
     return routed / micro.by_tokens + shared
 
 
@@ -188,13 +188,13 @@ def forward_of_layer(micro: Micro, layer: int) -> float:
     """Return the most bytes per token that a layer holds going forward, itself included."""
     hidden, columns, routed = _sizes(micro, layer)
     heads = 2.5 * scores(micro) * micro.arch.num_heads / micro.by_heads
-    return max(micro.width * (5 * columns + 4 * hidden + routed), heads + micro.width * 4 * hidden)
+    return max(micro.width * (4 * columns + 4 * hidden + routed), heads + micro.width * 4 * hidden)
 
 
 def backward_of_layer(micro: Micro, layer: int) -> float:
     """Return the bytes per token of gradients in a layer, beyond what it frees meanwhile."""
     hidden, columns, routed = _sizes(micro, layer)
-    return micro.width * (2 * columns + 3 * hidden + routed)
+    return micro.width * (4 * columns + 3 * hidden + routed)
 
 
 def _sizes(micro: Micro, layer: int) -> tuple[float, float, float]:

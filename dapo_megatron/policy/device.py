@@ -35,6 +35,8 @@ def claim(local_rank: int) -> None:
     """Make this process use the GPU of its local rank; before joining the process group."""
     if has_cuda():
         torch.cuda.set_device(local_rank)
+        # Partial sums of a matmul stay float32. torch would let cuBLAS round them to bfloat16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def megatron_device() -> contextlib.AbstractContextManager[None]:
@@ -114,10 +116,19 @@ def _patches() -> tuple[tuple[Any, str, Any], ...]:
     """(module, name, what answers instead)."""
     # Imported here: a run asks this file for its backend before its output goes to a log, and
     # Megatron has a lot to say when it is imported.
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
     return (
+        # Where Transformer Engine is installed, Megatron takes its CUDA kernels for the norm of the
+        # gradients, GPU or not.
+        (clip_grads, "multi_tensor_applier", utils.local_multi_tensor_applier),
+        (clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale),
+        (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+        (optimizer, "multi_tensor_applier", utils.local_multi_tensor_applier),
+        (optimizer, "multi_tensor_scale_impl", utils.local_multi_tensor_scale),
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "set_device", lambda *_: None),

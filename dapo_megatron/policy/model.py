@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.model import Architecture, Place, Rope
-from dapo_megatron.policy import fp8
+from dapo_megatron.policy import activation, fp8
 from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.kernels import kernels
 from dapo_megatron.policy.specs import block_spec
@@ -57,10 +57,10 @@ def destroy_parallel() -> None:
 
 
 def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerConfig:
-    """Megatron's description of the model.
+    """Describe the model to Megatron.
 
-    Fused activations stay off, and fused rope by default: with them, spikes of log-probs are on
-    record (NVIDIA-NeMo/RL issue 1801)."""
+    Fused rope is off by default: spikes of log-probs with it are on record (NVIDIA-NeMo/RL issue
+    1801). The "fused" activation is that of policy/activation.py."""
     dtype = torch_dtype(config.precision)
     fused = kernels(config, arch) == "transformer_engine"
     make = MLATransformerConfig if arch.latent else TransformerConfig
@@ -105,7 +105,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         embedding_init_method=_leave_unset,
         use_cpu_initialization=not has_cuda(),
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,
         bias_dropout_fusion=False,
         apply_rope_fusion=fused and config.fused_rope,
         # Where Transformer Engine has it, `_accumulate_in_place` turns it on.
@@ -142,6 +142,9 @@ def _experts(arch: Architecture, config: PolicyConfig, fused: bool) -> dict[str,
         "moe_router_topk": arch.experts_per_token,
         "moe_ffn_hidden_size": arch.moe_intermediate_size,
         "moe_grouped_gemm": fused,
+        # Transformer Engine adds up a token's experts in float32 and in a fixed order. Megatron's
+        # own kernel uses atomics in bfloat16, and log-probs differ from one pass to the next.
+        "moe_permute_fusion": fused,
         "expert_model_parallel_size": config.expert_parallel,
         "expert_tensor_parallel_size": 1,
         # Routing and its balance are ours: policy/moe.py.
@@ -201,6 +204,7 @@ def build_model(
     """This rank's chunks of the model (one, but for interleaved pipelines), weights unset.
 
     `where`: the meta device, to look at names and shapes alone; None for the policy's own."""
+    activation.use_in_megatron()
     with warnings.catch_warnings():
         # About the default of a setting that nobody here has set.
         warnings.filterwarnings("ignore", message="full scope is deprecated")

@@ -179,17 +179,37 @@ def _try_loss(function: Callable[..., Any]) -> None:
             raise ConfigError(f"its {name}: total must carry a gradient, and sums none")
 
 
-def stoppable(loss: LossFn, policy: PolicyConfig, stop: Callable[[], None]) -> LossFn:
-    """Return `loss` with a check at each micro-batch whether to stop, which abandons the
-    mini-batch. All ranks have equally many. In a pipeline no point exists that all stages reach."""
-    if policy.pipeline_parallel > 1:
-        return loss
+STOP_CHECK_SECONDS = 10.0
+"""Between two checks for a stop within a mini-batch."""
 
-    def with_stop(logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
-        stop()
-        return loss(logprobs, tokens)
 
-    return with_stop
+class StoppableLoss:
+    """A loss that also checks, about every STOP_CHECK_SECONDS, whether the run shall stop.
+
+    A stop abandons the mini-batch. `check` is a collective of all ranks: at each micro-batch it
+    would make every rank wait for the slowest. So it is called at every n-th micro-batch, and n
+    follows from the seconds since the previous check, on which `check` makes all ranks agree. All
+    ranks have equally many micro-batches.
+    """
+
+    def __init__(self, loss: LossFn, check: Callable[[], float]) -> None:
+        self._loss, self._check = loss, check
+        self._interval = self._left = 1
+
+    def __call__(self, logprobs: Tensor, tokens: MicroTokens) -> LossOutput:
+        """Compute the loss. Raises Stopped."""
+        self._left -= 1
+        if self._left == 0:
+            per_call = self._check() / self._interval
+            fitting = int(STOP_CHECK_SECONDS / max(per_call, 1e-6))
+            self._left = self._interval = min(max(fitting, 1), 2 * self._interval)
+        return self._loss(logprobs, tokens)
+
+
+def stoppable(loss: LossFn, policy: PolicyConfig, check: Callable[[], float]) -> LossFn:
+    """Return `loss` with checks whether the run shall stop. In a pipeline it has none: there is no
+    point that all stages reach."""
+    return loss if policy.pipeline_parallel > 1 else StoppableLoss(loss, check)
 
 
 def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, WeightSync]:
@@ -264,7 +284,7 @@ def build_parts(
     *,
     recorder: RunRecorder | SilentRecorder,
     instruments: Instruments,
-    check_stop: Callable[[], None],
+    check_stop: Callable[[], float],
 ) -> Parts:
     """Build what the loop works with. `check_stop` raises Stopped on all ranks if a signal
     came."""
@@ -304,7 +324,7 @@ def build_replay(
     *,
     recorder: RunRecorder | SilentRecorder,
     instruments: Instruments,
-    check_stop: Callable[[], None],
+    check_stop: Callable[[], float],
 ) -> Parts:
     """Build what the loop works with to train on the rollouts recorded in the run folder
     `recorded`: a policy, and nothing else that is heavy. Collective."""

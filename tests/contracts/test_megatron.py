@@ -33,6 +33,18 @@ NAMES = {
     RANDOM + "_get_cuda_rng_state": "policy/device.py",
     RANDOM + "_set_cuda_rng_state": "policy/device.py",
     DISPATCH + "maybe_move_tensor_to_cpu": "policy/device.py",
+    f"{C}optimizer.clip_grads:multi_tensor_applier": "policy/device.py",
+    f"{C}optimizer.clip_grads:multi_tensor_scale_impl": "policy/device.py",
+    f"{C}optimizer.clip_grads:l2_norm_impl": "policy/device.py",
+    f"{C}optimizer.optimizer:multi_tensor_applier": "policy/device.py",
+    f"{C}optimizer.optimizer:multi_tensor_scale_impl": "policy/device.py",
+    f"{C}utils:local_multi_tensor_applier": "policy/device.py",
+    f"{C}utils:local_multi_tensor_l2_norm": "policy/device.py",
+    f"{C}utils:local_multi_tensor_scale": "policy/device.py",
+    f"{C}transformer.mlp:bias_swiglu_impl": "policy/activation.py",
+    f"{C}transformer.mlp:weighted_bias_swiglu_impl": "policy/activation.py",
+    f"{C}transformer.moe.experts:weighted_bias_swiglu_impl": "policy/activation.py",
+    f"{C}transformer.moe.shared_experts:bias_swiglu_impl": "policy/activation.py",
     # Replaced for good.
     LATENT + "Linear": "policy/attention.py",
     LATENT + "HAVE_TE": "policy/attention.py",
@@ -108,9 +120,9 @@ ARGUMENTS = {
         "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion persist_layer_norm "
         "recompute_granularity recompute_method recompute_num_layers recompute_modules "
         "moe_token_dispatcher_type num_moe_experts moe_router_topk moe_ffn_hidden_size "
-        "moe_grouped_gemm expert_model_parallel_size expert_tensor_parallel_size "
-        "moe_router_load_balancing_type moe_router_pre_softmax moe_layer_freq "
-        "moe_shared_expert_intermediate_size finalize_model_grads_func",
+        "moe_grouped_gemm moe_permute_fusion expert_model_parallel_size "
+        "expert_tensor_parallel_size moe_router_load_balancing_type moe_router_pre_softmax "
+        "moe_layer_freq moe_shared_expert_intermediate_size finalize_model_grads_func",
         "policy/model.py",
     ),
     f"{C}transformer.transformer_config:MLATransformerConfig": (

@@ -79,7 +79,8 @@ ARGUMENTS = {
         "max_num_seqs max_num_batched_tokens enforce_eager enable_expert_parallel quantization "
         "weight_transfer_config enable_prefix_caching logprobs_mode seed disable_log_stats "
         "use_tqdm_on_load gpu_memory_utilization enable_sleep_mode kv_cache_memory_bytes "
-        "enable_chunked_prefill compilation_config",
+        "enable_chunked_prefill compilation_config hf_overrides async_scheduling "
+        "enable_flashinfer_autotune",
         "engine/engine.py (vllm.LLM)",
     ),
     "vllm:SamplingParams": (
@@ -108,6 +109,11 @@ VARIABLES = (
     "VLLM_LOGGING_LEVEL",
     "VLLM_CPU_OMP_THREADS_BIND",
     "VLLM_CACHE_ROOT",
+    "VLLM_ALLREDUCE_USE_FLASHINFER",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_USE_V2_MODEL_RUNNER",
 )
 
 IMPORTS = imports_of("vllm")

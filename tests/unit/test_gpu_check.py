@@ -163,3 +163,25 @@ def test_policy_checks_run_in_a_tiny_shape(tmp_path: Path) -> None:
 def test_every_check_for_cpu_runs_in_a_tiny_shape(name: str, tmp_path: Path) -> None:
     found = tiny(tmp_path, name)
     assert found[name]["figures"] and found[name]["verdict"] == "ok", found
+
+
+@pytest.mark.parametrize("overrides", [(), ("policy.fp8={recipe: current}",)])
+def test_a_gpu_gets_the_largest_model_whose_update_fits(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    from gpu_checks.rig import GIB, Setting, make_config
+    from gpu_checks.shapes import LAYERS_OF_4B
+    from gpu_checks.speed import MANY, fitting_layers
+
+    from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
+
+    setting = Setting(tmp_path)
+    chosen = {gib: fitting_layers(setting, gib, *overrides) for gib in (40.0, 79.1, 139.0, 250.0)}
+    assert sorted(chosen.values()) == list(chosen.values()), "a larger GPU gets a larger model"
+    assert chosen[250.0] == LAYERS_OF_4B[0] and chosen[79.1] > LAYERS_OF_4B[-1]
+    for gib in (79.1, 139.0):
+        model = f"model.path={tmp_path / 'configs' / f'4b_{chosen[gib]}_layers'}"
+        precision = "policy.precision=bfloat16"
+        config = make_config(setting, "tiny", *overrides, model, precision, row_tokens=MANY)
+        needed = estimate_memory(config, 1, NodeSpec(1, gib)).num_bytes("update") / GIB
+        assert 0.6 * gib < needed < 0.95 * gib

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import textwrap
@@ -111,7 +112,7 @@ def test_a_name_that_is_no_function_is_refused_with_the_form(name: str) -> None:
 
 @pytest.mark.parametrize("pipeline_parallel", [1, 2])
 def test_a_stop_abandons_the_mini_batch_but_not_in_a_pipeline(pipeline_parallel: int) -> None:
-    def stop() -> None:
+    def stop() -> float:
         raise Stopped("stopped by SIGUSR1")
 
     policy = tiny_config(policy__pipeline_parallel=pipeline_parallel).policy
@@ -121,3 +122,23 @@ def test_a_stop_abandons_the_mini_batch_but_not_in_a_pipeline(pipeline_parallel:
             loss(torch.zeros(3), TOKENS)
     else:
         assert loss(torch.zeros(3), TOKENS).total.isfinite()
+
+
+def test_a_stop_is_looked_for_about_every_ten_seconds() -> None:
+    """Micro-batches of 0.5 s: at first each, then at every 20th. Of 30 s: each."""
+    clock, checked_at = [0.0], [0.0]
+
+    def check() -> float:
+        seconds = clock[0] - checked_at[-1]
+        checked_at.append(clock[0])
+        return seconds
+
+    loss = stoppable(lambda *_: None, tiny_config(policy__tensor_parallel=1).policy, check)
+    for seconds, num_calls, longest in ((0.5, 400, 10.0), (30.0, 60, 600.0), (30.0, 20, 30.0)):
+        first = len(checked_at)
+        for _ in range(num_calls):
+            clock[0] += seconds
+            loss(torch.zeros(3), TOKENS)
+        waits = [b - a for a, b in itertools.pairwise(checked_at[first:])]
+        assert max(waits) <= longest
+    assert len(checked_at) < 150

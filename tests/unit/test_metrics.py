@@ -113,6 +113,13 @@ def test_gradings_without_an_answer_are_counted_by_cause_and_by_data_set() -> No
     }
 
 
+def test_gradings_are_added_up_over_data_sets() -> None:
+    outcomes = Counter({("sums", "timeout"): 2, ("code", "timeout"): 3})
+    metrics = rollout_metrics(replace(collected(), outcomes=outcomes), overlong())
+    assert metrics["grading/timeout"] == 5.0
+    assert (metrics["grading/sums/timeout"], metrics["grading/code/timeout"]) == (2.0, 3.0)
+
+
 def test_a_step_that_decided_nothing_has_no_accuracy() -> None:
     metrics = rollout_metrics(replace(collected(), decided=[]), overlong())
     assert "accuracy/raw" not in metrics
@@ -123,7 +130,8 @@ def test_a_step_that_decided_nothing_has_no_accuracy() -> None:
 def test_update_metrics_are_means_over_tokens() -> None:
     stats = [
         StepStats(loss=1.0, grad_norm=2.0, lr=0.1, num_tokens=30, means={"entropy": 1.0}),
-        StepStats(loss=5.0, grad_norm=6.0, lr=0.2, num_tokens=10, means={"entropy": 3.0}),
+        StepStats(loss=5.0, grad_norm=6.0, lr=0.3, num_tokens=5, means={"entropy": 3.0}),
+        StepStats(loss=5.0, grad_norm=6.0, lr=0.2, num_tokens=5, means={"entropy": 3.0}),
     ]
     assert update_metrics(stats) == {
         "policy/entropy": 1.5,
@@ -132,6 +140,7 @@ def test_update_metrics_are_means_over_tokens() -> None:
         "policy/lr": 0.2,
     }
     assert update_metrics([]) == {}
+    assert update_metrics(stats[:1])["policy/entropy"] == 1.0
 
 
 def test_metrics_of_the_gap_and_of_a_sync() -> None:

@@ -239,8 +239,8 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
     """By hand, bytes per token of a layer of Qwen3-8B in bfloat16 (H 4096, Q 4096, G 1024, F
     12288): norms 2 (2H + 2H) + 8; projected 2 (Q + 2G); norms of heads, the queries' copy 2Q and
     4 x 40 of rows; queries, outputs, keys 2 (2Q + G); scores' sums 4 x 32; cosines and sines 8 x
-    128; MLP 2 x 5F."""
-    by_hand = 32776 + 12288 + 8192 + 160 + 18432 + 128 + 1024 + 122880
+    128; MLP 2 x 3F."""
+    by_hand = 32776 + 12288 + 8192 + 160 + 18432 + 128 + 1024 + 73728
     config = config_of(tmp_path)
     micro = activations.micro_of(config, architecture(DENSE_HF), "transformer_engine", on_gpu=True)
     assert activations.kept_by_layer(micro, 0) == by_hand

@@ -24,6 +24,7 @@ from dapo_megatron.types import (
     Group,
     Prompt,
     Segment,
+    SyncReport,
 )
 
 OVERLONG = OverlongConfig(
@@ -65,6 +66,8 @@ def test_a_step_trains_on_what_was_trained_in_it(tmp_path: Path) -> None:
     assert one.ended == first
     assert [each.ticket for each in one.decided] == [0, 1, 2, 4]
     assert (one.version, one.counts["trained"], one.counts["expired"]) == (0, 2, 1)
+    assert (one.counts["issued"], one.interrupted, one.grade_seconds) == (0, 0, 0.0)
+    assert one.keep_rate == 2 / 4
     assert seen == [2]
     assert replay.collect(1, seen.append).train == [group(3, step=2)]
     assert rollout_metrics(one, OVERLONG)["groups/trained"] == 2.0
@@ -88,7 +91,12 @@ def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         replay.collect(2, lambda _: None)
     assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003.jsonl: not recorded")
-    assert "step_000001.jsonl to step_000002.jsonl" in str(caught.value)
+    assert "there is step_000001.jsonl to step_000002.jsonl (" in str(caught.value)
+
+
+def test_a_run_that_recorded_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is nothing else"):
+        Replay(tmp_path).collect(0, lambda _: None)
 
 
 def test_a_step_without_trained_groups_is_named(tmp_path: Path) -> None:
@@ -131,7 +139,17 @@ def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
 
 def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
     report = NoSync()(7)
-    assert (report.version, report.num_bytes, report.num_tensors) == (7, 0, 0)
+    assert report == SyncReport(
+        version=7,
+        num_tensors=0,
+        num_bytes=0,
+        seconds=0.0,
+        verify_seconds=0.0,
+        turn_seconds=0.0,
+        fingerprinted=False,
+        unread_tensors=0,
+        canary_gap=0.0,
+    )
     assert not NoEvaluation().due(0, 0)
     assert NoEvaluation().run() == {}
 

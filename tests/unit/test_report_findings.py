@@ -714,7 +714,7 @@ def thresholds() -> dict[str, float]:
 
 def test_the_docs_list_every_threshold_with_its_value_and_reason() -> None:
     text = (REPOSITORY / "docs" / "report.md").read_text(encoding="utf-8")
-    _, _, *rows = text.split("## Where findings")[1].split("\n## ")[0].split("\n|")[1:]
+    _, _, *rows = text.split("## Thresholds of")[1].split("\n## ")[0].split("\n|")[1:]
     cells = [row.split("\n")[0].removesuffix(" |").split(" | ") for row in rows]
     assert {row[0].strip(" `"): float(row[1]) for row in cells} == thresholds()
     assert len(cells) == len(thresholds())

@@ -78,6 +78,7 @@ CHECKS = (
     Check("sync_4b", "engines:sync_4b", 300, 130, 70, (VLLM,)),
     Check("optimizers", "training:optimizers", 240, 80, 20),
     Check("end_to_end", "machine:end_to_end", 240, 90, 20, (VLLM,)),
+    Check("quickstart", "machine:quickstart", 300, 120, 20, (VLLM,)),
     Check("plan", "engines:plan", 180, 80, 40, (VLLM,)),
     # What else can be configured.
     Check("fp8_current", "fp8:current", 180, 40, **_FP8),
@@ -109,3 +110,6 @@ CHECKS = (
 )
 BY_NAME = {check.name: check for check in CHECKS}
 SHOWN = tuple(check for check in CHECKS if not check.hidden)
+QUICK = ("te", "head", "mfu_4b", "sync_0.6b", "tokens_graphs", "quickstart")
+"""Checks of `--quick`, in this order: the policy first, which needs no vLLM."""
+QUICK_MINUTES = 10.0

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
-from gpu_checks.figures import Figure, at_most, holds, told
+from gpu_checks.figures import Figure, at_least, at_most, holds, told
 from gpu_checks.rig import BASE, REPOSITORY, Setting, has_gpu
 
 TINY_STEPS = 2
+QUICK_STEPS = 20
 
 
 def smi(setting: Setting) -> Iterator[Figure]:
@@ -37,6 +38,26 @@ def preflight(setting: Setting) -> Iterator[Figure]:
 
 def end_to_end(setting: Setting) -> Iterator[Figure]:
     """`train` on the tiny model, two steps, in bfloat16."""
+    yield from _train(setting, "end_to_end", TINY_STEPS)
+
+
+def quickstart(setting: Setting) -> Iterator[Figure]:
+    """The first 20 steps of the quickstart in bfloat16: it must learn."""
+    steps = yield from _train(setting, "quickstart", setting.pick(QUICK_STEPS, TINY_STEPS))
+    if len(steps) > QUICK_STEPS:
+        first, last = (
+            sum(step["accuracy/raw"] for step in part if "accuracy/raw" in step)
+            / max(sum("accuracy/raw" in step for step in part), 1)
+            for part in (steps[1:5], steps[-4:])
+        )
+        yield told("accuracy of steps 1 to 4", first)
+        yield at_least("accuracy of the last 4 steps", last, first + 0.1)
+
+
+def _train(
+    setting: Setting, name: str, num_steps: int
+) -> Generator[Figure, None, list[dict[str, Any]]]:
+    """Run `train` on the tiny model. Return its rows of metrics."""
     precision = "bfloat16" if has_gpu() else "float32"
     seconds, done = _command(
         setting,
@@ -44,21 +65,21 @@ def end_to_end(setting: Setting) -> Iterator[Figure]:
         BASE,
         *_alone(),
         f"run.directory={setting.workspace / 'runs'}",
-        "run.name=gpu_check",
+        f"run.name={name}",
         f"policy.precision={precision}",
         "policy.offload=[weights, gradients, optimizer]",
         "rollout.deterministic=false",
-        f"train.rollout_steps={TINY_STEPS}",
+        f"train.rollout_steps={num_steps}",
         "evaluation.every=0",
         "sync.max_gap=1.0",
         "tracking.mlflow=false",
     )
     yield told("took", seconds, "s")
     yield holds("ends without an error", done.returncode == 0)
-    lines = (setting.workspace / "runs/gpu_check/metrics.jsonl").read_text().splitlines()
+    lines = (setting.workspace / "runs" / name / "metrics.jsonl").read_text().splitlines()
     steps: list[dict[str, Any]] = [json.loads(line) for line in lines]
     last = steps[-1]
-    yield holds(f"{TINY_STEPS} steps", last.get("step") == TINY_STEPS)
+    yield holds(f"{num_steps} steps", last.get("step") == num_steps)
     for name in ("mismatch/gap_mean", "mismatch/gap_max", "time/step", "time/sync"):
         if name == "mismatch/gap_mean":
             yield at_most(name, last[name], 0.015)
@@ -67,6 +88,7 @@ def end_to_end(setting: Setting) -> Iterator[Figure]:
     for name, value in last.items():
         if name.startswith("memory/"):
             yield told(name, value, "GiB")
+    return steps
 
 
 def _alone() -> list[str]:

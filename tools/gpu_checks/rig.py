@@ -51,7 +51,7 @@ class Setting:
 
     def model(self, name: str) -> Path:
         """The folder of a shape, or of the tiny one."""
-        tiny = "tiny_moe" if name == "moe" else "tiny"
+        tiny = {"moe": "tiny_moe"}.get(name, "tiny_sharp" if name.endswith("_sharp") else "tiny")
         return model_folder(tiny if self.tiny else name, self.workspace)
 
     def pick(self, real: Any, tiny: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny_moe": _QWEN3 | _TINY | _EXPERTS | {"moe_intermediate_size": 48},
 }
 # Parts of the 4B model, for GPUs that do not hold a step of it: the same matmuls, fewer of them.
-SHAPES |= {f"4b_{count}_layers": SHAPES["4b"] | {"num_hidden_layers": count} for count in (9, 18)}
+LAYERS_OF_4B = (36, 30, 24, 18, 12, 9, 6)
+SHAPES |= {
+    f"4b_{count}_layers": SHAPES["4b"] | {"num_hidden_layers": count} for count in LAYERS_OF_4B
+}
 INIT_STD = 0.02
+LOGIT_STD = 5.0
+"""Standard deviation of logits of the models NAME_sharp. Their largest logits are about 25, as in a
+trained model. Logits of plain random weights are about 0.6, too small for roundings to show."""
+SHAPES |= {f"{name}_sharp": SHAPES[name] for name in ("0.6b", "4b", "tiny")}
 
 
 def model_folder(name: str, workspace: Path) -> Path:
@@ -111,14 +119,27 @@ def model_folder(name: str, workspace: Path) -> Path:
         "torch_dtype": "bfloat16",
     }
     tokenizer.save_pretrained(folder)
-    save_file(_random_weights(hf), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        _random_weights(hf, is_sharp=name.endswith("_sharp")),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     # Last: a folder with it is whole.
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     return folder
 
 
-def _random_weights(hf: dict[str, Any]) -> dict[str, Tensor]:
-    """Norms about 1, all else about 0."""
+def config_folder(name: str, workspace: Path) -> Path:
+    """Write only the config.json of a shape, which is all that `plan` reads. Return its folder."""
+    folder = workspace / "configs" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
+    return folder
+
+
+def _random_weights(hf: dict[str, Any], *, is_sharp: bool) -> dict[str, Tensor]:
+    """Make norms of about 1 and other weights of about 0. The last norm sets the size of the logits
+    if `is_sharp`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     weights = {}
@@ -126,5 +147,7 @@ def _random_weights(hf: dict[str, Any]) -> dict[str, Tensor]:
         values = torch.empty(shape, device=device).normal_(std=INIT_STD, generator=generator)
         if name.endswith("norm.weight"):
             values += 1.0
+        if is_sharp and name == "model.norm.weight":
+            values *= LOGIT_STD / (INIT_STD * math.sqrt(hf["hidden_size"]))
         weights[name] = values.bfloat16().cpu()
     return weights

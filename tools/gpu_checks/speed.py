@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.model.flops import model_flops, peak_flops
+from dapo_megatron.plan.estimate import NodeSpec, estimate_memory
 from dapo_megatron.policy import vocab_parallel
 from gpu_checks.figures import Figure, at_least, at_most, told
 from gpu_checks.rig import (
@@ -26,36 +26,44 @@ from gpu_checks.rig import (
     seconds_of,
     wait,
 )
+from gpu_checks.shapes import LAYERS_OF_4B, config_folder
 from tools.bench import logprobs as bench
 
 LENGTH = 2048
 FEW, MANY = 4096, 16384  # tokens of a packed row
 TARGET_MFU = 0.45
 TARGET_HEAD = 1.1
-ROOM_FOR_4B_GIB = 120
-"""States of 4.0 G parameters take 67 GiB (18 bytes each), a row of 16,384 tokens 45 more."""
+FREE_SHARE = 0.93
+"""Share of a GPU's memory that a forecast may fill: it does not know about fragmentation."""
 
 
-def _layers_of_4b() -> int:
-    """As many as a step of fits. Local kernels keep about twice as much of each layer."""
-    has_room = not has_gpu() or memory_gib() >= ROOM_FOR_4B_GIB
-    whole, half = (36, 18) if find_spec("transformer_engine") else (18, 9)
-    return whole if has_room else half
+def fitting_layers(setting: Setting, total_gib: float, *overrides: str) -> int:
+    """Return how many of the 4B model's 36 layers a GPU of `total_gib` can update, in one row of
+    MANY tokens, by the forecast of `plan`."""
+    for count in LAYERS_OF_4B:
+        folder = config_folder(f"4b_{count}_layers", setting.workspace)
+        config = make_config(
+            setting, "tiny", *overrides, f"model.path={folder}", "policy.precision=bfloat16",
+            row_tokens=MANY,
+        )  # fmt: skip
+        estimate = estimate_memory(config, 1, NodeSpec(1, total_gib))
+        if estimate.num_bytes("update") <= FREE_SHARE * total_gib * GIB:
+            return count
+    return LAYERS_OF_4B[-1]
 
 
-def _model_of_4b() -> str:
-    count = _layers_of_4b()
-    return "4b" if count == 36 else f"4b_{count}_layers"
+def _layers_of_4b(setting: Setting, *overrides: str) -> int:
+    return fitting_layers(setting, memory_gib(), *overrides) if has_gpu() else LAYERS_OF_4B[0]
 
 
 def mfu_4b(setting: Setting) -> Iterator[Figure]:
     """Updates of the 4B model, bfloat16, the kernels that `auto` takes."""
-    yield told("layers of 36", _layers_of_4b())
-    # The target is that of the whole model: of fewer layers, the head has another share.
-    binding = _layers_of_4b() == 36 and is_judged()
-    yield from _updates(
-        setting, one_rank(), _model_of_4b(), rows=(FEW, MANY), target=MANY, binding=binding
-    )
+    layers = _layers_of_4b(setting)
+    yield told("layers of 36", layers)
+    # The target is that of the whole model: with fewer layers the head has another share.
+    binding = layers == LAYERS_OF_4B[0] and is_judged()
+    model = f"4b_{layers}_layers"
+    yield from _updates(setting, one_rank(), model, rows=(FEW, MANY), target=MANY, binding=binding)
 
 
 def mfu_06b(setting: Setting) -> Iterator[Figure]:
@@ -69,8 +77,10 @@ def mfu_06b(setting: Setting) -> Iterator[Figure]:
 def mfu_fp8(setting: Setting) -> Iterator[Figure]:
     """Updates of the 4B model in FP8 (MFU still of bfloat16's peak)."""
     fp8 = "policy.fp8={recipe: current}"
-    yield told("layers of 36", _layers_of_4b())
-    yield from _updates(setting, one_rank(), _model_of_4b(), fp8, rows=(MANY,), name="FP8")
+    layers = _layers_of_4b(setting, fp8)
+    yield told("layers of 36", layers)
+    model = f"4b_{layers}_layers"
+    yield from _updates(setting, one_rank(), model, fp8, rows=(MANY,), name="FP8")
 
 
 def mfu_triton(setting: Setting) -> Iterator[Figure]:
