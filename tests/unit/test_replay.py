@@ -91,11 +91,11 @@ def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         replay.collect(2, lambda _: None)
     assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003.jsonl: not recorded")
-    assert "there is step_000001.jsonl to step_000002.jsonl (" in str(caught.value)
+    assert "Recorded files: step_000001.jsonl to step_000002.jsonl. " in str(caught.value)
 
 
 def test_a_run_that_recorded_nothing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is nothing else"):
+    with pytest.raises(DataError, match="Recorded files: none"):
         Replay(tmp_path).collect(0, lambda _: None)
 
 
