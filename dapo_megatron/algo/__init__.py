@@ -1,4 +1,4 @@
-"""The formulas of DAPO: functions of tensors and plain numbers; no rank, config tree or backend.
+"""DAPO's formulas as functions of tensors and plain numbers, without ranks, config or backends.
 
-Every file opens with how it differs from the paper (arXiv 2503.14476).
+The docstring of each file lists how it differs from the paper (arXiv 2503.14476).
 """

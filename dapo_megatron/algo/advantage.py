@@ -1,8 +1,9 @@
 """Group-relative advantage (arXiv 2503.14476, eq. 9).
 
-Three choices the paper leaves open, made as in the reference implementation: the standard
-deviation is the sample one (ddof 1); `eps` is added to it, not to the variance; a group of one
-has mean 0 and standard deviation 1, so that its advantage is its reward.
+The paper leaves three choices open, made here as in the reference implementation:
+- The standard deviation is the sample standard deviation (ddof 1).
+- `eps` is added to the standard deviation, not to the variance.
+- A group of one has mean 0 and standard deviation 1, so its advantage is its reward.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import Tensor
 def group_advantage(
     rewards: Tensor, group_ids: Tensor | Sequence[int], *, eps: float = 1e-6
 ) -> Tensor:
-    """(reward - mean of its group) / (std of its group + eps), for each completion.
+    """Return (reward - group mean) / (group std + eps) for each completion.
 
-    rewards    float, S elements of any shape: shaped rewards (length penalty included)
-    group_ids  S integers: any values in any order; equal ids form a group
-    eps        keeps groups of equal rewards at 0
+    rewards    float, S elements in any shape: shaped rewards, length penalty included
+    group_ids  S integers, any values in any order; equal ids form a group
+    eps        avoids division by 0: a group of equal rewards has advantage 0
 
-    Returns a tensor with the shape, dtype and device of `rewards` (integers: the default float
-    dtype); sums are taken in float64. No gradient flows through it.
+    The result has the shape, dtype and device of `rewards` (the default float dtype for integer
+    rewards) and no gradient. Sums are computed in float64.
     Raises ValueError if the counts differ or a reward is not finite.
     """
     ids = torch.as_tensor(group_ids, device=rewards.device).reshape(-1)

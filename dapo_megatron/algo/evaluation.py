@@ -1,8 +1,8 @@
 """avg@k, pass@k and cons@k over a set of problems (arXiv 2503.14476, section 4 and figure 1).
 
-The paper has as many samples per problem as k. With more, pass@k here is the unbiased estimate
-of arXiv 2107.03374 (eq. 1). All three are means over problems, each in [0, 1]: `*_per_problem` are
-what the mean is of, and what the bootstrap draws from.
+The paper draws exactly k samples per problem. If there are more, pass@k is the unbiased estimate
+of arXiv 2107.03374 (eq. 1). Each metric is a mean over problems, in [0, 1]. The `*_per_problem`
+functions return the values to average, which the bootstrap resamples.
 """
 
 from __future__ import annotations
@@ -14,73 +14,77 @@ from collections.abc import Sequence
 import torch
 
 COVERAGE = 0.95
-"""Of the intervals."""
+"""Coverage of the confidence intervals."""
 
 Correct = Sequence[Sequence[bool]]
-"""`correct[i][j]`: is sample j of problem i correct."""
+"""`correct[i][j]` is True if sample j of problem i is correct."""
 
 
 def avg_at_k(correct: Correct) -> float:
-    """Mean accuracy.
+    """Return the mean accuracy over problems.
 
-    Problems weigh the same even if some have fewer samples. Raises ValueError if there is no
-    problem, or one without samples.
+    Each problem has the same weight, even if some have fewer samples. Raises ValueError if there
+    are no problems, or if a problem has no samples.
     """
     return _mean(avg_per_problem(correct))
 
 
 def pass_at_k(correct: Correct, *, k: int | None = None) -> float:
-    """Probability that k samples of a problem hold a correct one.
+    """Return the probability that at least one of k samples of a problem is correct.
 
-    1 - C(n-c, k) / C(n, k) for n samples with c correct; any correct if n == k. `k` None: all
-    samples of each problem. Raises ValueError if a problem has fewer than k samples, or k < 1.
+    It is 1 - C(n-c, k) / C(n, k) for n samples of which c are correct. `k=None` takes all samples
+    of each problem. Raises ValueError if a problem has fewer than k samples, or if k < 1.
     """
     return _mean(pass_per_problem(correct, k=k))
 
 
 def cons_at_k(correct: Correct, preds: Sequence[Sequence[str]]) -> float:
-    """Accuracy of the majority vote over the samples' extracted answers.
+    """Return the accuracy of the majority vote over the samples' extracted answers.
 
-    `preds[i][j]` is the answer that `correct[i][j]` judges; the most frequent one stands for its
-    problem, in a tie the one that occurs first. Unreadable answers ("[INVALID]") vote too.
-    The winner is judged as its first sample was, so a lenient grader stays lenient.
+    `preds[i][j]` is the answer that `correct[i][j]` judges. The most frequent answer of a problem
+    wins; the earliest one wins a tie. Unreadable answers ("[INVALID]") vote too. The vote is
+    correct if the first sample with the winning answer was graded correct.
     Raises ValueError as `avg_at_k` does, or if the shapes differ.
     """
     return _mean(cons_per_problem(correct, preds))
 
 
 def avg_per_problem(correct: Correct) -> list[float]:
-    """Accuracy of each problem. Raises as `avg_at_k`."""
+    """Return the accuracy on each problem. Raises as `avg_at_k` does."""
     _require_samples(correct)
     return [sum(map(bool, row)) / len(row) for row in correct]
 
 
 def pass_per_problem(correct: Correct, *, k: int | None = None) -> list[float]:
-    """pass@k of each problem. Raises as `pass_at_k`."""
+    """Return pass@k of each problem. Raises as `pass_at_k` does."""
     _require_samples(correct)
     return [_pass_at_k(row, len(row) if k is None else k) for row in correct]
 
 
 def cons_per_problem(correct: Correct, preds: Sequence[Sequence[str]]) -> list[float]:
-    """1 or 0 of each problem: is the majority's answer right. Raises as `cons_at_k`."""
+    """Return 1 for each problem with a correct majority answer, else 0.
+
+    Raises as `cons_at_k` does.
+    """
     _require_samples(correct)
     if [len(row) for row in correct] != [len(row) for row in preds]:
         raise ValueError("preds and correct differ in shape")
-    won = []
+    values = []
     for row, answers in zip(correct, preds, strict=True):
         winner, _ = Counter(answers).most_common(1)[0]  # insertion order breaks ties
-        won.append(float(row[answers.index(winner)]))
-    return won
+        values.append(float(row[answers.index(winner)]))
+    return values
 
 
 def bootstrap_interval(
     per_problem: Sequence[float], *, resamples: int, seed: int
 ) -> tuple[float, float]:
-    """95% percentile interval of the mean over problems, drawn with replacement.
+    """Return the 95% percentile bootstrap interval of the mean, resampling problems.
 
-    It says how far the figure would move with other problems of the kind, and other samples of
-    each. Of few problems it is somewhat narrow (of 30 it covers about 93%, of 200, 95%). The same
-    seed gives the same interval. Raises ValueError without a problem, or if resamples < 1.
+    The interval estimates how much the metric would vary with other problems of the same kind and
+    other samples of each. It is slightly narrow for few problems: its coverage is about 93% with
+    30 problems and 95% with 200. The same seed gives the same interval.
+    Raises ValueError if there are no problems or if resamples < 1.
     """
     if not per_problem or resamples < 1:
         raise ValueError(f"{resamples} resamples of {len(per_problem)} problems")
@@ -105,4 +109,4 @@ def _pass_at_k(row: Sequence[bool], k: int) -> float:
 
 def _require_samples(correct: Correct) -> None:
     if not correct or not all(correct):
-        raise ValueError("need at least one problem, and a sample of each")
+        raise ValueError("need at least one problem, and at least one sample per problem")

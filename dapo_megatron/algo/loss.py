@@ -1,11 +1,14 @@
 """DAPO token loss (arXiv 2503.14476, eq. 8 and 10).
 
-Departures from the paper: the log-ratio is clamped before exp; a dual clip (arXiv 1912.09729) can
-bound the loss at negative advantage; the loss is a *sum* over tokens, and whoever knows the
-mini-batch divides it by N, its tokens under the mask. Every aggregation is that sum with per-token
-weights (`aggregation_weights`), so none depends on how the mini-batch is cut into ranks and
-micro-batches. Eq. 8 divides by the tokens of each prompt; `token`, the default of every public
-reproduction, divides by those of the mini-batch.
+Differences from the paper:
+- The log-ratio is clamped before exp.
+- A dual clip (arXiv 1912.09729) can bound the loss where the advantage is negative.
+- The loss is a *sum* over tokens. The caller, which sees the whole mini-batch, divides it by N,
+  the number of masked-in tokens of the mini-batch. Every aggregation is this sum with per-token
+  weights (`aggregation_weights`), so it does not depend on how the mini-batch is split over ranks
+  and micro-batches.
+- Eq. 8 divides by the tokens of each prompt. `token`, the default here and in every public
+  reproduction, divides by the tokens of the mini-batch.
 """
 
 from __future__ import annotations
@@ -19,23 +22,23 @@ from torch import Tensor
 
 from dapo_megatron.types import LossOutput, MicroTokens
 
-# T tokens of all sequences end to end, S sequences, P prompts
+# Shape letters: T tokens of all sequences, concatenated; S sequences
 
 Aggregation = Literal["token", "prompt", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of each token, and the bound that gave it. Only the loss carries a gradient.
+    """Loss of each token, and which bound clipped it. Only `per_token` carries a gradient.
 
-    per_token             shape of the arguments; 0 where the mask is 0
-    mask                  bool: tokens that enter the loss
-    at_high               bool: held at 1 + clip_high (advantage > 0)
-    at_low                bool: held at 1 - clip_low (advantage < 0)
-    at_dual               bool: held at dual_clip x |advantage| (advantage < 0)
+    per_token  shape of the arguments; 0 where the mask is 0
+    mask       bool: tokens that enter the loss
+    at_high    bool: ratio clipped to 1 + clip_high (advantage > 0)
+    at_low     bool: ratio clipped to 1 - clip_low (advantage < 0)
+    at_dual    bool: loss clipped to dual_clip * |advantage| (advantage < 0)
 
-    The gradient of a token that is held is 0. The three bounds exclude each other. (verl's
-    pg_clipfrac is high + low, its pg_clipfrac_lower is the dual one.)
+    The gradient of a clipped token is 0. At most one of the three bounds applies to a token.
+    verl's pg_clipfrac is high + low; its pg_clipfrac_lower is dual.
     """
 
     per_token: Tensor
@@ -46,26 +49,26 @@ class TokenLoss:
 
     @property
     def total(self) -> Tensor:
-        """Scalar: sum of `per_token`."""
+        """Sum of `per_token`, a scalar."""
         return self.per_token.sum()
 
     @property
     def clip_fraction_high(self) -> Tensor:
-        """Share of masked tokens held at 1 + clip_high; 0 for an empty mask, as the next two."""
-        return self._share(self.at_high)
+        """Fraction of masked-in tokens clipped at 1 + clip_high; 0 for an empty mask."""
+        return self._fraction(self.at_high)
 
     @property
     def clip_fraction_low(self) -> Tensor:
-        """Share of masked tokens held at 1 - clip_low."""
-        return self._share(self.at_low)
+        """Fraction of masked-in tokens clipped at 1 - clip_low; 0 for an empty mask."""
+        return self._fraction(self.at_low)
 
     @property
     def dual_clip_fraction(self) -> Tensor:
-        """Share of masked tokens held at the dual clip."""
-        return self._share(self.at_dual)
+        """Fraction of masked-in tokens clipped by the dual clip; 0 for an empty mask."""
+        return self._fraction(self.at_dual)
 
-    def _share(self, is_held: Tensor) -> Tensor:
-        return is_held.sum() / self.mask.sum().clamp(min=1)
+    def _fraction(self, is_clipped: Tensor) -> Tensor:
+        return is_clipped.sum() / self.mask.sum().clamp(min=1)
 
 
 def dapo_token_loss(
@@ -81,16 +84,16 @@ def dapo_token_loss(
 ) -> TokenLoss:
     """Return the clipped policy-gradient loss of each token.
 
-    logp       log-probs (nats) under the policy being trained; the gradient flows into it
-    old_logp   log-probs under the policy before the first update of the rollout step
-    advantage  of the completion that the token belongs to
+    logp       log-probs (nats) of the policy being trained; the only input with a gradient
+    old_logp   log-probs of the policy before the first update of the rollout step
+    advantage  advantage of the token's completion
     mask       bool or 0/1: tokens that enter the loss
     clip_low, clip_high  the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    dual_clip  upper bound of the loss as a multiple of -advantage where that is positive
-    log_ratio_limit  |log-ratio| beyond which the ratio is constant; exp must not overflow
+    dual_clip  where the advantage is negative, bound the loss by dual_clip * -advantage
+    log_ratio_limit  clamp the log-ratio to +-log_ratio_limit, so that exp does not overflow
 
-    The four tensors have one shape, any. What stands where the mask is 0, nan and inf included,
-    reaches neither the result nor the gradient. Raises ValueError if the shapes differ.
+    The four tensors have the same shape, of any rank. Values where the mask is 0, even nan or inf,
+    affect neither the result nor the gradient. Raises ValueError if the shapes differ.
     """
     if not logp.shape == old_logp.shape == advantage.shape == mask.shape:
         raise ValueError(
@@ -98,8 +101,8 @@ def dapo_token_loss(
             f"advantage {tuple(advantage.shape)}, mask {tuple(mask.shape)}"
         )
     keep = mask.bool()
-    # Masked before exp and before any product: where() after them would still let the backward
-    # pass multiply 0 by inf.
+    # Mask before exp and before any product. A torch.where() after them would still let the
+    # backward pass compute 0 * inf = nan.
     log_ratio = torch.where(keep, logp, 0.0) - torch.where(keep, old_logp, 0.0).detach()
     advantage = torch.where(keep, advantage, 0.0).detach()
 
@@ -134,12 +137,12 @@ def dapo_loss(
 ) -> LossOutput:
     """Return the loss of one micro-batch: sum(weights * [tis *] per-token loss).
 
-    This is the default objective. A function of a user's own (`loss.function`) is called with the
+    This is the default objective. A user-defined function (`loss.function`) is called with the
     same arguments: the log-probs, the micro-batch, and the numbers of the config's `loss` section.
 
-    `sums` are scalar sums over the masked tokens, unweighted and without gradient:
+    `sums` are scalar sums over the masked-in tokens, unweighted and without gradient:
     clip_fraction_high, clip_fraction_low, dual_clip_fraction, and approx_kl = old - new log-prob.
-    With `tis_cap` also tis_weight and tis_capped_fraction (tokens whose weight would be more).
+    With `tis_cap` also tis_weight, and tis_capped_fraction (tokens whose weight was capped).
     """
     loss = dapo_token_loss(
         logprobs,
@@ -175,17 +178,18 @@ def aggregation_weights(
     group_ids: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Weight of each token of a mini-batch such that sum(weight * loss) / N is the aggregation.
+    """Return per-token weights such that sum(weight * loss) / N is the chosen aggregation.
 
-    kind       token: mean over tokens; prompt: mean over prompts of their token means (eq. 8 to
-               the letter); sequence: mean over completions of their token means (GRPO)
+    kind       token: mean over tokens
+               prompt: mean over prompts of their token means (eq. 8 exactly)
+               sequence: mean over completions of their token means (GRPO)
     mask       bool or 0/1 [T]: tokens that enter the loss; N is their number
-    lengths    int [S]: tokens of each sequence, summing to T
-    group_ids  int [S]: any values; equal ids are one prompt
+    lengths    int [S]: number of tokens of each sequence, summing to T
+    group_ids  int [S]: any values; equal ids belong to the same prompt
 
-    Returns [T], 0 where the mask is 0; the sum is N. A prompt or completion without a masked
-    token is not counted. It must see the whole mini-batch: weights of its parts differ.
-    Raises ValueError on shapes that do not fit or an unknown kind.
+    The result is [T], 0 where the mask is 0, and sums to N. A prompt or completion without
+    masked-in tokens is not counted. Pass the whole mini-batch: weights computed per micro-batch
+    would differ. Raises ValueError if shapes do not match or `kind` is unknown.
     """
     keep_T = mask.bool()
     if lengths.shape != group_ids.shape or int(lengths.sum()) != keep_T.numel():
@@ -210,11 +214,11 @@ def aggregation_weights(
 
 
 def tis_weights(old_logp: Tensor, engine_logp: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """Truncated importance weight min(exp(old_logp - engine_logp), cap) of each token.
+    """Return the truncated importance weight min(exp(old_logp - engine_logp), cap) per token.
 
-    Corrects for tokens drawn from the engine's distribution instead of the policy's (not in the
-    paper). Same shape as the arguments, without gradient; 0 where the mask is 0, whatever
-    stands there.
+    It corrects for tokens that were sampled from the engine's distribution, not the policy's. This
+    is not in the paper. The result has the shape of the arguments and no gradient. It is 0 where
+    the mask is 0, even if a log-prob there is nan or inf.
     """
     keep = mask.bool()
     gap = torch.where(keep, old_logp - engine_logp, 0.0).detach()

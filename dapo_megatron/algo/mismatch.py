@@ -1,7 +1,7 @@
-"""How far the engine that sampled and the policy that trains disagree about the same tokens.
+"""Train-inference mismatch: how much engine and policy log-probs of the same tokens differ.
 
-Not in the paper, which assumes one model. The KL estimate is "k3" of J. Schulman,
-"Approximating KL Divergence" (2020): unbiased, and never negative.
+The paper does not have this check, because it assumes a single model. The KL estimator is "k3" of
+J. Schulman, "Approximating KL Divergence" (2020), which is unbiased and never negative.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dapo_megatron.types import SyncError, TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class GapStatistics:
-    """Log-prob gap over masked tokens, in nats; gap = |engine - policy|.
+    """Statistics of the log-prob gap |engine - policy| over masked-in tokens, in nats.
 
-    mean, max    of the gap; infinite if any gap is not finite
-    kl           mean of exp(d) - 1 - d with d = policy - engine: estimates KL(engine || policy)
-    worst_token  flat index of the token with the largest gap; None without tokens
-    num_tokens   masked tokens
+    mean, max    mean and maximum of the gap; inf if any gap is not finite
+    kl           estimate of KL(engine || policy): mean of exp(d) - 1 - d with d = policy - engine
+    worst_token  flat index of the token with the largest gap; None if there are no tokens
+    num_tokens   number of masked-in tokens
     """
 
     mean: float
@@ -33,11 +33,11 @@ class GapStatistics:
 
 
 def gap_statistics(engine_logp: Tensor, policy_logp: Tensor, mask: Tensor) -> GapStatistics:
-    """Statistics over the tokens where `mask` is set; the three tensors have one shape, any.
+    """Return gap statistics over the tokens where `mask` is set.
 
-    A nan or inf under the mask makes the gap infinite, so that `max > bound` never misses it;
-    outside the mask anything may stand. All zero for an empty mask.
-    Raises ValueError if the shapes differ.
+    The three tensors have the same shape, of any rank. A nan or inf where the mask is set makes
+    the gap infinite, so that `max > bound` never misses it. Values outside the mask are ignored.
+    All statistics are 0 for an empty mask. Raises ValueError if the shapes differ.
     """
     if not engine_logp.shape == policy_logp.shape == mask.shape:
         raise ValueError(
@@ -65,11 +65,11 @@ def gap_statistics(engine_logp: Tensor, policy_logp: Tensor, mask: Tensor) -> Ga
 def check_gap(
     batch: TokenBatch, mask: Tensor, *, version: int, max_gap: float, max_mean_gap: float | None
 ) -> GapStatistics:
-    """Compare the log-probs of engine and policy on the tokens that weights `version`, the
-    policy's own, sampled (`mask`, bool [T]).
+    """Compare engine and policy log-probs on the tokens sampled by the policy's current weights.
 
-    Raises SyncError if the mean gap is above `max_mean_gap`, or the largest one above `max_gap`.
-    It names the worst token.
+    `mask` (bool [T]) selects these tokens; `version` is the version of the weights.
+    Raises SyncError if the mean gap exceeds `max_mean_gap`, or if the largest gap exceeds
+    `max_gap`; the error then names the worst token.
     """
     assert batch.old_logprobs is not None
     gap = gap_statistics(batch.engine_logprobs, batch.old_logprobs, mask)
@@ -77,7 +77,7 @@ def check_gap(
         raise SyncError(
             f"weights {version}: engine and policy disagree by {gap.mean:.3g} on the mean of "
             f"{gap.num_tokens} tokens; sync.max_mean_gap is {max_mean_gap:g}. The engine samples "
-            "from other weights than are trained, or computes them too coarsely"
+            "with other weights than the policy trains, or computes with too low a precision"
         )
     if gap.max > max_gap and gap.worst_token is not None:
         token = gap.worst_token
@@ -89,6 +89,6 @@ def check_gap(
             f"{batch.sequence_names[sequence]}, token {position} (id {int(batch.tokens[token])}): "
             f"log-prob {float(batch.engine_logprobs[token]):.6f} by the engine, "
             f"{float(batch.old_logprobs[token]):.6f} by the policy; sync.max_gap is {max_gap:g}. "
-            "The engine samples from other weights than are trained"
+            "The engine samples with other weights than the policy trains"
         )
     return gap

@@ -1,7 +1,7 @@
-"""Reward of a completion, with the soft overlong punishment exactly as in the paper
-(arXiv 2503.14476, eq. 13).
+"""Reward of a completion, with the soft overlong punishment of arXiv 2503.14476, eq. 13.
 
-verl's form goes on below -1 past max_tokens; generation stops there, so both agree in a run.
+verl's penalty falls below -1 past max_tokens. Generation stops at max_tokens, so both are equal
+in a run.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """Reward to add to a completion of `num_tokens` tokens, end-of-sequence included.
+    """Return the penalty to add to the reward of a completion of `num_tokens` tokens.
 
-    0 up to max_tokens - buffer_tokens, then linear down to -1 at max_tokens, -1 beyond.
+    `num_tokens` includes the end-of-sequence token. The penalty is 0 up to max_tokens -
+    buffer_tokens, falls linearly to -1 at max_tokens, and is -1 beyond.
     Raises ValueError unless 0 < buffer_tokens < max_tokens and num_tokens >= 0.
     """
     if not 0 < buffer_tokens < max_tokens:
@@ -26,23 +27,26 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
 
 
 class Reward(NamedTuple):
-    """Reward of one completion, in its two parts."""
+    """Reward of one completion: the grader's score and the overlong penalty."""
 
     score: float
-    """Score by the grader."""
+    """Score from the grader."""
     penalty: float
-    """Overlong penalty, from -1 to 0."""
+    """Overlong penalty, in [-1, 0]."""
 
     @property
     def total(self) -> float:
-        """Sum of both, which advantages are computed from."""
+        """Score plus penalty: the reward that advantages are computed from."""
         return self.score + self.penalty
 
 
 def completion_reward(
     score: float, num_tokens: int, *, penalty: bool, max_tokens: int, buffer_tokens: int
 ) -> Reward:
-    """Return the reward of a completion of `num_tokens` tokens; without `penalty`, the score."""
+    """Return the reward of a completion of `num_tokens` tokens.
+
+    The overlong penalty is 0 if `penalty` is False.
+    """
     if not penalty:
         return Reward(score, 0.0)
     return Reward(

@@ -1,8 +1,8 @@
-"""The rule of dynamic sampling (arXiv 2503.14476, eq. 11): keep a group iff 0 < correct < G.
+"""Dynamic sampling (arXiv 2503.14476, eq. 11): keep a group iff 0 < correct < G.
 
-It judges raw correctness, never the shaped reward. One departure, as in the reference
-implementation: a group of one is kept. It can never be mixed, yet it has an advantage (its
-reward), so it is not without a gradient as a uniform group is.
+The rule uses raw correctness, never the shaped reward. Unlike the paper, but like the reference
+implementation, it keeps a group of one. Such a group is never mixed, but its advantage is its
+reward, so it does have a gradient.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ __all__ = ["Verdict", "verdict"]
 
 
 def verdict(correct: Sequence[bool]) -> Verdict:
-    """MIXED (train on the group), ALL_CORRECT or ALL_WRONG (filter it); MIXED for a group of one.
+    """Return MIXED (train on the group), or ALL_CORRECT or ALL_WRONG (filter it out).
 
-    correct: raw correctness of each completion of one group. Raises ValueError if it is empty.
+    `correct` is the raw correctness of each completion of one group. A group of one is MIXED.
+    Raises ValueError if `correct` is empty.
     """
     if len(correct) == 0:
         raise ValueError("a group without completions has no verdict")

@@ -1,5 +1,4 @@
-"""Checkpoints of a run: written in the background, published whole, proved right before they are
-used."""
+"""Checkpoints of a run: written in the background, published atomically, verified before use."""
 
 from dapo_megatron.checkpoints.folder import fault_of, newest, read_state, restoring
 from dapo_megatron.checkpoints.saver import Checkpoints

@@ -1,19 +1,21 @@
-"""The folder of a run's checkpoints, `checkpoints/step_000012/`. A kill at any moment leaves every
-published checkpoint complete.
+"""The folder of a run's checkpoints, `checkpoints/step_000012/`. Published checkpoints stay
+complete even if the run is killed at any time.
 
-`step_000012_open/` belongs to a run that was stopped in the middle of step 13. It has groups of
-that step, and maybe weights of some of its updates. The run resumes from it until there is a newer
-checkpoint.
+`step_000012_open/` is from a run that was stopped in the middle of step 13. It contains the groups
+of that step, and possibly weights after some of its updates. The run resumes from it until there
+is a newer checkpoint.
 
-Next to published checkpoints there may be `.partial/` (being written, or being deleted),
-`.step_000012.replaced` (until the new one has its name), `step_000012.1` (of a past that is done
-again) and `step_000012.damaged`.
+Next to published checkpoints there may be:
+- `.partial/`: checkpoints that are being written or deleted
+- `.step_000012.replaced`: the old version, until the new one is renamed to `step_000012`
+- `step_000012.1`: a checkpoint from steps that a resumed run does again
+- `step_000012.damaged`: a checkpoint that failed verification
 
-Its manifest.json has every file of a checkpoint with its size and SHA-256:
+The manifest.json of a checkpoint lists all its files with size and SHA-256:
 
     {"files": {"rank_00000.safetensors": [3216, "9f86d0..."], ...}, "sha256": "..."}
 
-The last is the sum of `files` itself, as compact JSON with sorted keys.
+The last entry is the SHA-256 of `files` itself, as compact JSON with sorted keys.
 """
 
 from __future__ import annotations
@@ -43,19 +45,21 @@ _NAME = re.compile(rf"step_(\d{{6,}})({_OPEN})?")
 
 
 def name_of(step: int, *, is_open: bool = False) -> str:
-    """Return the name of the checkpoint after a step; `is_open`: within the step that follows."""
+    """Return the name of the checkpoint after `step`, or with `is_open`, within the next step."""
     return f"step_{step:06d}{_OPEN if is_open else ''}"
 
 
 def place_of(name: str) -> tuple[int, bool]:
-    """Return (step, whether within the step that follows) for a checkpoint's name. Checkpoints are
-    ordered by it. What is appended to the name of one set aside does not count."""
+    """Return (step, is within the next step) for a checkpoint's name, which is their sort key.
+
+    Suffixes such as `.1` and `.damaged` are ignored. Other names give (0, False).
+    """
     match = _NAME.match(name)
     return (int(match[1]), match[2] is not None) if match else (0, False)
 
 
 def published(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of everything with a checkpoint's name, newest first."""
+    """Return (step, folder) for all entries with a checkpoint's name, newest first."""
     if not checkpoints.exists():
         return []
     paths = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name)]
@@ -64,32 +68,35 @@ def published(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def newest(checkpoints: Path) -> Path | None:
-    """Return the newest published checkpoint of a folder, or None. It is not verified."""
+    """Return the newest published checkpoint, or None. It is not verified."""
     paths = (path for _, path in published(checkpoints) if (path / STATE).exists())
     return next(paths, None)
 
 
 def recover_checkpoints(checkpoints: Path) -> None:
-    """Complete what a kill interrupted. Half-written and half-deleted checkpoints are deleted, and
-    one that was about to be replaced gets its name back."""
-    for replaced in checkpoints.glob("step_*.replaced"):  # as older versions named them
+    """Clean up after a kill: delete partially written or deleted checkpoints, and rename a
+    checkpoint back whose replacement was not completed."""
+    for replaced in checkpoints.glob("step_*.replaced"):  # the name that older versions used
         replaced.rename(replaced_by(replaced.with_suffix("")))
     for replaced in checkpoints.glob(".step_*.replaced"):
         recover(checkpoints / replaced.stem.removeprefix("."))
-    # The second: as older versions named them.
-    for half in (checkpoints / PARTIAL, *checkpoints.glob("step_*.partial")):
-        if half.exists():
-            shutil.rmtree(half)
+    # Older versions used the names step_*.partial.
+    for partial in (checkpoints / PARTIAL, *checkpoints.glob("step_*.partial")):
+        if partial.exists():
+            shutil.rmtree(partial)
 
 
 def prune(checkpoints: Path, graveyard: Path, *, keep: int, keep_every: int | None) -> None:
-    """Delete all except the newest `keep` and those of steps that are multiples of `keep_every`.
-    One within a step does not count, and is deleted unless it is the newest of all."""
-    everything = published(checkpoints)
-    between = [(step, path) for step, path in everything if not _is_open(path)]
-    old = [path for step, path in between[keep:] if keep_every is None or step % keep_every]
-    for path in (*old, *(path for _, path in everything[1:] if _is_open(path))):
-        # Renamed first: a half-deleted folder must not look like a checkpoint.
+    """Delete all checkpoints except the newest `keep` and multiples of `keep_every` steps.
+
+    A checkpoint within a step does not count towards `keep`. It is deleted unless it is the newest
+    of all.
+    """
+    all_checkpoints = published(checkpoints)
+    between_steps = [(step, path) for step, path in all_checkpoints if not _is_open(path)]
+    old = [path for step, path in between_steps[keep:] if keep_every is None or step % keep_every]
+    for path in (*old, *(path for _, path in all_checkpoints[1:] if _is_open(path))):
+        # Rename first, because a partially deleted folder must not look like a checkpoint.
         shutil.rmtree(path.rename(graveyard / f"{path.name}.old"))
 
 
@@ -98,7 +105,7 @@ def _is_open(path: Path) -> bool:
 
 
 def free_name(path: Path) -> Path:
-    """Return `path`, or the first of PATH.1, PATH.2, ... that is free."""
+    """Return `path`, or the first of PATH.1, PATH.2, ... that does not exist."""
     free, number = path, 0
     while free.exists():
         number += 1
@@ -107,13 +114,16 @@ def free_name(path: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the state saved with a checkpoint. Raises CheckpointError naming the file."""
+    """Return the content of a checkpoint's state.json. Raises CheckpointError naming the file."""
     return read_json(checkpoint / STATE, "not a checkpoint's state")
 
 
 @contextmanager
 def restoring(checkpoint: Path | None) -> Iterator[None]:
-    """Name the file if its state, valid JSON, is not of the form that the caller restores."""
+    """Convert errors of a block that restores a state into CheckpointError naming state.json.
+
+    Such an error means that the file is valid JSON with unexpected content.
+    """
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -121,7 +131,7 @@ def restoring(checkpoint: Path | None) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"{checkpoint / STATE}: not a state that this version can restore ({error!r:.200}); "
-            "resume from another checkpoint, or with the version that wrote it"
+            "resume from another checkpoint, or use the version that wrote it"
         ) from error
 
 
@@ -129,14 +139,16 @@ def restoring(checkpoint: Path | None) -> Iterator[None]:
 
 
 def entry_of(path: Path) -> Entry:
-    """Read a file through. Raises OSError."""
+    """Return size and SHA-256 of a file. Raises OSError."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
-    """Write manifest.json for all files in `folder`. Those not `known` are read for it, and all of
-    them are synced to disk."""
+    """Write manifest.json for all files in `folder`, and sync them to disk.
+
+    Files whose entry is not in `known` are read to compute their SHA-256.
+    """
     files = dict(known)
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -147,7 +159,10 @@ def write_manifest(folder: Path, known: Mapping[str, Entry]) -> None:
 
 
 def has_manifest(checkpoint: Path) -> bool:
-    """Return False for checkpoints of versions that wrote no manifest."""
+    """Return whether a checkpoint has a manifest or its state requires one.
+
+    Checkpoints of old versions have none.
+    """
     return (checkpoint / MANIFEST).exists() or bool(read_state(checkpoint).get("manifest"))
 
 
@@ -157,54 +172,58 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
     manifest = read_json(path, "not a manifest")
     files = manifest.get("files")
     if not isinstance(files, dict) or _sum_of(files) != manifest.get("sha256"):
-        raise CheckpointError(f"{path}: not as it was written (its own sum differs)")
+        raise CheckpointError(f"{path}: its own checksum differs")
     for name, entry in files.items():
         if not isinstance(entry, list) or [type(field) for field in entry] != [int, str]:
             raise CheckpointError(f"{path}: the entry of {name} is not [bytes, SHA-256]")
-        # hf/model.safetensors is a name too.
+        # Names with a folder, such as hf/model.safetensors, are valid.
         if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
-            raise CheckpointError(f"{path}: names {name!r}, which is not in the checkpoint")
+            raise CheckpointError(f"{path}: lists {name!r}, which is outside of the checkpoint")
     return {name: (entry[0], entry[1]) for name, entry in files.items()}
 
 
 def fault_of(checkpoint: Path, exchange: Exchange) -> str | None:
-    """Return what is wrong with a published checkpoint, as `file: what`, or None. All ranks read
-    the files together, each its share. Collective, with the same answer everywhere."""
+    """Return the first fault of a published checkpoint, as "file: fault", or None.
+
+    Each rank reads and verifies a share of the files. Collective; all ranks return the same result.
+    """
     try:
-        files = on_rank0(exchange, lambda: _listed(checkpoint))
+        files = on_rank0(exchange, lambda: _checked_entries(checkpoint))
     except CheckpointError as error:
         return str(error)
     files = exchange.broadcast(files or {}, dict[str, Entry])
-    mine = sorted(files)[exchange.rank :: exchange.world_size]
-    faults = (_differs(checkpoint / name, files[name]) for name in mine)
+    names = sorted(files)[exchange.rank :: exchange.world_size]
+    faults = (_file_fault(checkpoint / name, files[name]) for name in names)
     first_faults = exchange.all_gather(next(filter(None, faults), None), str | None)
     return next(filter(None, first_faults), None)
 
 
-def _listed(checkpoint: Path) -> dict[str, Entry]:
-    """Return the entries of a checkpoint whose files are all there, with their sizes. Without a
-    manifest there are none. Raises CheckpointError."""
+def _checked_entries(checkpoint: Path) -> dict[str, Entry]:
+    """Return the manifest's entries, after checking that all files exist with the right size.
+
+    Returns no entries for a checkpoint without a manifest. Raises CheckpointError.
+    """
     read_state(checkpoint)
     if not has_manifest(checkpoint):
         return {}
     files = read_manifest(checkpoint)
     if STATE not in files:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: does not name {STATE}")
+        raise CheckpointError(f"{checkpoint / MANIFEST}: does not list {STATE}")
     for name, (num_bytes, _) in files.items():
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing")
         if (size := path.stat().st_size) != num_bytes:
-            raise CheckpointError(f"{path}: {size:,} bytes, {num_bytes:,} were written")
+            raise CheckpointError(f"{path}: has {size:,} bytes, but {num_bytes:,} were written")
     return files
 
 
-def _differs(path: Path, entry: Entry) -> str | None:
+def _file_fault(path: Path, entry: Entry) -> str | None:
     try:
         is_same = entry_of(path) == entry
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror})"
-    return None if is_same else f"{path}: not what was written (its SHA-256 differs)"
+    return None if is_same else f"{path}: its SHA-256 differs from the manifest"
 
 
 def _sum_of(files: Mapping[str, object]) -> str:

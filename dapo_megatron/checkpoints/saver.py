@@ -1,9 +1,9 @@
-"""Saving without waiting for the disk: a copy in memory, then a thread that writes it.
+"""Background saving: copy the state to host memory, then write it in a thread.
 
-`copy` copies, and `save` returns a function that starts the thread. The thread of each rank writes
-its part, all ranks agree, over an exchange of their own, that every part is on disk, and rank 0
-publishes. A disk that is full, or fails, costs that one checkpoint: the run goes on with the older
-ones.
+`copy` makes the copy. `save` returns a function that starts the thread. The thread of each rank
+writes its part. The threads have their own exchange, with which all ranks confirm that every part
+is on disk; rank 0 then publishes the checkpoint. If the disk is full or fails, only this checkpoint
+is lost, and the run continues with the older ones.
 """
 
 from __future__ import annotations
@@ -32,70 +32,71 @@ HF = "hf"
 
 
 class Export(Protocol):
-    """Another format of a checkpoint, made from its files. Methods raise OSError or DapoError."""
+    """Export of a checkpoint to another format. Methods raise OSError or DapoError."""
 
     num_bytes: int
-    """Size of all its files together."""
+    """Total size of the exported files."""
 
     def create(self, target: Path) -> None:
-        """Start it in an empty folder. Called on one rank."""
+        """Create the files in an empty folder. Called on one rank."""
         ...
 
     def write(self, source: Path, target: Path, rank: int, num_ranks: int) -> None:
-        """Write a rank's share of the checkpoint `source`. Called on all ranks at once."""
+        """Write this rank's share of the checkpoint `source`. Called on all ranks concurrently."""
         ...
 
     def finish(self, target: Path) -> None:
-        """Complete it when all ranks have written. Called on one rank."""
+        """Make the files valid after all ranks have written. Called on one rank."""
         ...
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A checkpoint to be."""
+    """A checkpoint to write."""
 
     step: int
     name: str
     part: Snapshot
     state: str
-    """Text of state.json, made at once because the state goes on changing."""
+    """Content of state.json. Encoded before the thread starts, because training changes the
+    state."""
 
 
 @dataclass
 class Checkpoints:
-    """protocols.Checkpoints in a run's folder. Every method is called by all ranks."""
+    """Implementation of protocols.Checkpoints. All ranks call every method."""
 
     config: Config
     folder: Path
-    """<run>/checkpoints, which all ranks share."""
+    """<run>/checkpoints, on a file system that all ranks share."""
     exchange: Exchange
     background: Exchange
-    """Exchange of the writing threads only."""
+    """Exchange for the writing threads."""
     snapshot: Callable[[], Snapshot]
-    """Copies this rank's part."""
+    """Copies this rank's part of the state to host memory."""
     attempt: str = "0"
-    """Name of this start, on rank 0. Partial checkpoints are written under it."""
+    """Name of this attempt; used on rank 0. Checkpoints are written to `.partial/<attempt>/`."""
     check_owner: Callable[[], None] = lambda: None
-    """Raises Fenced when another attempt has taken the run's folder. Called on rank 0."""
+    """Raises Fenced if another attempt owns the run's folder. Called on rank 0."""
     note: Callable[[str], None] = lambda _: None
     """Shows a line to the user."""
     export: Export | None = None
     describe: Callable[[Path], None] = lambda _: None
     """Copies config.json and tokenizer into a folder, so that a checkpoint can be read without the
-    model it came from."""
+    original model."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Saved with every checkpoint (the MLflow run id)."""
+    """Values to save with every checkpoint (the MLflow run id)."""
 
     def __post_init__(self) -> None:
-        self._begun = time.monotonic()
+        self._last_save = time.monotonic()
         self._thread: threading.Thread | None = None
         self._part: Snapshot | None = None
         self._failure: str | None = None
         self._error: BaseException | None = None
 
     def due(self, step: int) -> bool:
-        """Return True every `checkpoint.every` steps, after the last step, and when rank 0's last
-        save began `checkpoint.max_minutes` ago."""
+        """Return whether to save after `step`: every `checkpoint.every` steps, after the last step,
+        and if rank 0's last save started at least `checkpoint.max_minutes` ago. Collective."""
         numbers = self.config.checkpoint
         if step == self.config.train.rollout_steps:
             return True
@@ -103,45 +104,51 @@ class Checkpoints:
             return True
         if numbers.max_minutes is None:
             return False
-        elapsed = time.monotonic() - self._begun
+        elapsed = time.monotonic() - self._last_save
         return self.exchange.broadcast(elapsed >= 60 * numbers.max_minutes, bool)
 
     def copy(self) -> None:
-        """Copy what a rank holds now, for the `save` that follows. By then the policy may have been
-        offloaded. Waits first for a write still under way, and its memory."""
+        """Copy this rank's state for the following `save`, before the policy is offloaded.
+
+        First waits for the previous write, whose copy still occupies host memory.
+        """
         self._join()
         self._part = self.snapshot()
 
     def save(
         self, step: int, state: Mapping[str, Any], *, is_open: bool = False
     ) -> Callable[[], None]:
-        """Return a function that writes and publishes the copy, which is made now if there is none.
-        `is_open`: the checkpoint is within the next step. It does not replace the one of `step`,
-        and is kept until there is a newer one. Waits first for a write still under way.
-        Collective."""
+        """Return a function that starts writing and publishing the copy. Collective.
+
+        The copy is made now if `copy` was not called. `is_open` marks a checkpoint within the next
+        step: it does not replace the checkpoint of `step`, and is kept until there is a newer one.
+        First waits for the previous write.
+        """
         self._join()
         part, self._part = self._part or self.snapshot(), None
-        self._begun = time.monotonic()
+        self._last_save = time.monotonic()
         text = ""
         if self.exchange.rank == 0:
             text = json.dumps({**state, **self.extra, "manifest": True})
         job = _Job(step, folders.name_of(step, is_open=is_open), part, text)
 
         def start() -> None:
-            # A daemon thread, because a run that fails must not wait for the disk.
+            # A daemon thread, so that a failing run does not wait for the disk.
             self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
             self._thread.start()
 
         return start
 
     def wait(self) -> None:
-        """Wait at the end of a run until nothing is under way. Raises CheckpointError on all ranks
-        if the last checkpoint could not be written."""
+        """Wait until the last checkpoint is written, at the end of a run.
+
+        Raises CheckpointError on all ranks if it could not be written.
+        """
         self._join()
         if self._failure is not None:
             raise CheckpointError(
-                f"{self._failure}. The run ends without it: once that is mended, resume=auto goes "
-                "on from what there is"
+                f"{self._failure}. The run ends without this checkpoint. Fix the cause, then "
+                "resume=auto continues from the newest checkpoint"
             )
 
     def _join(self) -> None:
@@ -157,11 +164,12 @@ class Checkpoints:
         try:
             self._failure = self._write(job)
         except BaseException as error:
-            self._error = error  # raised again where the run can see it
+            self._error = error  # `_join` raises it again in the main thread
             raise
 
     def _write(self, job: _Job) -> str | None:
-        """Write and publish. Return what went wrong, the same on all ranks, or None."""
+        """Write and publish a checkpoint. Return the reason of a failure, the same on all ranks, or
+        None."""
         needed = sum(self.background.all_gather(job.part.num_bytes, int))
         needed += self.export.num_bytes if self.export else 0
         partial = self.folder / folders.PARTIAL / self.attempt / job.name
@@ -173,7 +181,8 @@ class Checkpoints:
             on_rank0(self.background, self.check_owner)
             self._rank0(lambda: publish_folder(partial, self.folder / partial.name))
         except CheckpointError as error:
-            # A new owner deletes what others were writing. Unlike a full disk, that ends the run.
+            # A new owner of the run deletes partial checkpoints of other attempts, which makes
+            # writing fail. Unlike a full disk, this must end the run.
             on_rank0(self.background, self.check_owner)
             return self._give_up(partial, needed, "; ".join(str(error).splitlines()))
         if self.background.rank == 0:
@@ -192,18 +201,21 @@ class Checkpoints:
 
         def write() -> dict[str, Entry]:
             job.part(partial)
-            sums = job.part.sums
-            return {name: ((partial / name).stat().st_size, sums[name]) for name in sums}
+            checksums = job.part.sums
+            return {
+                name: ((partial / name).stat().st_size, checksum)
+                for name, checksum in checksums.items()
+            }
 
         entries = self._all_ranks(write)
         if self.export is not None:
             self._rank0(lambda: self.describe(partial))
             entries |= self._export(self.export, partial)
-        everyone = self.background.all_gather(entries, dict[str, Entry])
-        return {name: entry for of_rank in everyone for name, entry in of_rank.items()}
+        by_rank = self.background.all_gather(entries, dict[str, Entry])
+        return {name: entry for rank_entries in by_rank for name, entry in rank_entries.items()}
 
     def _export(self, export: Export, partial: Path) -> dict[str, Entry]:
-        """Write the other format. Return the entries of the files that this rank has read."""
+        """Write the export. Return the manifest entries of this rank's share of its files."""
         target, rank, num_ranks = partial / HF, self.background.rank, self.background.world_size
 
         def create() -> None:
@@ -217,8 +229,8 @@ class Checkpoints:
         self._rank0(create)
         self._all_ranks(lambda: export.write(partial, target, rank, num_ranks))
         names = self.background.broadcast(self._rank0(finish) or [], list[str])
-        mine = names[rank::num_ranks]
-        return self._all_ranks(lambda: {f"{HF}/{name}": entry_of(target / name) for name in mine})
+        share = names[rank::num_ranks]
+        return self._all_ranks(lambda: {f"{HF}/{name}": entry_of(target / name) for name in share})
 
     def _finish(self, job: _Job, partial: Path, known: Mapping[str, Entry]) -> None:
         if self.export is None:
@@ -227,36 +239,37 @@ class Checkpoints:
         write_manifest(partial, known)
 
     def _give_up(self, partial: Path, needed: int, why: str) -> str:
-        situation = self._situation()
+        disk_status = self._disk_status()
         if self.background.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        text = f"{partial.name} was NOT saved: {why}; it needs {needed:,} bytes, {situation}"
+        text = f"{partial.name} was NOT saved: {why}; it needs {needed:,} bytes, {disk_status}"
         text = self.background.broadcast(text, str)
-        self._say(f"CHECKPOINT FAILED: {text}")
+        self._report(f"CHECKPOINT FAILED: {text}")
         return text
 
-    def _say(self, text: str) -> None:
-        """Write to this rank's log and to the user. The logs may be on the disk that is full, and
-        an unheard message is no reason to end the run."""
+    def _report(self, text: str) -> None:
+        """Write to this rank's log and to the user. Ignores errors, because the log may be on the
+        full disk, and a lost message is no reason to end the run."""
         with suppress(OSError):
             os.write(2, f"{text}\n".encode())
         with suppress(OSError):
             self.note(text)
 
-    def _situation(self) -> str:
+    def _disk_status(self) -> str:
         try:
-            free, kept = shutil.disk_usage(self.folder).free, folders.newest(self.folder)
+            free, newest = shutil.disk_usage(self.folder).free, folders.newest(self.folder)
         except OSError as error:
-            return f"and {self.folder} cannot be looked at ({error.strerror})"
-        newest = f"the newest checkpoint remains {kept}" if kept else "there is no older checkpoint"
-        return f"{free:,} are free; {newest}"
+            return f"and {self.folder} cannot be read ({error.strerror})"
+        if newest is None:
+            return f"{free:,} are free; there is no older checkpoint"
+        return f"{free:,} are free; the newest checkpoint remains {newest}"
 
     def _prune(self, graveyard: Path) -> None:
         numbers = self.config.checkpoint
         try:
             folders.prune(self.folder, graveyard, keep=numbers.keep, keep_every=numbers.keep_every)
         except OSError as error:
-            self._say(f"an old checkpoint could not be deleted: {error}")
+            self._report(f"an old checkpoint could not be deleted: {error}")
 
     def _rank0(self, action: Callable[[], Result]) -> Result | None:
         return on_rank0(self.background, lambda: self._guarded(action))
@@ -265,7 +278,8 @@ class Checkpoints:
         return on_all_ranks(self.background, lambda: self._guarded(action))
 
     def _guarded(self, action: Callable[[], Result]) -> Result:
-        """Raise CheckpointError for every failure that costs only this checkpoint."""
+        """Run `action`. Convert OSError and DapoError into CheckpointError, which fails this
+        checkpoint only."""
         try:
             return action()
         except OSError as error:

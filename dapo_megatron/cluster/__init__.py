@@ -1,2 +1,2 @@
-"""The machines and processes under a run: starting ranks, their collectives, signals, watchdog and
+"""Processes and machines of a run: starting ranks, their collectives, signals, watchdog and
 heartbeat, instruments, child processes and scratch folders."""

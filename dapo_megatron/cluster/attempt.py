@@ -1,8 +1,8 @@
-"""Which start of a run this is, and with which code it ends.
+"""Attempts: the name of this start of a run, its exit codes, and the log of all starts.
 
-A run may be started many times: by hand, by Slurm after a requeue. Slurm gives the same job id
-again, and a node that was cut off may still run an older start, so that everything a start writes
-for itself is named by its attempt.
+A run may be started many times, by hand or by Slurm after a requeue. A requeued job keeps its job
+id, and a node that lost its connection may still run an older start. So the files of a start
+contain its attempt name.
 """
 
 from __future__ import annotations
@@ -20,27 +20,32 @@ from dapo_megatron.files import parse_json, read_json
 from dapo_megatron.types import CheckpointError, ConfigError, Fenced
 
 STOPPED = 75
-"""Exit code: stopped by a signal, saved; start again with resume=auto (EX_TEMPFAIL of sysexits)."""
+"""Exit code: stopped by a signal and saved; resume=auto continues (EX_TEMPFAIL of sysexits)."""
 FENCED = 97
-"""Exit code: a later attempt owns the run's folder."""
+"""Exit code: a newer attempt owns the run's folder."""
 HUNG = 98
-"""Exit code: the watchdog ended this rank, or the deadline after a signal passed."""
+"""Exit code: the watchdog ended this rank, or it missed the deadline after a signal."""
 
 MAX_CRASHES = 3
-"""Starts of one Slurm job in a row that may crash or hang without a newer checkpoint."""
+"""Maximum number of consecutive starts of one Slurm job that crash or hang without a newer
+checkpoint."""
 MAX_CUT_SHORT = 20
-"""Starts in a row that may be cut short (preempted without time to save) without one."""
+"""Maximum number of consecutive starts of one Slurm job without a newer checkpoint, including those
+that were cut short (preempted without time to save)."""
 
 OWNER = ".owner"
-"""File in a run's folder that names the attempt which owns it."""
+"""File in a run's folder that names the attempt that owns the folder."""
 
 _ATTEMPT = "DAPO_MEGATRON_ATTEMPT"
-_BEGAN = time.strftime("%Y%m%d-%H%M%S")  # of this process: its start has one name
+_START_TIME = time.strftime("%Y%m%d-%H%M%S")  # once per process, so that its attempt has one name
 
 
 def attempt(environ: Mapping[str, str] = os.environ) -> str:
-    """Name of this start, the same on all its ranks: what `launch` or slurm/train.sbatch gave them,
-    else by Slurm's job id and restart count, or torchrun's, else the time."""
+    """Return the name of this start, the same on all its ranks.
+
+    It is the name from `launch` or slurm/train.sbatch. Without one it is made from torchrun's run
+    id and restart count, or from Slurm's job id and restart count, or from the start time.
+    """
     if name := environ.get(_ATTEMPT):
         return name
     if run := environ.get("TORCHELASTIC_RUN_ID"):
@@ -48,20 +53,19 @@ def attempt(environ: Mapping[str, str] = os.environ) -> str:
         return f"{run}-{address}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if job := environ.get("SLURM_JOB_ID"):
         return f"{job}.{environ.get('SLURM_RESTART_COUNT', '0')}"
-    return _BEGAN
+    return _START_TIME
 
 
 def attempt_variable() -> dict[str, str]:
-    """For the environment of ranks that this process starts."""
+    """Return the environment variable that gives child ranks this process's attempt name."""
     return {_ATTEMPT: attempt()}
 
 
 def check_owner(folder: Path, attempt: str) -> None:
-    """Raise Fenced if another attempt has taken the run's folder: nothing may be written into it
-    any more.
+    """Raise Fenced if another attempt owns the run's folder, which must then not be written to.
 
-    Reads one small file. One that is missing or cannot be read proves nothing: who takes the folder
-    replaces it as a whole.
+    Reads one small file. A missing or unreadable file is ignored, because a new owner replaces the
+    file atomically.
     """
     try:
         owner = read_json(folder / OWNER).get("attempt")
@@ -69,53 +73,65 @@ def check_owner(folder: Path, attempt: str) -> None:
         return
     if owner is not None and owner != attempt:
         raise Fenced(
-            f"{folder} was taken by attempt {owner}; this is attempt {attempt}, cut off meanwhile: "
-            "it publishes nothing and ends"
+            f"{folder} was taken by attempt {owner}, so this attempt ({attempt}) writes nothing "
+            "more and exits"
         )
 
 
-def begin_attempt(book: Path, step: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Note in the file `book` that an attempt begins after rollout step `step`.
+def begin_attempt(attempts_file: Path, step: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Record in `attempts_file` that an attempt starts after rollout step `step`.
 
-    Raises ConfigError where a job that Slurm requeues again and again gets no further: it would
-    take its nodes for ever.
+    Raises ConfigError if a Slurm job was requeued many times without progress, because it would
+    otherwise occupy its nodes forever.
     """
     job = environ.get("SLURM_JOB_ID")
-    alike = takewhile(
-        lambda one: one["job"] == job and one["step"] == step, reversed(read_attempts(book))
+    without_progress = takewhile(
+        lambda past: past["job"] == job and past["step"] == step,
+        reversed(read_attempts(attempts_file)),
     )
     ends = [
-        one.get("end", "cut short")
-        for one in takewhile(lambda one: one.get("end") != "stopped", alike)
+        past.get("end", "cut short")
+        for past in takewhile(lambda past: past.get("end") != "stopped", without_progress)
     ]
     crashes = ends.count("crashed") + ends.count("hung")
     if job and (crashes >= MAX_CRASHES or len(ends) >= MAX_CUT_SHORT):
         raise ConfigError(
             f"{len(ends)} starts of job {job} ended after step {step} without a newer checkpoint, "
-            f"{crashes} of them by a crash or a hang, so it is not tried again. `doctor run "
-            f"{book.parent}` says what happened; if they were preempted, checkpoint.max_minutes "
-            "makes it save more often. Submit it anew once that is mended"
+            f"{crashes} of them by a crash or a hang, so this start is refused. Run `doctor run "
+            f"{attempts_file.parent}` to find the reason; if the starts were preempted, set "
+            "checkpoint.max_minutes to save more often. Then submit a new job"
         )
-    with suppress(OSError):  # of a full disk more will be heard
-        _append(book, {"attempt": attempt(environ), "job": job, "step": step, "time": time.time()})
+    with suppress(OSError):  # a full disk is reported later, when a checkpoint is saved
+        _append(
+            attempts_file,
+            {"attempt": attempt(environ), "job": job, "step": step, "time": time.time()},
+        )
 
 
-def end_attempt(book: Path, end: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Note how this attempt ended: stopped (it may be started again any number of times), crashed
-    or hung. Without a note it was cut short. Never raises: the run is ending."""
-    _note(book, {"end": end, "time": time.time()}, environ)
+def end_attempt(attempts_file: Path, end: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Record how this attempt ended: stopped, crashed or hung.
+
+    A stopped run may be started again any number of times. An attempt without this record was cut
+    short. Never raises OSError, because the run is ending.
+    """
+    _update(attempts_file, {"end": end, "time": time.time()}, environ)
 
 
-def close_attempt(book: Path, status: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Note the status that MLflow is to show for this attempt. Never raises: the run is ending."""
-    _note(book, {"status": status, "closed": time.time()}, environ)
+def close_attempt(
+    attempts_file: Path, status: str, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Record the MLflow status of this attempt. Never raises OSError, because the run is ending."""
+    _update(attempts_file, {"status": status, "closed": time.time()}, environ)
 
 
-def read_attempts(book: Path) -> list[dict[str, Any]]:
-    """Return all attempts, oldest first, each with its latest note and `began`, the time of its
-    first one. A line that is damaged, as by a full disk or a kill, is skipped."""
+def read_attempts(attempts_file: Path) -> list[dict[str, Any]]:
+    """Return all attempts, oldest first, each with its latest values and its start time `began`.
+
+    Damaged lines, for example from a full disk or a kill, are skipped.
+    """
     attempts: list[dict[str, Any]] = []
-    for line in book.read_text(encoding="utf-8").splitlines() if book.exists() else ():
+    text = attempts_file.read_text(encoding="utf-8") if attempts_file.exists() else ""
+    for line in text.splitlines():
         try:
             value = parse_json(line)
             name, began = value["attempt"], float(value["time"])
@@ -124,20 +140,23 @@ def read_attempts(book: Path) -> list[dict[str, Any]]:
             continue
         if is_first:
             attempts.append({**value, "began": began})
-        for one in reversed(attempts):
-            if one["attempt"] == name:
-                one.update(value)
+        for recorded in reversed(attempts):
+            if recorded["attempt"] == name:
+                recorded.update(value)
                 break
     return attempts
 
 
-def _note(book: Path, values: dict[str, Any], environ: Mapping[str, str]) -> None:
+def _update(attempts_file: Path, values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Append a line with the current values of this attempt, updated by `values`."""
+    name = attempt(environ)
     with suppress(OSError):
-        mine = [one for one in read_attempts(book) if one["attempt"] == attempt(environ)]
-        if mine:
-            _append(book, {name: mine[-1][name] for name in mine[-1] if name != "began"} | values)
+        starts = [past for past in read_attempts(attempts_file) if past["attempt"] == name]
+        if starts:
+            current = {key: value for key, value in starts[-1].items() if key != "began"}
+            _append(attempts_file, current | values)
 
 
-def _append(book: Path, value: dict[str, Any]) -> None:
-    with book.open("a", encoding="utf-8") as file:
-        file.write("\n" + json.dumps(value))  # whatever half line there is before
+def _append(attempts_file: Path, value: dict[str, Any]) -> None:
+    with attempts_file.open("a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps(value))  # a new line, because the last one may be incomplete

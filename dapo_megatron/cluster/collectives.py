@@ -1,12 +1,11 @@
-"""Values between ranks, as typed data, and work that fails on all ranks together.
+"""Collectives for typed values, and work that fails on all ranks together.
 
-Values are MessagePack that is checked against a type on arrival.
+Values are sent as MessagePack and checked against a type by the receiver. A rank never unpickles a
+message of another rank, because unpickling can run code. Unlike JSON, MessagePack keeps NaN,
+infinity and every bit of a float.
 
-A rank never unpickles what another rank sends: a pickle runs code. A message can only become the
-type that the receiver names. Unlike JSON, MessagePack keeps NaN, infinity and every bit of a float.
-
-Types: numbers, str, bytes, None, list, tuple, dict, enums, (frozen) dataclasses, named tuples,
-Path and torch.dtype. An int that is sent for a float arrives as a float.
+Supported types: numbers, str, bytes, None, list, tuple, dict, enums, dataclasses, named tuples,
+Path and torch.dtype. An int that is sent as a float arrives as a float.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """A DapoError as plain values: what ranks send each other to raise it everywhere."""
+    """Serializable form of a DapoError, which lets every rank raise the error of one rank."""
 
     kind: str
     """Name of a class in types.py."""
@@ -45,25 +44,26 @@ class ErrorRecord:
 
     @staticmethod
     def of(error: DapoError | None) -> ErrorRecord | None:
-        """Return the record of an error. A class of another file counts as its base class there."""
+        """Return the record of an error. A class that types.py does not define is recorded as its
+        base class in types.py."""
         if error is None:
             return None
         kinds = (kind.__name__ for kind in type(error).__mro__)
         return ErrorRecord(next(kind for kind in kinds if kind in _ERRORS), str(error))
 
     def error(self) -> DapoError:
-        """Return the error; a DapoError for a kind that is not known here."""
+        """Return the error; a plain DapoError if `kind` is unknown."""
         return _ERRORS.get(self.kind, DapoError)(self.text)
 
 
 NAMED = 5
-"""Reasons that an error of several ranks lists."""
+"""Maximum number of ranks whose reasons an error lists."""
 
 
 def on_rank0(exchange: Exchange, action: Callable[[], T]) -> T | None:
-    """Do something on rank 0 only and return its result there. Collective.
+    """Run `action` on rank 0 only. Return its result on rank 0 and None on other ranks. Collective.
 
-    Its DapoError is raised on every rank, so that no rank waits for one that has given up.
+    A DapoError of `action` is raised on every rank, so that no rank waits for a failed rank 0.
     """
     result, error = None, None
     if exchange.rank == 0:
@@ -77,11 +77,11 @@ def on_rank0(exchange: Exchange, action: Callable[[], T]) -> T | None:
 
 
 def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable[object] = ()) -> T:
-    """Do something that may fail on some ranks: then all of them raise, with the reasons.
-    Collective.
+    """Run `action` on every rank and return this rank's result. Collective.
 
-    `drain` is finished even so: it is a collective iteration that the other ranks are in. Anything
-    but a DapoError ends this rank, and its launcher the others.
+    If it raises a DapoError on some ranks, all ranks raise an error with their reasons. `drain` is
+    a collective iteration that is always finished, because the other ranks take part in it. An
+    exception other than DapoError ends this rank; the launcher then ends the others.
     """
     result, error = None, None
     try:
@@ -100,12 +100,12 @@ def on_all_ranks(exchange: Exchange, action: Callable[[], T], *, drain: Iterable
 
 
 def encode(value: object) -> bytes:
-    """Return `value` as a message. Raises TypeError for a type that no message can hold."""
+    """Return `value` as a message. Raises TypeError for an unsupported type."""
     try:
         return _encoder().encode(value)
     except UnicodeEncodeError:
-        # UTF-8 has no lone surrogates. A grader's text or a file name may contain one, and a run
-        # must not end because of it.
+        # UTF-8 cannot encode lone surrogates. A grader's text or a file name may contain one, and
+        # this must not end the run.
         plain = msgspec.to_builtins(value, enc_hook=_plain, builtin_types=(bytes,))
         return _encoder().encode(_without_surrogates(plain))
 
@@ -122,8 +122,10 @@ def decode(message: bytes | memoryview, of: Any, rank: int) -> Any:
 
 
 def all_gather(value: T, of: object, group: Any) -> list[T]:
-    """Return the value of each rank of a gloo group, in rank order. `of`: the type of the values.
-    Collective. Raises RankError for a message that does not have it, on every rank."""
+    """Return the value of each rank of a gloo group, in rank order. Collective.
+
+    `of` is the type of the values. Raises RankError on every rank if a message does not have it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -141,7 +143,7 @@ def all_gather(value: T, of: object, group: Any) -> list[T]:
 
 
 def broadcast(value: T, of: object, group: Any) -> T:
-    """Return rank 0's value on every rank of a gloo group. See `all_gather`."""
+    """Return rank 0's value on every rank of a gloo group. Collective. See `all_gather`."""
     import torch
     import torch.distributed as dist
 
@@ -156,7 +158,7 @@ def broadcast(value: T, of: object, group: Any) -> T:
 
 
 def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
-    """Reduce `tensor` over `group`, in place. None or a group of one rank does nothing."""
+    """All-reduce `tensor` over `group`, in place. Does nothing for None or a group of one rank."""
     import torch.distributed as dist
 
     if group is not None and group.size() > 1:
@@ -172,14 +174,14 @@ def _encoder() -> msgspec.msgpack.Encoder:
 def _decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
     import torch
 
-    # msgspec evaluates the annotations of a class in its module, and types.py imports torch for the
-    # type checker only.
+    # msgspec evaluates a class's annotations in the namespace of its module, and types.py imports
+    # torch for the type checker only.
     vars(types)["torch"] = torch
     return msgspec.msgpack.Decoder(of, dec_hook=_special)
 
 
 def _plain(value: Any) -> str:
-    """Return what stands for a value of a type that msgspec does not know."""
+    """Return a string for a value of a type that msgspec does not support."""
     import torch
 
     if isinstance(value, Path):
@@ -190,7 +192,7 @@ def _plain(value: Any) -> str:
 
 
 def _special(kind: type, value: Any) -> Any:
-    """Undo `_plain`."""
+    """Return the value that `_plain` converted to a string."""
     import torch
 
     if kind is Path and isinstance(value, str):
@@ -201,7 +203,7 @@ def _special(kind: type, value: Any) -> Any:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """Replace lone surrogates in all strings by U+FFFD."""
+    """Return `value` with lone surrogates in all strings replaced by U+FFFD."""
     if isinstance(value, str):
         return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, dict):

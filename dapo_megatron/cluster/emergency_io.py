@@ -1,11 +1,12 @@
-"""What a rank reports before it ends by itself, wherever it hangs.
+"""Diagnostics of a hanging rank: stacks, last collectives, and writes that cannot block its exit.
 
-Its log or its disk may be what hangs, so nothing is written but in a thread that is waited for no
-longer than a given time, and never by a thread that holds the interpreter while it writes (as
-faulthandler does): none other could then end the process.
+The log or the disk may be the cause of the hang. So all writes run in a separate thread with a
+timeout. They never hold the GIL while writing, as faulthandler does, because then no thread could
+end the process.
 
-torch 2.13 records gloo's collectives in every build and NCCL's in CUDA builds, by default
-(TORCH_FR_BUFFER_SIZE entries). torch is not imported here: a rank may hang before it did.
+torch 2.13 records the last TORCH_FR_BUFFER_SIZE collectives by default, gloo's in every build and
+NCCL's in CUDA builds. This module does not import torch, because a rank may hang before it has
+imported torch.
 """
 
 from __future__ import annotations
@@ -28,22 +29,28 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def within(seconds: float, work: Callable[[], Result]) -> Result | None:
-    """What `work` gives; None if it takes longer or fails (Python then prints its traceback)."""
-    got: list[Result] = []
-    thread = threading.Thread(target=lambda: got.append(work()), daemon=True)
+    """Run `work` in a thread. Return its result, or None if it fails or takes longer.
+
+    If it fails, Python prints its traceback.
+    """
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
     thread.join(seconds)
-    return got[0] if got else None
+    return results[0] if results else None
 
 
-def say(file: int, text: str) -> None:
-    """Past Python's buffers: the thread that hangs may hold their locks. May block."""
+def write_unbuffered(descriptor: int, text: str) -> None:
+    """Write a line to a file descriptor. May block.
+
+    Does not use Python's buffers, because the thread that hangs may hold their locks.
+    """
     with contextlib.suppress(OSError):
-        os.write(file, f"{text}\n".encode(errors="replace"))
+        os.write(descriptor, f"{text}\n".encode(errors="replace"))
 
 
 def stacks() -> str:
-    """Of all threads, as faulthandler writes them: here into memory."""
+    """Return the stacks of all threads in faulthandler's format, written to memory only."""
     try:
         with open(os.memfd_create("stacks"), "w+", errors="replace") as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
@@ -54,26 +61,26 @@ def stacks() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """What torch's flight recorder has of this rank."""
+class FlightRecord:
+    """This rank's entries in torch's flight recorder."""
 
     text: str = "flight recorder: nothing"
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Number of the last collective by process group; torch gives a group the same name on all of
-    its ranks."""
+    """Sequence number of the last collective, by process group. torch gives a group the same name
+    on all of its ranks."""
 
 
-def last_collectives() -> Flight:
-    """The last collectives, torch's own view. May block where CUDA does."""
+def last_collectives() -> FlightRecord:
+    """Return the last collectives from torch's flight recorder. May block if CUDA hangs."""
     entries = sorted(_entries(), key=lambda entry: int(entry["time_created_ns"]))
     counts: dict[str, int] = {}
     for entry in entries:
         if not entry["is_p2p"]:
             counts[_group(entry)] = int(entry["collective_seq_id"])
     if not entries:
-        return Flight()
+        return FlightRecord()
     lines = [_line(entry) for entry in entries[-NUM_SHOWN:]]
-    return Flight("\n  ".join([f"flight recorder, last {len(lines)}:", *lines]), counts)
+    return FlightRecord("\n  ".join([f"flight recorder, last {len(lines)}:", *lines]), counts)
 
 
 def _entries() -> Iterator[dict[str, Any]]:
@@ -91,8 +98,8 @@ def _entries() -> Iterator[dict[str, Any]]:
 
 def _group(entry: Mapping[str, Any]) -> str:
     name, description = entry["process_group"]
-    plain = description in ("", "undefined", name)
-    return name if plain else f"{name} ({description})"
+    has_description = description not in ("", "undefined", name)
+    return f"{name} ({description})" if has_description else name
 
 
 def _line(entry: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""How an attempt ended, and why: one file, written by the first rank that knows.
+"""Exit code and reason of an attempt, in one file that the first failing rank writes.
 
-When one rank dies, all others fail within seconds because it is gone. The first one's reason is the
-reason; what only says "my neighbour went away" comes second.
+When one rank dies, all others fail within seconds because they lose their connection to it. The
+first rank's error is the reason to report. Ranks with a lost connection wait before they write.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "DAPO_MEGATRON_VERDICT"
-"""Environment variable with the file's path; without it nothing is written."""
+"""Environment variable with the file's path; if it is not set, nothing is written."""
 SECONDARY_SECONDS = 3.0
-"""How long a rank that only lost another one lets the guilty rank speak first."""
+"""How long a rank that lost a connection waits for the failed rank to write its reason first."""
 
 _LOST = re.compile(
     r"gloo/transport/|Connection (closed|reset) by peer|Broken pipe"
@@ -25,31 +25,33 @@ _LOST = re.compile(
     r"|DistStoreError|DistNetworkError|wait timeout after",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and torch's store say of a rank that is gone or does not come (torch 2.13)."""
+"""Error messages of gloo, NCCL and torch's store for a lost or missing rank (torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an attempt ended."""
+    """Exit code and reason of an attempt."""
 
     code: int
     """Exit code, see attempt.py."""
     reason: str
-    """One line."""
+    """Reason in one line."""
     text: str = ""
-    """More of it, as a traceback."""
+    """Details, such as a traceback."""
 
 
 def is_secondary(reason: str) -> bool:
-    """Whether it only says that another rank went away."""
+    """Return whether `reason` only reports a lost connection to another rank."""
     return bool(_LOST.search(reason))
 
 
 def record(
     code: int, reason: str, text: str = "", *, environ: Mapping[str, str] = os.environ
 ) -> bool:
-    """Say how this attempt ended; whether this was the first word. Never raises: it is called by
-    ranks that are about to end, on disks that may be full."""
+    """Write how this attempt ended, unless another rank has written it. Return whether it did.
+
+    Never raises OSError: it is called by ranks that are about to exit, on disks that may be full.
+    """
     if not environ.get(VARIABLE):
         return False
     path = Path(environ[VARIABLE])
@@ -57,14 +59,20 @@ def record(
     if is_secondary(line):
         if _appears(path, SECONDARY_SECONDS):
             return False
-        line = f"lost its connection to another rank, which said nothing: killed? ({line[:300]})"
+        line = (
+            "lost its connection to another rank, which reported no error and may have been "
+            f"killed ({line[:300]})"
+        )
     with contextlib.suppress(OSError):
         return _write_first(path, f"{code} {line}\n{text}")
     return False
 
 
 def read(path: Path) -> Verdict | None:
-    """None where nobody wrote one: then every rank was killed, or ended well."""
+    """Return how the attempt ended, or None if there is no readable file.
+
+    There is no file if every rank was killed or exited without an error.
+    """
     try:
         first, _, text = path.read_text(encoding="utf-8").partition("\n")
         code, _, reason = first.partition(" ")
@@ -81,7 +89,7 @@ def _write_first(path: Path, text: str) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links: nearly as good
+    except OSError:  # a file system without hard links; this fallback is not atomic
         if path.exists():
             return False
         os.replace(temporary, path)

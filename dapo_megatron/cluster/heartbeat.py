@@ -1,10 +1,12 @@
-"""The pulse of a rank: a small file in the run's folder that says where the rank is.
+"""Heartbeats: a small file per rank in the run's folder with the rank's state and position.
 
-`RUN/.pulse/rank_00003.json` is replaced as a whole, survives the rank, and is read by the other
-ranks when one of them hangs (watchdog.py) and by people afterwards (`doctor run`). Clocks of nodes
-differ: ranks never judge by time stamps whether another one is alive, they ask it (`Alarm`).
-The folder is a hidden one: pulses are there before the run's folder is taken, and stay when an
-older run is moved aside.
+`RUN/.pulse/rank_00003.json` is replaced atomically and outlives the rank. The other ranks read it
+when one of them hangs (watchdog.py), and people read it afterwards (`doctor run`). Clocks of nodes
+differ, so ranks never use timestamps to decide whether another rank is alive: they ask it
+(`Alarm`).
+
+The folder is hidden because heartbeats are written before the run's folder is claimed, and must
+stay when an older run is moved aside.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from dapo_megatron.files import read_json, write_json
 from dapo_megatron.types import CheckpointError
 
 PULSE_SECONDS = 5.0
-"""A rank with nothing new to say writes its pulse this often."""
+"""Heartbeat interval of a rank that stays in the same phase and step."""
 
 
 NUM_NAMED = 16
-"""Suspects told of in full."""
+"""Maximum number of suspects that a report describes in full."""
 
 _MAX_RANKS = 1_000_000
 
@@ -33,13 +35,13 @@ _MAX_RANKS = 1_000_000
 class State(StrEnum):
     RUNNING = "running"
     HUNG = "hung"
-    """It has answered an alarm (its own or another rank's), and ends."""
+    """The rank has answered an alarm, its own or another rank's, and is about to exit."""
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a rank says of itself."""
+    """Heartbeat of one rank."""
 
     rank: int
     world_size: int
@@ -48,23 +50,23 @@ class Pulse:
     pid: int
     state: State
     time: float
-    """time.time() of the rank's own node when it wrote this."""
+    """time.time() on the rank's node when it wrote this."""
     phase: str
     step: int
     limit_seconds: float
-    """How long the phase may be silent."""
+    """Timeout of the phase: maximum time between signs of life."""
     silent_seconds: float
-    """Since the last sign of life, when this was written."""
+    """Time from the last sign of life to this heartbeat."""
     sign: str
-    """The last sign of life."""
+    """Description of the last sign of life."""
     num_exchanges: int = 0
-    """Exchanges between all ranks (cluster/ranks.py) that this rank has entered."""
+    """Number of exchanges between all ranks (cluster/ranks.py) that this rank has entered."""
     in_exchange: bool = False
-    """Whether it has not left the last one."""
+    """Whether the rank is still inside its last exchange."""
     exchange: str = ""
-    """The last one's name."""
+    """Name of the last exchange."""
     num_collectives: Mapping[str, int] = field(default_factory=dict)
-    """By process group of torch, as its flight recorder counts; only in answer to an alarm."""
+    """Last collective by process group, from torch's flight recorder; only after an alarm."""
 
     @property
     def place(self) -> str:
@@ -77,7 +79,7 @@ class Pulse:
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """Grows along the exchanges, which all ranks go through in the same order."""
+        """Position in the sequence of exchanges, which is the same on all ranks; comparable."""
         return self.num_exchanges, not self.in_exchange
 
 
@@ -90,43 +92,43 @@ def pulse_file(run: Path, rank: int) -> Path:
 
 
 def write(run: Path, pulse: Pulse) -> None:
-    """Replace the rank's pulse. Raises OSError."""
+    """Replace the rank's heartbeat file atomically. Raises OSError."""
     pulse_folder(run).mkdir(parents=True, exist_ok=True)
     write_json(pulse_file(run, pulse.rank), asdict(pulse), durable=False)
 
 
 def read(path: Path) -> Pulse | None:
-    """None where there is none, or none that can be read (torn, of another version)."""
+    """Return a heartbeat, or None if the file is missing, damaged or of another version."""
     try:
         values = read_json(path)
         pulse = Pulse(**{**values, "state": State(values["state"])})
     except (CheckpointError, ValueError, TypeError, KeyError):
         return None
-    return pulse if _is_whole(pulse) else None
+    return pulse if _is_valid(pulse) else None
 
 
-def _is_whole(pulse: Pulse) -> bool:
-    """Whether its numbers are some: the file may be damaged."""
-    whole = (pulse.rank, pulse.world_size, pulse.step, pulse.num_exchanges)
+def _is_valid(pulse: Pulse) -> bool:
+    """Return whether the numeric fields have valid types and ranges; the file may be corrupt."""
+    integers = (pulse.rank, pulse.world_size, pulse.step, pulse.num_exchanges)
     seconds = (pulse.time, pulse.silent_seconds, pulse.limit_seconds)
     counts = pulse.num_collectives
     return (
-        all(isinstance(one, int) for one in whole)
-        and all(isinstance(one, int | float) and abs(one) < 1e12 for one in seconds)
+        all(isinstance(value, int) for value in integers)
+        and all(isinstance(value, int | float) and abs(value) < 1e12 for value in seconds)
         and 0 <= pulse.rank < pulse.world_size <= _MAX_RANKS
         and isinstance(counts, dict)
-        and all(isinstance(one, int) for one in counts.values())
+        and all(isinstance(count, int) for count in counts.values())
     )
 
 
 def read_all(run: Path, world_size: int) -> list[Pulse | None]:
-    """The pulse of each rank, in rank order."""
+    """Return the heartbeat of each rank, in rank order."""
     return [read(pulse_file(run, rank)) for rank in range(world_size)]
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A rank that is missing or behind, and why it is said to be."""
+    """A rank that is missing or behind, and how this was detected."""
 
     rank: int
     why: str
@@ -135,51 +137,54 @@ class Suspect:
     def __str__(self) -> str:
         if self.pulse is None:
             return f"rank {self.rank}: {self.why}"
-        on, last = self.pulse.host, self.pulse
+        last = self.pulse
         return (
-            f"rank {self.rank} ({on}, pid {last.pid}): {self.why}; last seen {last.clock} (its "
-            f"clock) in {last.place}, silent for {last.silent_seconds:.0f} s then; last sign of "
-            f"life: {last.sign}"
+            f"rank {self.rank} ({last.host}, pid {last.pid}): {self.why}; last heartbeat at "
+            f"{last.clock} (its node's clock) in {last.place}, silent for "
+            f"{last.silent_seconds:.0f} s at that time; last sign of life: {last.sign}"
         )
 
 
 def suspects(pulses: Sequence[Pulse | None], attempt: str) -> list[Suspect]:
-    """Who is missing or behind, among ranks that were all asked by an alarm.
+    """Return the ranks that are missing or behind after an alarm.
 
-    Ranks that gave no answer come alone: the others may be behind only because they wait for them.
+    If any rank is missing, only missing ranks are returned: the others may be behind because they
+    wait for the missing ranks.
     """
-    here = [pulse for pulse in pulses if pulse is not None and not _silence(pulse, attempt)]
-    return missing(pulses, attempt) or behind(here)
+    answered = [
+        pulse for pulse in pulses if pulse is not None and not _reason_for_no_answer(pulse, attempt)
+    ]
+    return missing(pulses, attempt) or behind(answered)
 
 
 def missing(pulses: Sequence[Pulse | None], attempt: str) -> list[Suspect]:
-    """The ranks that did not answer an alarm of this attempt."""
+    """Return the ranks that did not answer an alarm of this attempt."""
     return [
         Suspect(rank, why, pulse)
         for rank, pulse in enumerate(pulses)
-        if (why := _silence(pulse, attempt))
+        if (why := _reason_for_no_answer(pulse, attempt))
     ]
 
 
 def accusation(pulses: Sequence[Pulse | None], attempt: str) -> str:
-    """`suspects` in words, a line each."""
-    found = suspects(pulses, attempt)
-    if not found:
+    """Return a text about the suspects, with one line each."""
+    blamed = suspects(pulses, attempt)
+    if not blamed:
         places = sorted({pulse.place for pulse in pulses if pulse is not None})
         return f"no rank is missing or behind; all {len(pulses)} are in {' or '.join(places)}"
-    lines = [str(suspect) for suspect in found[:NUM_NAMED]]
-    if len(found) > NUM_NAMED:
-        rest = ", ".join(str(suspect.rank) for suspect in found[NUM_NAMED:])
+    lines = [str(suspect) for suspect in blamed[:NUM_NAMED]]
+    if len(blamed) > NUM_NAMED:
+        rest = ", ".join(str(suspect.rank) for suspect in blamed[NUM_NAMED:])
         lines.append(f"and ranks {rest}")
     return "\n".join(lines)
 
 
-def _silence(pulse: Pulse | None, attempt: str) -> str:
-    """Why a rank did not answer, or "" if it did."""
+def _reason_for_no_answer(pulse: Pulse | None, attempt: str) -> str:
+    """Return why a rank did not answer an alarm, or "" if it did."""
     if pulse is None:
-        return "missing: it never wrote a pulse"
+        return "missing: it never wrote a heartbeat"
     if pulse.attempt != attempt:
-        return f"missing: it has not begun in this attempt (its pulse is of {pulse.attempt})"
+        return f"missing: not started in this attempt (its heartbeat is of {pulse.attempt})"
     if pulse.state is State.ENDED:
         return "missing: it had ended already"
     if pulse.state is State.RUNNING:
@@ -188,15 +193,18 @@ def _silence(pulse: Pulse | None, attempt: str) -> str:
 
 
 def behind(pulses: Sequence[Pulse]) -> list[Suspect]:
-    """The first of three signs that tells ranks apart: exchanges, torch's collectives, phases."""
-    first = max((pulse.progress for pulse in pulses), default=(0, True))
-    late = [pulse for pulse in pulses if pulse.progress < first]
+    """Return the ranks that are behind others.
+
+    Compares exchanges, then torch's collectives, then phases, and stops at the first difference.
+    """
+    furthest = max((pulse.progress for pulse in pulses), default=(0, True))
+    late = [pulse for pulse in pulses if pulse.progress < furthest]
     if late:
-        return [_late(pulse, first[0]) for pulse in late]
+        return [_late_in_exchanges(pulse, furthest[0]) for pulse in late]
     most: Counter[str] = Counter()
     for pulse in pulses:
         most |= Counter(pulse.num_collectives)
-    found = []
+    with_fewer_collectives = []
     for pulse in pulses:
         less = [
             f"{count} of {most[group]} in group {group}"
@@ -204,9 +212,11 @@ def behind(pulses: Sequence[Pulse]) -> list[Suspect]:
             if count < most[group]
         ]
         if less:
-            found.append(Suspect(pulse.rank, f"behind: collectives {', '.join(less)}", pulse))
-    if found:
-        return found
+            with_fewer_collectives.append(
+                Suspect(pulse.rank, f"behind: collectives {', '.join(less)}", pulse)
+            )
+    if with_fewer_collectives:
+        return with_fewer_collectives
     places = Counter((pulse.step, pulse.phase) for pulse in pulses)
     if len(places) < 2:
         return []
@@ -220,7 +230,7 @@ def behind(pulses: Sequence[Pulse]) -> list[Suspect]:
     ]
 
 
-def _late(pulse: Pulse, most: int) -> Suspect:
+def _late_in_exchanges(pulse: Pulse, most: int) -> Suspect:
     if pulse.num_exchanges < most:
         why = f"behind: it entered {pulse.num_exchanges} exchanges, others {most}"
     else:
@@ -230,10 +240,10 @@ def _late(pulse: Pulse, most: int) -> Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A file by which a rank that hangs asks all others of its attempt to say where they are.
+    """File with which a hanging rank asks all other ranks of its attempt for a heartbeat.
 
-    It is there from the start and is opened, not looked up: NFS may remember for a minute that a
-    name does not exist, but checks a file with the server when it is opened.
+    The file exists from the start and is opened to check it. NFS may cache for a minute that a file
+    does not exist, but it asks the server when an existing file is opened.
     """
 
     path: Path
@@ -244,7 +254,10 @@ class Alarm:
         return cls(pulse_folder(run) / "alarm", attempt)
 
     def prepare(self, *, fresh: bool) -> None:
-        """Make it; `fresh`: silence what an attempt of the same name left. Raises OSError."""
+        """Create the file. `fresh` also clears an alarm of an earlier attempt with the same name.
+
+        Raises OSError.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("w" if fresh else "a").close()
 
@@ -253,7 +266,10 @@ class Alarm:
             self.path.write_text(f"{self.attempt}\t{why}\n", encoding="utf-8")
 
     def heard(self) -> str | None:
-        """Why it rings in this attempt. Text of another attempt, or half of one, does not count."""
+        """Return the reason of an alarm in this attempt, or None if there is none.
+
+        An alarm of another attempt, or a partially written one, is ignored.
+        """
         try:
             text = self.path.read_text(encoding="utf-8")
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Import the heavy libraries of a rank quickly, and without what no run uses."""
+"""Fast imports of a rank's heavy libraries, without optional packages that no run uses."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import cast
 
 UNUSED = ("scipy", "sklearn")
 """Packages that transformers (assisted generation) and vLLM (audio) import if they are installed.
-MLflow installs them. They take two seconds of a rank's start."""
+MLflow installs them. Importing them takes two seconds of a rank's start."""
 COMPILER = "torch._inductor.lowering"
-"""Part of torch's compiler that vLLM extends when it is imported, if it can be imported. It takes a
+"""Part of torch's compiler that vLLM imports and extends if it is available. Importing it takes a
 second, and nothing uses it after `disable_compiler`."""
 _NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import heavy libraries inside this block, and nothing that may need a package of UNUSED.
+    """Import heavy libraries inside this block, and nothing that needs a package of UNUSED.
 
-    Those packages count as not installed inside, and as usual afterwards. The garbage collector
-    pauses: it would traverse a million new objects several times and find nothing to free. It
-    ignores these objects from then on, as vLLM arranges after its own start.
+    Inside the block, the packages of UNUSED appear not to be installed. Garbage collection is
+    paused, because it would traverse a million new objects several times without freeing any.
+    Afterwards these objects are frozen, so later collections skip them; vLLM does the same after
+    its own start.
     """
     unused = (*UNUSED, COMPILER) if os.environ.get(_NO_COMPILER) == "1" else UNUSED
     hidden = [name for name in unused if name not in sys.modules]
@@ -42,10 +43,10 @@ def quick_imports() -> Iterator[None]:
 
 
 def disable_compiler() -> None:
-    """Make torch.compile return functions as they are, unless the user has decided otherwise.
+    """Make torch.compile return functions unchanged, unless the user has set the variable.
 
-    Without a GPU the functions that Megatron and vLLM compile are one-liners. Inductor takes a
-    second to import and 14 s for the first of them, and needs a C++ compiler. Set this before
-    Megatron and vLLM are imported.
+    Without a GPU, the functions that Megatron and vLLM compile are one-liners. Inductor needs a C++
+    compiler, one second to import, and 14 s to compile the first function. Call this before
+    importing Megatron and vLLM.
     """
     os.environ.setdefault(_NO_COMPILER, "1")

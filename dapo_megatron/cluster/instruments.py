@@ -1,22 +1,23 @@
-"""What observes the phases of a rollout step on one rank: memory, timeline, clock and watchdog.
+"""Measurements of the phases of a rollout step on one rank: memory, timeline, clock, watchdog.
 
-**Memory** is the most that each phase takes, of the rank that takes most.
+**Memory** is the peak of each phase, on the rank with the highest peak.
 
-On a GPU that is memory of the device in use by anybody. torch's own counts are not it: they go on
-counting what an engine asleep has given up (vLLM's pools are torch's, and unmapped behind its
-back), and do not see CUDA itself, NCCL and graphs. The device's figure has no maximum that could be
-read. So a phase is given the largest of three: the device's use at its begin, at its end, and the
-most that torch had reserved in it, plus what torch did not know of (or wrongly thought to have), at
-the begin or the end, whichever is less. Where an engine wakes up in the middle this may be too low.
+On a GPU it is the device memory in use by all processes. torch's own statistics do not give it:
+they still count the memory that a sleeping engine has released (vLLM unmaps pools of torch's
+allocator without telling torch), and they do not include CUDA itself, NCCL and CUDA graphs. The
+driver reports current use only, not a peak. So the peak of a phase is estimated as the largest of
+three values: the device's use at the start of the phase, its use at the end, and torch's peak of
+reserved memory plus the use that torch does not count (negative if torch counts released memory),
+at the start or the end, whichever is less. If an engine wakes up in the middle of a phase, this
+estimate may be too low.
 
-On CPU it is the resident memory of the process, whose maximum Linux keeps and resets.
+On CPU it is the resident memory of the process. Linux keeps its peak and can reset it.
 
-**Timeline** is who did what when: the phases of each rank over a step, and the requests of each
-engine.
+**Timeline** is the phases of each rank and the number of requests of each engine over a step.
 
-Of some steps all of it is gathered and handed on; of every step, how busy the engines were. Times
-are of each rank's own monotonic clock. Ranks leave a barrier at the same moment, and there their
-clocks are laid side by side: those of two nodes may differ by more than a phase takes.
+For some steps all ranks' timelines are gathered and recorded. For every step, the load of the
+engines is a metric. Timestamps come from each rank's monotonic clock and are aligned at a barrier,
+because clocks of two nodes may differ by more than the length of a phase.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ GIB = 2**30
 
 
 class MemoryMeter:
-    """Memory of one rank."""
+    """Peak memory of each phase on one rank."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -51,12 +52,12 @@ class MemoryMeter:
         self._peaks: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Forget the phases so far."""
+        """Clear all peaks."""
         self._peaks = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what is inside; more of the same name is one phase."""
+        """Measure the peak inside this block. Blocks with the same name count as one phase."""
         self._gauge.begin()
         yield
         for part, num_bytes in self._gauge.peaks().items():
@@ -64,36 +65,39 @@ class MemoryMeter:
             self._peaks[metric] = max(self._peaks.get(metric, 0.0), num_bytes / GIB)
 
     def metrics(self) -> dict[str, float]:
-        """memory/<phase>_gib, on a GPU also memory/<phase>_torch_gib, of the phases since the last
-        call. Collective."""
-        everyone = self._exchange.all_gather(self._peaks, dict[str, float])
+        """Return memory/<phase>_gib, and on a GPU memory/<phase>_torch_gib, of the phases since the
+        last call: the maximum over ranks. Collective."""
+        by_rank = self._exchange.all_gather(self._peaks, dict[str, float])
         self._peaks = {}
-        return {name: max(one.get(name, 0.0) for one in everyone) for name in everyone[0]}
+        return {name: max(peaks.get(name, 0.0) for peaks in by_rank) for name in by_rank[0]}
 
     def highest_gib(self) -> float:
-        """Largest resident memory of this process so far."""
+        """Return the peak resident memory of this process so far."""
         return self._process.highest() / GIB
 
 
 class ProcessGauge:
-    """Resident memory of this process. Where Linux's maximum cannot be reset, or read, all phases
-    have that of the process so far."""
+    """Resident memory of this process. If its peak cannot be reset or read from /proc, every phase
+    reports the peak of the process so far."""
 
     def __init__(self) -> None:
         self._highest = 0
 
     def begin(self) -> None:
-        """Forget the maximum."""
+        """Reset the peak."""
         self._highest = self.highest()
         with suppress(OSError):
             forget_peak()
 
     def peaks(self) -> dict[str, float]:
-        """Return the peak since `begin`, in bytes; "" stands for all, other names for parts."""
+        """Return peaks since `begin`, in bytes, by part; "" is the total."""
         return {"": float(_peak_bytes())}
 
     def highest(self) -> int:
-        """In bytes, whatever was forgotten. (getrusage forgets with it.)"""
+        """Return the peak since the start of the process, in bytes.
+
+        Tracked here because resetting the peak in /proc also resets that of getrusage.
+        """
         return max(self._highest, _peak_bytes())
 
 
@@ -105,81 +109,85 @@ def _peak_bytes() -> int:
 
 
 class DeviceGauge:
-    """Memory of this rank's GPU. `torch_`: what tensors had allocated, as torch counts it."""
+    """Memory of this rank's GPU. The part `torch_` is torch's peak of allocated memory."""
 
     def __init__(self) -> None:
-        self._used = self._unknown = 0
+        self._used = self._uncounted = 0
 
     def begin(self) -> None:
-        """Forget torch's maxima."""
+        """Reset torch's peaks."""
         torch.cuda.reset_peak_memory_stats()
-        self._used, self._unknown = _used()
+        self._used, self._uncounted = _device_use()
 
     def peaks(self) -> dict[str, float]:
-        """See ProcessGauge."""
-        used, unknown = _used()
+        """Return peaks since `begin`, see `ProcessGauge.peaks`."""
+        used, uncounted = _device_use()
         reserved = torch.cuda.max_memory_reserved()
         return {
-            "": float(highest_use((self._used, used), (self._unknown, unknown), reserved)),
+            "": float(highest_use((self._used, used), (self._uncounted, uncounted), reserved)),
             "torch_": float(torch.cuda.max_memory_allocated()),
         }
 
 
-def _used() -> tuple[int, int]:
-    """Bytes of the device in use; how many more that is than torch has reserved."""
+def _device_use() -> tuple[int, int]:
+    """Return the bytes in use on the device, and these minus the bytes that torch has reserved."""
     free, total = torch.cuda.mem_get_info()
     return total - free, total - free - torch.cuda.memory_reserved()
 
 
-def highest_use(used: tuple[int, int], unknown: tuple[int, int], reserved: int) -> int:
-    """The most of a device that is known to have been in use in a phase: `used` at its begin and
-    its end, `unknown` of it to torch (negative: torch counts what is gone), and the most that was
-    `reserved` by torch in between."""
-    return max(*used, reserved + min(unknown))
+def highest_use(used: tuple[int, int], uncounted: tuple[int, int], reserved: int) -> int:
+    """Return an estimate of a device's peak use in a phase, in bytes.
+
+    used       use at the start and the end of the phase
+    uncounted  part of `used` that torch does not count, at both times; negative if torch counts
+               memory that was released
+    reserved   torch's peak of reserved memory in the phase
+    """
+    return max(*used, reserved + min(uncounted))
 
 
 MAX_POINTS = 200
-"""Of a replica's requests over a step that are kept."""
+"""Maximum number of points that a timeline keeps of a replica's request counts over a step."""
 DIGITS = 4
-"""Of a second."""
+"""Decimal places of seconds."""
 Point = tuple[float, int]
-"""(seconds, requests from then on)."""
+"""(seconds, number of requests from then on)."""
 RankTimeline = tuple[str, list[tuple[str, float, float]], int | None, list[Point]]
-"""Host, spans as (phase, start, end), replica if the rank leads one, and its requests."""
+"""Host, spans as (phase, start, end), replica if the rank is its leader, and its points."""
 
 
 @dataclass
 class Running:
-    """Requests of one engine over the time in which it is watched; changes at other times, as by
-    an evaluation, do not count."""
+    """Number of requests of one engine over the recorded intervals. Changes at other times, such as
+    in an evaluation, do not count."""
 
     seconds: float = 0.0
-    """Watched, up to the last point."""
+    """Length of the intervals, up to the last point."""
     idle_seconds: float = 0.0
-    """Of them, with no request."""
+    """Part of `seconds` without requests."""
     request_seconds: float = 0.0
-    """Integral of the requests."""
+    """Integral of the number of requests over time."""
     points: list[Point] = field(default_factory=list)
-    """Where it begins, every change, where it ends."""
+    """Start of each interval, every change, and end."""
     _is_open: bool = False
     _last: Point = (0.0, 0)
 
     def begin(self, now: float) -> None:
-        """Watch from `now` on, an engine without requests."""
+        """Start an interval at `now`, with no requests."""
         self._is_open, self._last = True, (now, 0)
         self.points.append(self._last)
 
     def change(self, now: float, count: int) -> None:
-        """There are `count` requests from now on."""
+        """Record that there are `count` requests from `now` on."""
         if self._is_open and count != self._last[1]:
-            self._pass(now, count)
+            self._add_point(now, count)
 
     def end(self, now: float) -> None:
-        """Watch no longer."""
-        self._pass(now, self._last[1])
+        """End the interval at `now`."""
+        self._add_point(now, self._last[1])
         self._is_open = False
 
-    def _pass(self, now: float, count: int) -> None:
+    def _add_point(self, now: float, count: int) -> None:
         before, running = self._last
         self.seconds += now - before
         self.idle_seconds += (now - before) * (running == 0)
@@ -189,8 +197,11 @@ class Running:
 
 
 def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` of the points: the first, the last, a highest one, and the last in each of
-    equal parts of the time. At the end of each part the count is the true one."""
+    """Return at most `limit` of the points: the first, the last, one with the highest count, and
+    the last point of each of `limit` - 3 equal time intervals.
+
+    The count at the end of each interval is therefore exact.
+    """
     if len(points) <= limit:
         return list(points)
     begin, end = points[0][0], points[-1][0]
@@ -206,9 +217,11 @@ def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 class Timeline:
-    """Phases and requests of one rank. `every`: steps from one that is handed on to the next, the
-    first always; 0: none. `keep` is called with (step, record) on rank 0; the record is what
-    timeline/step_*.json holds."""
+    """Timeline of one rank.
+
+    Every `every`-th step is recorded, and always the first one; 0 records none. On rank 0,
+    `keep(step, record)` is called with the content of timeline/step_*.json.
+    """
 
     def __init__(
         self,
@@ -223,45 +236,48 @@ class Timeline:
         self._replica: int | None = None
         self._max_sequences = 1
         self.requests = 0
-        """That this rank's replica has now."""
+        """Current number of requests of this rank's replica."""
         self._is_first = True
         self.begin(0)
 
     def follow(self, replica: int, max_sequences: int) -> Callable[[int], None]:
-        """This rank speaks for a replica; what is returned is to be told the number of its requests
-        whenever it may have changed."""
+        """Make this rank, the leader of a replica, record the replica's requests.
+
+        Call the returned function with the number of requests whenever it may have changed.
+        """
         self._replica, self._max_sequences = replica, max_sequences
         return self._change
 
     def begin(self, step: int) -> None:
-        """A rollout step begins."""
+        """Start a rollout step."""
         self._step = step
-        self._begun, self._begun_at = time.perf_counter(), time.time()
+        self._started, self._started_at = time.perf_counter(), time.time()
         self._spans: list[tuple[str, float, float]] = []
         self._running = Running()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is done inside; the engines' requests count in `generate` alone."""
-        watches = name == Phase.GENERATE and self._replica is not None
-        begun = time.perf_counter()
-        if watches:
-            self._running.begin(begun)
+        """Record the time of this block. The engine's requests count in the `generate` phase
+        only."""
+        counts_requests = name == Phase.GENERATE and self._replica is not None
+        started = time.perf_counter()
+        if counts_requests:
+            self._running.begin(started)
         yield
         ended = time.perf_counter()
-        if watches:
+        if counts_requests:
             self._running.end(ended)
-        self._spans.append((name, begun, ended))
+        self._spans.append((name, started, ended))
 
     def metrics(self) -> dict[str, float]:
-        """time/engine_idle and throughput/running_mean of a step that generated; the record of the
-        step is handed on if it is one that is kept. Collective."""
-        is_kept = bool(self._every) and (self._is_first or self._step % self._every == 0)
+        """Return time/engine_idle and throughput/running_mean, if the step generated, and record
+        the timeline of the step if it is due. Collective."""
+        is_due = bool(self._every) and (self._is_first or self._step % self._every == 0)
         self._is_first = False
-        told = self._exchange.all_gather(self._load(), tuple[float, float] | None)
-        if is_kept:
-            self._hand_on()
-        loads = [load for load in told if load is not None]
+        by_rank = self._exchange.all_gather(self._load(), tuple[float, float] | None)
+        if is_due:
+            self._record_step()
+        loads = [load for load in by_rank if load is not None]
         if not loads:
             return {}
         return {
@@ -274,44 +290,45 @@ class Timeline:
         self._running.change(time.perf_counter(), num_requests)
 
     def _load(self) -> tuple[float, float] | None:
-        """Seconds idle, and the share of the requests there is room for, of this rank's replica."""
+        """Return the idle seconds of this rank's replica, and its mean number of requests as a
+        share of its capacity. Return None if it did not generate or another rank is its leader."""
         running = self._running
         if not running.seconds:
             return None
         mean = running.request_seconds / running.seconds
         return running.idle_seconds, mean / self._max_sequences
 
-    def _hand_on(self) -> None:
+    def _record_step(self) -> None:
         self._exchange.barrier()
-        now = time.perf_counter()  # the same moment on all ranks
-        mine = (
+        now = time.perf_counter()  # the same time on all ranks, up to the skew of the barrier
+        timeline_here = (
             self._host,
-            [(name, begun - now, ended - now) for name, begun, ended in self._spans],
+            [(name, started - now, ended - now) for name, started, ended in self._spans],
             self._replica,
             [(seconds - now, count) for seconds, count in thinned(self._running.points)],
         )
-        everyone = self._exchange.all_gather(mine, RankTimeline)
+        by_rank = self._exchange.all_gather(timeline_here, RankTimeline)
         if self._exchange.rank:
             return
-        begun = self._begun - now
+        step_start = self._started - now
 
         def since(seconds: float) -> float:
-            return round(seconds - begun, DIGITS)
+            return round(seconds - step_start, DIGITS)
 
         record = {
             "step": self._step,
-            "begin": self._begun_at,
+            "begin": self._started_at,
             "ranks": [
                 {
                     "rank": rank,
                     "host": host,
                     "spans": [[name, since(start), since(end)] for name, start, end in spans],
                 }
-                for rank, (host, spans, _, _) in enumerate(everyone)
+                for rank, (host, spans, _, _) in enumerate(by_rank)
             ],
             "replicas": [
                 {"replica": replica, "running": [[since(at), count] for at, count in points]}
-                for _, _, replica, points in everyone
+                for _, _, replica, points in by_rank
                 if replica is not None
             ],
         }
@@ -328,7 +345,7 @@ class Instruments:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Start a rollout step: what was measured before does not count in its metrics."""
+        """Start a rollout step. Earlier measurements do not count in its metrics."""
         self._step = step
         self._seconds: dict[str, float] = {}
         self.memory.begin()
@@ -337,7 +354,7 @@ class Instruments:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Observe what is done inside; `name` is a key of config.watchdog."""
+        """Measure this block as phase `name`, which is a key of config.watchdog."""
         started = time.perf_counter()
         with (
             self.timeline.phase(name),

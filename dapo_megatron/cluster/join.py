@@ -1,7 +1,7 @@
-"""How a rank learns who it is: from torchrun, from `launch`, or from a Slurm step.
+"""Rank, world size and master address of a process, from torchrun, `launch` or a Slurm step.
 
-Everything in and under this program reads torchrun's variables; a task of `srun` is given them
-here, so that one task per GPU joins without a launcher in between.
+This program and its libraries read torchrun's environment variables. A task of `srun` gets them
+here, so it needs no launcher; start one task per GPU.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from collections.abc import MutableMapping
 from dapo_megatron.types import ConfigError
 
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
-"""Below the ports that kernels give away by themselves."""
+"""Range of ports below the ephemeral ports that the kernel assigns."""
 
 
 def adopt_step(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Under srun, with several tasks or the MASTER_PORT that slurm/*.sbatch set: torchrun's
-    variables from Slurm's. A step of one task and no MASTER_PORT (`srun --pty bash`) is a machine.
+    """Set torchrun's variables from Slurm's, if this process is a rank of a Slurm step.
 
-    Raises ConfigError if the first node of the step cannot be named.
+    It is one if the step has several tasks, or one task and a MASTER_PORT from slurm/*.sbatch. A
+    step of one task without MASTER_PORT (`srun --pty bash`) is treated as a machine without Slurm.
+    Raises ConfigError if the first node of the step cannot be determined.
     """
     num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "0"))
     is_rank = num_tasks > 1 or (num_tasks == 1 and "MASTER_PORT" in environ)
@@ -40,24 +41,26 @@ def adopt_step(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def port_of(environ: MutableMapping[str, str]) -> int:
-    """A port that jobs, requeues of a job and steps running side by side do not share."""
+    """Return a port that differs between jobs, requeues of a job, and its concurrent steps."""
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     job, restart, step = (int(environ.get(name) or "0") for name in names)
     return FIRST_PORT + (job + 101 * restart + 1009 * step) % NUM_PORTS
 
 
 def node_name() -> str:
-    """Return Slurm's name of this node, else its host name."""
+    """Return Slurm's name of this node, or the host name without Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's "8(x3),4": tasks of each node."""
+    """Return the number of tasks of each node from Slurm's format, such as "8(x3),4"."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE: {text!r} is not as Slurm writes it")
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE: {text!r} is not in Slurm's format, such as 8(x3),4"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -67,18 +70,21 @@ def _tasks(environ: MutableMapping[str, str]) -> str:
 
 
 def _first_node(environ: MutableMapping[str, str]) -> str:
-    """The node of rank 0. No falling back to this machine: each node would then wait for the others
-    in a world of its own."""
+    """Return the name of rank 0's node.
+
+    There is no fallback to this machine, because each node would then wait for the others at its
+    own address.
+    """
     nodes = environ.get("SLURM_STEP_NODELIST", "")
     if "[" not in nodes:
         return nodes.partition(",")[0]
     scontrol = shutil.which("scontrol")
     if scontrol is None:
         raise ConfigError(
-            f"MASTER_ADDR: not set, and no scontrol here to read the node list {nodes}; "
+            f"MASTER_ADDR: not set, and scontrol is not available to expand the node list {nodes}; "
             "export MASTER_ADDR with the name of the first node (slurm/train.sbatch does)"
         )
-    listed = subprocess.run(
+    hostnames = subprocess.run(
         [scontrol, "show", "hostnames", nodes], capture_output=True, text=True, check=True
     )
-    return listed.stdout.split()[0]
+    return hostnames.stdout.split()[0]

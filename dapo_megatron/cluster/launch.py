@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, when no launcher has."""
+"""Starts the ranks of a run on this machine if no launcher has started them."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from dapo_megatron.cluster.scratch import private_folder
 from dapo_megatron.cluster.secret import secret_variable
 
 _STARTED = "DAPO_MEGATRON_STARTED"
-_IMPORTED = time.time()  # of this module, which the command line imports first of all
+_IMPORTED = time.time()  # close to the start of the command, which imports this module first
 KILL_SECONDS = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 GRACE_SECONDS = 15.0
-"""How long the other ranks get to end by themselves after one has failed."""
+"""Time that the other ranks have to exit by themselves after one has failed."""
 
 
 def started_at() -> float:
-    """When the user's command began, as time.time(): before the ranks were started, if `launch`
-    did that."""
+    """Return the start time of the user's command, as time.time(). In a rank that `launch` started
+    this is the start of the launching process."""
     return float(os.environ.get(_STARTED, _IMPORTED))
 
 
 def is_launched() -> bool:
-    """Whether torchrun, srun (see join.py) or `launch` started this process."""
+    """Return whether torchrun, srun (see join.py) or `launch` started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(
     command: Sequence[str], num_processes: int, *, grace_seconds: float = GRACE_SECONDS
 ) -> int:
-    """Run `command` on `num_processes` ranks; the exit code, as a shell gives it.
+    """Run `command` on `num_processes` ranks and return the exit code, as a shell reports it.
 
-    The first rank to fail decides it; the others are given `grace_seconds` and are then killed.
-    SIGTERM and SIGUSR1 are passed on; SIGINT reaches the ranks from the terminal. Ranks die with
-    this process.
+    It is the code of the first rank to fail. The other ranks then have `grace_seconds` to exit
+    before they are terminated. SIGTERM and SIGUSR1 are forwarded; SIGINT reaches the ranks from the
+    terminal. The ranks are killed if this process dies.
     """
     with private_folder() as folder:
         shared = {**os.environ, **attempt_variable(), **meeting_variables(folder)}
@@ -57,14 +57,14 @@ def launch(
             )
             for rank in range(num_processes)
         ]
-        with _signals_passed_on(ranks):
+        with _forward_signals(ranks):
             code = _wait(ranks, grace_seconds)
     return code if code >= 0 else 128 - code
 
 
 def meeting_variables(folder: Path) -> dict[str, str]:
-    """Return what ranks on one machine need to meet in a folder that only this user can open: the
-    path of their store, and a new secret."""
+    """Return the environment variables with which ranks on one machine find each other: the path of
+    their store in `folder`, which only this user can open, and a new secret."""
     return {STORE: str(folder / "store"), **secret_variable()}
 
 
@@ -79,50 +79,50 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
     }
     if "OMP_NUM_THREADS" not in os.environ:
-        # More threads than cores make every collective wait for a thread that is not running.
+        # With more threads than cores, every collective waits for a descheduled thread.
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_processes))
     return environment
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int:
-    first, code, deadline, asked = 0, 0, None, False
+    first, code, deadline, is_terminated = 0, 0, None, False
     while any(rank.poll() is None for rank in ranks):
         failed = [number for number, rank in enumerate(ranks) if rank.poll()]
         if failed and deadline is None:
             first, deadline = failed[0], time.monotonic() + grace_seconds
             code = ranks[first].returncode
-        late = time.monotonic() - deadline if deadline is not None else -1.0
-        if late > 0 and not asked:
-            asked = True  # once: rank 0 may be closing the run as what it was
+        overdue_seconds = time.monotonic() - deadline if deadline is not None else -1.0
+        if overdue_seconds > 0 and not is_terminated:
+            is_terminated = True  # once: a second SIGTERM would end rank 0 while it closes the run
             for rank in ranks:
                 rank.terminate()
-        if late > KILL_SECONDS:
+        if overdue_seconds > KILL_SECONDS:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
     if ranks[0].returncode != code and deadline is not None:
-        # Rank 0 has told its own story at best.
+        # The terminal shows at most rank 0's error.
         print(f"rank {first} failed first (exit code {code}); see its log", file=sys.stderr)
     return code or next((rank.returncode for rank in ranks if rank.returncode), 0)
 
 
 @contextlib.contextmanager
-def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    def pass_on(number: int, _: object) -> None:
+def _forward_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    def forward(number: int, _: object) -> None:
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
 
-    # A terminal sends SIGINT to the ranks as well; ours only must not end this process first.
-    kept = {
+    # The terminal sends SIGINT to the ranks too. This process must not exit before them.
+    previous = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
-        signal.SIGUSR1: signal.signal(signal.SIGUSR1, pass_on),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, forward),
     }
     try:
         yield
     finally:
-        for number, handler in kept.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -132,7 +132,7 @@ def _prepare_rank() -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody uses at the moment."""
+    """Return a TCP port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

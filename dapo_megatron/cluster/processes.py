@@ -1,4 +1,4 @@
-"""This process and its children: their environment, their memory, their end."""
+"""Environment, memory and termination of this process and its children."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _PROCESS = Path("/proc/self")
 
 
 def helper_environment(names: Collection[str] | None = None) -> dict[str, str]:
-    """Return the environment of a process that helps the ranks. It finds the modules that this
-    process found, sees no GPU and has one thread. With `names` it inherits only these variables."""
+    """Return the environment of a helper process: this process's sys.path, no GPU, one thread.
+
+    It inherits only the variables in `names`, or all if `names` is None.
+    """
     inherited = os.environ.keys() if names is None else os.environ.keys() & set(names)
     return {name: os.environ[name] for name in inherited} | {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
@@ -27,13 +29,13 @@ def helper_environment(names: Collection[str] | None = None) -> dict[str, str]:
 
 
 def die_with_parent() -> None:
-    """Linux: have the kernel kill this process when its parent dies, whatever it is doing then."""
+    """Make the kernel kill this process when its parent dies. Has an effect on Linux only."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Linux: become the parent of every descendant that loses its own, so that no daemon gets
-    away."""
+    """Become the parent of every orphaned descendant, so that no daemon can escape. Has an effect
+    on Linux only."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -43,19 +45,19 @@ def _prctl(option: int, value: int) -> None:
 
 
 def resident_bytes(field: str = "VmHWM") -> int:
-    """Return the resident memory of this process: VmHWM is its maximum, VmRSS its present size.
-    Raises OSError where there is no /proc."""
+    """Return the resident memory of this process: VmHWM is its peak, VmRSS its current size.
+    Raises OSError if there is no /proc."""
     lines = (_PROCESS / "status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def forget_peak() -> None:
-    """Reset VmHWM to the present size. Raises OSError where that is not allowed."""
+    """Reset VmHWM to the current size. Raises OSError if that is not allowed."""
     (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
 
 
 def kill_descendants(root: int) -> None:
-    """Kill every process below process `root`, which adopts orphans, but not `root` itself.
+    """Kill all descendants of process `root`, which adopts orphans, but not `root` itself.
 
     All are stopped before the first is killed, because a stopped process cannot fork.
     """
@@ -67,7 +69,7 @@ def kill_descendants(root: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of temporary files, however deep an adversary made it."""
+    """Remove a folder of temporary files, even if an adversary nested it too deep for Python."""
     try:
         os.rmdir(folder)
     except OSError:
@@ -81,7 +83,7 @@ def _signal(process_ids: set[int], number: signal.Signals) -> None:
 
 
 def _descendants(root: int) -> set[int]:
-    # One read per process. psutil's takes twice as long, and this races a program that forks.
+    # One read per process. psutil takes twice as long, and this races a program that forks.
     children: dict[int, list[int]] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:

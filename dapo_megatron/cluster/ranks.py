@@ -1,4 +1,4 @@
-"""The ranks of a run: joining torch.distributed, and the exchange of plain values."""
+"""Joining torch.distributed, and collectives for plain values between the ranks of a run."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TIMEOUT_MINUTES = 120.0
-"""Longer than anything a rank may have to wait for; the watchdog is sooner."""
+"""Timeout of torch's collectives. Longer than any legitimate wait; the watchdog acts earlier."""
 STORE = "DAPO_MEGATRON_STORE"
-"""Variable with the path of the file through which ranks on one machine meet, see `launch`. Only
-their user can reach it; torch's TCPStore gives all its keys to everyone who connects."""
+"""Environment variable with the path of the store file of ranks on one machine, see `launch`. Only
+their user can open the file, whereas torch's TCPStore serves all keys to anyone who connects."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """protocols.Exchange over torch.distributed; made once per process by `join`."""
+    """Implementation of protocols.Exchange with torch.distributed. `join` creates it."""
 
     rank: int
     world_size: int
     local_rank: int
     group: Any = None
-    """Process group for plain values; None: the default one. Not NCCL's: it would copy them, padded
-    to the longest, into the memory of every GPU."""
+    """Process group for plain values; None for the default group. It is a gloo group, because NCCL
+    would copy all values, padded to the longest, into the memory of every GPU."""
     beat: Callable[[str], None] = lambda _: None
-    """Told of every exchange, before and after: a rank that hangs can say in which it is."""
+    """Called before and after every exchange, so that the watchdog knows where a rank hangs."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def second(self) -> Ranks:
-        """Return the same ranks over a group of their own, for another thread. Collective. Raises
-        RankError as `join`."""
+        """Return the same ranks with a separate process group, for another thread. Collective.
+        Raises RankError as `join` does."""
         import torch.distributed as dist
 
         timeout = timedelta(minutes=TIMEOUT_MINUTES)
@@ -52,19 +52,19 @@ class Ranks:
         return ranks
 
     def all_gather(self, value: T, of: object) -> list[T]:
-        """Return the value of each rank, in rank order. `of`: the type of the values."""
+        """Return the value of each rank, in rank order. `of` is the type of the values."""
         if self.world_size == 1:
-            self.beat("all_gather, alone")
+            self.beat("all_gather, one rank")
             return [value]
-        with self._told("all_gather"):
+        with self._with_beats("all_gather"):
             return collectives.all_gather(value, of, self.group)
 
     def broadcast(self, value: T, of: object) -> T:
-        """Return rank 0's value. `of`: its type."""
+        """Return rank 0's value. `of` is its type."""
         if self.world_size == 1:
-            self.beat("broadcast, alone")
+            self.beat("broadcast, one rank")
             return value
-        with self._told("broadcast"):
+        with self._with_beats("broadcast"):
             return collectives.broadcast(value, of, self.group)
 
     def barrier(self) -> None:
@@ -72,7 +72,7 @@ class Ranks:
         if self.world_size > 1:
             import torch.distributed as dist
 
-            with self._told("barrier"):
+            with self._with_beats("barrier"):
                 dist.barrier(group=self.group)
 
     def check_members(self) -> None:
@@ -82,37 +82,37 @@ class Ranks:
             return
         try:
             prove(self._gather_bytes, self.rank, self.world_size, secret)
-        except RuntimeError as error:  # gloo's, also for messages of another size
+        except RuntimeError as error:  # from gloo, also if a message has another size
             other = f"rank {1 - self.rank}" if self.world_size == 2 else "another rank"
             raise RankError(
-                f"rank {self.rank}: {other} broke off while ranks proved that they know this run's "
-                f"secret: {str(error).splitlines()[0]}"
+                f"rank {self.rank}: {other} disconnected while ranks proved that they know this "
+                f"run's secret; see the log of that rank: {str(error).splitlines()[0]}"
             ) from error
 
     def _gather_bytes(self, value: bytes) -> list[bytes]:
-        """All-gather NUM_BYTES bytes: tensors, which nobody has to interpret."""
+        """All-gather NUM_BYTES raw bytes. No rank decodes a message before the secret is proved."""
         import torch
         import torch.distributed as dist
 
         received = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
-        mine = torch.tensor(list(value), dtype=torch.uint8)
-        with self._told("all_gather"):
-            dist.all_gather(received, mine, group=self.group)
+        message = torch.tensor(list(value), dtype=torch.uint8)
+        with self._with_beats("all_gather"):
+            dist.all_gather(received, message, group=self.group)
         return [bytes(tensor.tolist()) for tensor in received]
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        name = f"{what} {next(self._numbers)}"
+    def _with_beats(self, kind: str) -> Iterator[None]:
+        name = f"{kind} {next(self._numbers)}"
         self.beat(name)
         yield
         self.beat(f"{name} done")
 
 
 def join(backend: str, beat: Callable[[str], None] = lambda _: None) -> Ranks:
-    """Join the process group that the launcher's environment describes. Collective.
+    """Join the process group that the launcher's environment variables describe. Collective.
 
-    Raises ConfigError before any other rank is contacted if this rank has no secret (secret.py),
-    and RankError if another rank does not know it.
+    Raises ConfigError, before contacting any other rank, if this rank has no secret (secret.py).
+    Raises RankError if another rank does not know the secret.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(minutes=TIMEOUT_MINUTES)
@@ -129,8 +129,10 @@ def form_world(
     timeout: timedelta,
     beat: Callable[[str], None] = lambda _: None,
 ) -> Ranks:
-    """Make the default process group of ranks that meet in a store. Collective. Raises RankError
-    if one of them does not know the run's secret."""
+    """Create the default process group of the ranks of a store. Collective.
+
+    Raises RankError if a rank does not know the run's secret.
+    """
     import torch.distributed as dist
 
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -146,8 +148,11 @@ def form_world(
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return the store in which the ranks of this job meet. On one machine neither it nor gloo can
-    be reached from others. Raises ConfigError if this rank has no secret."""
+    """Return the rendezvous store of this job's ranks.
+
+    If all ranks are on one machine, other machines can connect neither to the store nor to gloo.
+    Raises ConfigError if this rank has no secret.
+    """
     from torch._C._distributed_c10d import FileStore, HashStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -169,7 +174,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def _loopback_store(port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a TCPStore that rank 0 offers on loopback; by itself it listens on all interfaces."""
+    """Return a TCPStore that rank 0 serves on loopback. By default it listens on all interfaces."""
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError
 

@@ -1,5 +1,8 @@
-"""Output that cannot end or hold up a run: what a full disk does not take is lost, what a terminal
-does not take waits in memory. Any library may print; none expects that to fail, or to take long."""
+"""Output streams that never end or block a run.
+
+Output that a full disk rejects is lost. Output that a terminal does not accept waits in memory. Any
+library may print, and none expects printing to fail or to block.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,22 @@ from queue import SimpleQueue
 from typing import Any, TextIO
 
 PANEL_ROWS = 8
-"""That rank 0's panel (tracking/live.py) has at most, and wipes when it is drawn again."""
+"""Maximum height of rank 0's live panel (tracking/live.py), in rows. It wipes these rows when it is
+redrawn."""
 WAIT_SECONDS = 0.5
-"""For a terminal to take what was written, before the run goes on without it."""
+"""Maximum time that a write waits for a terminal."""
 KEPT_BYTES = 1 << 20
-"""Of what a terminal has not taken yet."""
+"""Maximum output to keep for a terminal that is not read."""
 
 
 def safe_text(descriptor: int, *, closes: bool = False) -> TextIO:
-    """A text file, written line by line, on a file descriptor; `closes`: the descriptor goes with
-    it. Writing, flushing and closing raise no OSError, and take about WAIT_SECONDS at most on a
-    terminal that nobody reads."""
+    """Return a line-buffered text file for a file descriptor.
+
+    `closes` makes closing the file close the descriptor. Writing, flushing and closing never raise
+    OSError, and take at most about WAIT_SECONDS on a terminal that is not read.
+    """
     terminal = os.isatty(descriptor)
-    raw = (_Patient if terminal else _Forgiving)(descriptor, "w", closefd=closes)
+    raw = (_BackgroundRawIO if terminal else _LossyRawIO)(descriptor, "w", closefd=closes)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding="locale" if terminal else "utf-8",
@@ -34,13 +40,14 @@ def safe_text(descriptor: int, *, closes: bool = False) -> TextIO:
 
 
 def above_panel(text: str) -> str:
-    """The text, to be written to a terminal on which another process may draw its panel: the panel
-    then wipes empty lines, and not the text."""
+    """Return `text` followed by PANEL_ROWS empty lines, for a terminal on which another process may
+    draw its panel. The panel then wipes the empty lines and not the text."""
     return "\n" + text + "\n" * PANEL_ROWS
 
 
-class _Forgiving(io.FileIO):
-    """Below the buffers, so that none keeps what was not written, to fail with it again."""
+class _LossyRawIO(io.FileIO):
+    """Raw file that drops data it cannot write. Being below the buffer, it reports the data as
+    written, so that the buffer does not keep it and fail again."""
 
     def write(self, data: Any, /) -> int:
         with memoryview(data) as view:
@@ -50,61 +57,64 @@ class _Forgiving(io.FileIO):
                 return view.nbytes
 
     def close(self) -> None:
-        with suppress(OSError):  # a network file system may say so only now
+        with suppress(OSError):  # a network file system may report a write error on close
             super().close()
 
 
-class _Patient(_Forgiving):
-    """A terminal: Ctrl-S or a stalled connection makes whoever writes to it wait, for hours. So
-    that is a thread, and all others wait for it once, and not long."""
+class _BackgroundRawIO(_LossyRawIO):
+    """Raw terminal file that a background thread writes to. Ctrl-S or a stalled connection can
+    block a write for hours. Other threads wait for it at most WAIT_SECONDS, and only if nothing
+    else is waiting."""
 
     def __init__(self, descriptor: int, mode: str, *, closefd: bool) -> None:
         super().__init__(descriptor, mode, closefd=closefd)
         self._chunks: SimpleQueue[tuple[bytes, threading.Event] | None] = SimpleQueue()
-        # Each has one thread that changes it: the buffer above lets one write at a time.
-        self._num_bytes_given = self._num_bytes_written = 0
+        # Each counter is changed by one thread only: the buffer above serializes writes.
+        self._num_bytes_queued = self._num_bytes_written = 0
         self._is_full = False
-        # The thread may still be writing when the number is another file's already.
-        own = os.dup(descriptor)
-        self._thread = threading.Thread(target=self._write_all, args=(own,), daemon=True)
+        # A copy, because the thread may still write after the descriptor was closed and its number
+        # reused for another file.
+        copy = os.dup(descriptor)
+        self._thread = threading.Thread(target=self._write_all, args=(copy,), daemon=True)
         self._thread.start()
 
     @property
     def num_bytes_waiting(self) -> int:
-        """That the terminal has not taken yet."""
-        return self._num_bytes_given - self._num_bytes_written
+        """Number of bytes that the terminal has not accepted yet."""
+        return self._num_bytes_queued - self._num_bytes_written
 
     def write(self, data: Any, /) -> int:
         chunk = bytes(data)
         behind = self.num_bytes_waiting
         if behind < KEPT_BYTES:
             self._is_full = False
-            written = self._give(chunk)
+            written = self._queue_chunk(chunk)
             if not behind:
                 written.wait(WAIT_SECONDS)
         elif not self._is_full:
             self._is_full = True
-            self._give(above_panel("(lines are missing here: the terminal was not read)").encode())
+            notice = "(lines are missing here because the terminal did not accept output)"
+            self._queue_chunk(above_panel(notice).encode())
         return len(chunk)
 
     def close(self) -> None:
         if not self.closed:
             self._chunks.put(None)
-            if not sys.is_finalizing():  # else the thread does not run any more
+            if not sys.is_finalizing():  # otherwise the thread no longer runs
                 self._thread.join(WAIT_SECONDS)
         super().close()
 
-    def _give(self, chunk: bytes) -> threading.Event:
+    def _queue_chunk(self, chunk: bytes) -> threading.Event:
         written = threading.Event()
-        self._num_bytes_given += len(chunk)
+        self._num_bytes_queued += len(chunk)
         self._chunks.put((chunk, written))
         return written
 
     def _write_all(self, descriptor: int) -> None:
-        while (given := self._chunks.get()) is not None:
-            chunk, written = given
+        while (item := self._chunks.get()) is not None:
+            chunk, written = item
             rest = memoryview(chunk)
-            with suppress(OSError):  # a terminal that is gone
+            with suppress(OSError):  # the terminal was closed
                 while rest:
                     rest = rest[os.write(descriptor, rest) :]
             self._num_bytes_written += len(chunk)

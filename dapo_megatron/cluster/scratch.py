@@ -1,13 +1,13 @@
-"""Private temporary folders of this node: other users can neither prepare nor read them.
+"""Private temporary folders on this node, which other users can neither create in advance nor read.
 
-$TMPDIR/dapo-UID, in a Slurm job dapo-UID-JOB   compile caches, which are code that this user runs;
-                                                shared by the ranks of a node and later starts
-$TMPDIR/dapo-UID-XXXXXXXX                       sockets of one process; the file through which the
-                                                ranks that it starts meet
+$TMPDIR/dapo-UID, in a Slurm job dapo-UID-JOB   compile caches, which contain code that this user
+                                                runs; shared by the ranks of a node and later starts
+$TMPDIR/dapo-UID-XXXXXXXX                       sockets of one process, and the store file of the
+                                                ranks that it starts
 /dev/shm/dapo-UID-PORT                          lock of the shared memory dapo-UID-PORT-...
 
-A process that uses such a folder holds a shared lock on it, which the kernel releases when the
-process ends. A folder without a lock was left behind, and the next start deletes it.
+A process that uses such a folder holds a shared lock on it. The kernel releases the lock when the
+process ends. The next start deletes folders without a lock.
 """
 
 from __future__ import annotations
@@ -30,38 +30,42 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
-"""Variable -> folder. Not in a home that nodes share, where ranks would wait for its locks."""
+"""Environment variable -> folder name. The caches are not in a home that nodes share, because ranks
+would wait for file locks there."""
 SOCKETS = "VLLM_RPC_BASE_PATH"
 _MAX_SOCKET_FOLDER = 107 - len("/01234567-89ab-cdef-0123-456789abcdef")
-"""A socket's address has 107 characters (unix(7)); vLLM appends a UUID."""
+"""Maximum length of the folder's path: a socket address has at most 107 characters (unix(7)), and
+vLLM appends a UUID."""
 
-_held: list[int] = []
-"""Open folders that are locked until this process ends."""
+_locked_folders: list[int] = []
+"""Descriptors of folders that are locked until this process ends."""
 
 
 class _Refused(Exception):
-    """A folder that another user has made or can write to; the text says why."""
+    """A folder is not private to this user; the text gives the reason."""
 
 
 def prepare_scratch(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Give compile caches and sockets of this process private folders. Variables that are set
-    already stay as they are. Called on every rank, before a library reads the variables. Raises
-    ConfigError if nothing can be written there."""
+    """Set the variables of compile caches and sockets to private folders, unless they are set.
+
+    Called on every rank before a library reads the variables. Raises ConfigError if the temporary
+    directory is not writable.
+    """
     try:
         _prepare(Path(tempfile.gettempdir()), environ)
     except OSError as error:
         where = error.filename or os.environ.get("TMPDIR", "/tmp")
-        raise ConfigError(f"TMPDIR: {where}: {error.strerror}; name another folder") from error
+        raise ConfigError(f"TMPDIR: {where}: {error.strerror}; choose another folder") from error
 
 
 def _prepare(parent: Path, environ: MutableMapping[str, str]) -> None:
     prefix, job = f"dapo-{os.geteuid()}", environ.get("SLURM_JOB_ID")
     if not environ.keys() >= CACHES.keys():
-        caches = _hold_or_make(parent / (f"{prefix}-{job}" if job else prefix), prefix)
+        caches = _lock_or_create(parent / (f"{prefix}-{job}" if job else prefix), prefix)
         for variable, name in CACHES.items():
             environ.setdefault(variable, str(caches / name))
     if SOCKETS not in environ:
-        sockets = _make(parent, prefix)
+        sockets = _create(parent, prefix)
         if len(str(sockets)) <= _MAX_SOCKET_FOLDER:
             environ[SOCKETS] = str(sockets)
     clear_abandoned(parent)
@@ -69,8 +73,9 @@ def _prepare(parent: Path, environ: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a folder for this process only. If the process is killed, a later start deletes it."""
-    folder = _make(Path(tempfile.gettempdir()), f"dapo-{os.geteuid()}")
+    """Create a folder for this process, deleted at the end of the block. If the process is killed,
+    a later start deletes it."""
+    folder = _create(Path(tempfile.gettempdir()), f"dapo-{os.geteuid()}")
     try:
         yield folder
     finally:
@@ -79,8 +84,11 @@ def private_folder() -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a private folder of this name, so that no start takes it for abandoned. The last process
-    that holds it deletes it. No effect if it cannot be made, or another user has made it."""
+    """Create and lock a private folder of this name, so that no start deletes it as abandoned.
+
+    The last process to release the lock deletes the folder. No effect if the folder cannot be
+    created or belongs to another user.
+    """
     try:
         handle = _open(folder)
     except (_Refused, OSError):
@@ -94,59 +102,58 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear_abandoned(parent: Path) -> None:
-    """Delete this user's folders in `parent` that no process holds any more, and the files
-    FOLDER-... next to them."""
+    """Delete this user's unlocked folders in `parent`, and the files FOLDER-... next to them."""
     for folder in parent.glob(f"dapo-{os.geteuid()}-*"):
         _clear(folder)
 
 
-def _hold_or_make(folder: Path, prefix: str) -> Path:
+def _lock_or_create(folder: Path, prefix: str) -> Path:
     try:
-        _held.append(_open(folder))
+        _locked_folders.append(_open(folder))
     except _Refused as refused:
-        made = _make(folder.parent, prefix)
-        print(f"warning: {folder}: {refused}. Compile caches are in {made}", file=sys.stderr)
-        return made
+        fallback = _create(folder.parent, prefix)
+        print(f"warning: {folder}: {refused}. Compile caches are in {fallback}", file=sys.stderr)
+        return fallback
     return folder
 
 
-def _make(parent: Path, prefix: str) -> Path:
-    """Make a new folder for this process only, deleted when it ends."""
+def _create(parent: Path, prefix: str) -> Path:
+    """Create a new folder for this process only. It is deleted when the process ends."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
         try:
-            _held.append(_open(folder))
+            _locked_folders.append(_open(folder))
         except _Refused:  # deleted by another start before it was locked
             continue
-        atexit.register(_remove_own, folder, os.getpid())
+        atexit.register(_remove_at_exit, folder, os.getpid())
         return folder
 
 
-def _remove_own(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # not in a child that was forked
+def _remove_at_exit(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in a forked child
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _open(folder: Path) -> int:
-    """Make the folder if it is missing, check that only this user can write to it, and lock it,
-    shared. Raises _Refused."""
+    """Create the folder if it is missing, check that it is private to this user, and take a shared
+    lock. Return its descriptor. Raises _Refused."""
     while True:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         try:
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:  # deleted by another start, since nobody had locked it yet
+        except FileNotFoundError:  # deleted by another start before it was locked
             continue
         except OSError as error:
-            raise _Refused(f"it is a link or no folder ({error.strerror})") from None
-        about = os.fstat(handle)
-        if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+            raise _Refused(f"it is a link or not a folder ({error.strerror})") from None
+        status = os.fstat(handle)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             os.close(handle)
             raise _Refused(
-                f"it belongs to user {about.st_uid}, mode {stat.S_IMODE(about.st_mode):o}, "
-                f"and must be of user {os.geteuid()}, mode 700"
+                f"it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, "
+                f"but must belong to user {os.geteuid()} with mode 700"
             )
-        with suppress(OSError):  # a file system without locks: nothing is cleared there
+        with suppress(OSError):  # a file system without locks, where `_clear` deletes nothing
             fcntl.flock(handle, fcntl.LOCK_SH)
         if _is_at(handle, folder):
             return handle
@@ -154,7 +161,7 @@ def _open(folder: Path) -> int:
 
 
 def _clear(folder: Path) -> None:
-    """Delete a folder of this user unless a process holds it, and the files FOLDER-..."""
+    """Delete a folder of this user, and the files FOLDER-..., unless a process has locked it."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -166,18 +173,18 @@ def _clear(folder: Path) -> None:
         if not _is_at(handle, folder):
             return
         for path in folder.parent.glob(f"{folder.name}-*"):
-            about = path.lstat()
-            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                 path.unlink()
         shutil.rmtree(folder)
-    except OSError:  # held, or a file system without locks; or another start deletes it, too
+    except OSError:  # locked, a file system without locks, or deleted by another start
         return
     finally:
         os.close(handle)
 
 
 def _is_at(handle: int, folder: Path) -> bool:
-    """Return True if the open folder still has this name."""
+    """Return whether the open folder still has this path."""
     try:
         return os.path.samestat(os.fstat(handle), folder.lstat())
     except OSError:

@@ -1,9 +1,9 @@
 """The secret of a run, and how ranks prove to each other that they know it.
 
-Ports of a run can be reached by every user of its machines, and job ids tell which ports they are.
-So whoever starts the ranks gives them a new secret (`launch`, slurm/*.sbatch, or a user's export),
-and ranks exchange nothing before each has answered a challenge with it. The secret itself is never
-sent. It is taken out of the environment when it is read, so that no child process inherits it.
+Every user of a run's machines can connect to its ports, and the port numbers follow from the job
+id. So each start gives its ranks a new secret (`launch`, slurm/*.sbatch, or a user's export). Ranks
+exchange no data until each has answered a challenge with the secret. The secret itself is never
+sent. It is removed from the environment when it is read, so that no child process inherits it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dapo_megatron.types import ConfigError, RankError
 SECRET = "DAPO_MEGATRON_SECRET"
 SECRET_FILE = "DAPO_MEGATRON_SECRET_FILE"
 NUM_BYTES = 32
-"""Of the secret, a nonce and an answer."""
+"""Length of the secret, of a nonce and of an answer."""
 _CONTEXT = b"dapo_megatron: a rank of this run\0"
 _HOW = (
-    f"The ranks of a run share a new secret at each start. Before torchrun or srun: "
-    f"`export {SECRET}=$(openssl rand -hex {NUM_BYTES})`, the same on all nodes; or write it "
-    f"into a file that only you can read (umask 077) and export its path as {SECRET_FILE}"
+    f"The ranks of a run share a new secret at each start. Before torchrun or srun, run "
+    f"`export {SECRET}=$(openssl rand -hex {NUM_BYTES})` with the same value on all nodes. Or "
+    f"write it into a file that only you can read (umask 077) and export its path as {SECRET_FILE}"
 )
 
 
@@ -36,11 +36,11 @@ def secret_variable() -> dict[str, str]:
 
 
 def run_secret(world_size: int) -> bytes | None:
-    """Return the secret that this process was started with; None for a rank that has no others.
+    """Return the secret that this process was started with. A single rank may have None.
 
-    Raises ConfigError if there are other ranks and no secret, or if it cannot be used.
+    Raises ConfigError if there are other ranks and no secret, or if the secret is not valid.
     """
-    secret = _taken()
+    secret = _process_secret()
     if secret is None and world_size > 1:
         raise ConfigError(f"{SECRET}: not set, and this is one of {world_size} ranks. {_HOW}")
     return secret
@@ -51,8 +51,8 @@ def prove(
 ) -> None:
     """Make every rank prove that it knows the secret. Collective.
 
-    `gather` is an all-gather of NUM_BYTES bytes. Raises RankError naming the ranks whose answer to
-    the challenge of all ranks is wrong.
+    `gather` is an all-gather of NUM_BYTES bytes. Raises RankError naming the ranks with a wrong
+    answer.
     """
     nonces = gather(secrets.token_bytes(NUM_BYTES))
     answers = gather(answer(secret, rank, nonces))
@@ -65,24 +65,27 @@ def prove(
         raise RankError(
             f"rank {', '.join(wrong)} did not prove that it knows this run's secret. Either it was "
             f"started with another {SECRET}, or a process that is not part of this run has taken "
-            "its place. Start all ranks again; if it happens again, tell the administrators of "
-            "the machine"
+            "its place. Start all ranks again. If it happens again, report it to the "
+            "administrators of the machine"
         )
 
 
 def answer(secret: bytes, rank: int, nonces: list[bytes]) -> bytes:
-    """Return a rank's answer to the nonces of all ranks, its own among them."""
+    """Return a rank's answer to the nonces of all ranks, including its own."""
     place = f"{rank}/{len(nonces)}\0".encode()
     return hmac.digest(secret, _CONTEXT + place + b"".join(nonces), "sha256")
 
 
 @cache
-def _taken() -> bytes | None:
+def _process_secret() -> bytes | None:
     return take_secret(os.environ)
 
 
 def take_secret(environ: MutableMapping[str, str]) -> bytes | None:
-    """Read the secret, and remove its variables from `environ`. Raises ConfigError."""
+    """Return the secret, or None if there is none, and remove its variables from `environ`.
+
+    Raises ConfigError if it is not valid or its file is not private.
+    """
     text, path = environ.pop(SECRET, None), environ.pop(SECRET_FILE, None)
     name = SECRET
     if text is None and path is not None:
@@ -90,7 +93,7 @@ def take_secret(environ: MutableMapping[str, str]) -> bytes | None:
     if text is None:
         return None
     if not re.fullmatch(rf"[0-9a-fA-F]{{{2 * NUM_BYTES}}}", text.strip()):
-        # The message must not show it.
+        # The message must not contain the secret.
         raise ConfigError(f"{name}: not {2 * NUM_BYTES} hexadecimal digits. {_HOW}")
     return bytes.fromhex(text.strip())
 
@@ -98,13 +101,13 @@ def take_secret(environ: MutableMapping[str, str]) -> bytes | None:
 def _read_private(path: str) -> str:
     """Read a file that belongs to this user and that only this user can read."""
     try:
-        # Not blocking: the path may be a pipe.
+        # O_NONBLOCK because the path may be a pipe.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         hint = " (a link is refused)" if os.path.islink(path) else ""
         raise ConfigError(f"{SECRET_FILE}: {path}: {error.strerror}{hint}. {_HOW}") from None
     try:
-        # Of what was opened: a path can be replaced after a look at it.
+        # Check the open file, because the path could be replaced between a check and the open.
         status = os.fstat(handle)
         if fault := _fault(status):
             raise ConfigError(f"{SECRET_FILE}: {path} {fault}. {_HOW}")
@@ -114,9 +117,9 @@ def _read_private(path: str) -> str:
 
 
 def _fault(status: os.stat_result) -> str:
-    """Return why a file must not hold a secret, or nothing."""
+    """Return why a file must not be used for a secret, or "" if it can."""
     if not stat.S_ISREG(status.st_mode):
-        return "is not a file"
+        return "is not a regular file"
     if status.st_uid != os.geteuid():
         return "belongs to another user"
     if status.st_mode & 0o077:

@@ -1,8 +1,8 @@
-"""Stopping by a signal: SIGUSR1 (Slurm, some time before the limit) and SIGTERM (preemption).
+"""Stopping on a signal: SIGUSR1 (Slurm, some time before the time limit) or SIGTERM (preemption).
 
-A handler only takes note. The run looks at points where its state is whole, where all ranks agree
-and raise `Stopped` together; the loop then saves. Nothing is saved inside a handler: it interrupts
-anything, half an optimizer step as well.
+The handler only records the signal. The run checks for it at points where its state is consistent.
+All ranks then raise `Stopped` together, and the loop saves. The handler itself never saves, because
+it can interrupt any code, even an optimizer step.
 """
 
 from __future__ import annotations
@@ -16,25 +16,29 @@ from typing import Any
 
 from dapo_megatron.cluster.attempt import HUNG, STOPPED
 from dapo_megatron.cluster.collectives import ErrorRecord
-from dapo_megatron.cluster.emergency_io import say, stacks, within
+from dapo_megatron.cluster.emergency_io import stacks, within, write_unbuffered
 from dapo_megatron.cluster.exit_reason import record
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import Fenced, Stopped
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 SAME_SECONDS = 1.0
-"""Signals closer than this are one: a launcher passes on what its ranks get anyway."""
+"""Signals within this time count as one, because a launcher forwards signals that its ranks may
+also receive directly."""
 LAST_SECONDS = 2.0
-"""For the log, and then for the verdict, once the deadline has passed."""
+"""Timeout of writing the log, and then of writing the exit reason, after the deadline."""
 OWNER_SECONDS = 10.0
-"""Between two looks at who owns the folder."""
+"""Interval between checks of the run folder's owner."""
 
 
 def leave_when_asked() -> None:
-    """Until a run listens for itself: a signal ends the rank, as a stop with nothing to save."""
+    """Exit with code STOPPED on a signal, until `Stop.listen` replaces the handlers.
+
+    There is nothing to save yet.
+    """
 
     def leave(number: int, _: Any) -> None:
-        record(STOPPED, f"stopped by {signal.Signals(number).name} before it began")
+        record(STOPPED, f"stopped by {signal.Signals(number).name} before the run started")
         os._exit(STOPPED)
 
     for number in SIGNALS:
@@ -42,14 +46,16 @@ def leave_when_asked() -> None:
 
 
 class Stop:
-    """What signals have asked this process. A second signal ends it at once.
+    """Stop requests by signals to this process. A second signal ends the process immediately.
 
-    `check_owner` raises Fenced where another attempt has taken the run's folder (rank 0 looks).
+    `seconds` is the time from a signal to the deadline: a rank that has not saved by then exits
+    with code HUNG. `check_owner` raises Fenced if another attempt owns the run's folder; rank 0
+    calls it.
     """
 
     def __init__(self, seconds: float, check_owner: Callable[[], None] = lambda: None) -> None:
         self.signal: str | None = None
-        """Name of the signal that asked for a stop."""
+        """Name of the first signal, or None."""
         self._check_owner = check_owner
         self._owner_checked = self._checked = time.monotonic()
         self._seconds = seconds
@@ -58,40 +64,46 @@ class Stop:
         self._is_saved = threading.Event()
 
     def listen(self) -> None:
-        """Take the signals. Until `hold` there is nothing to save: one raises Stopped at once."""
+        """Install the signal handlers. Until `hold`, a signal raises Stopped immediately, because
+        there is nothing to save yet."""
         for number in SIGNALS:
-            signal.signal(number, self._take)
+            signal.signal(number, self._on_signal)
 
     def hold(self) -> None:
-        """From now on the run looks by itself whether to stop."""
+        """Only record signals from now on; the run calls `check` at points where it can stop.
+
+        Raises Stopped if there was a signal already.
+        """
         self._has_state = True
         if self.signal is not None:
             raise Stopped(f"stopped by {self.signal} before the first step")
 
     def lift_deadline(self) -> None:
-        """The run is done and all of it on disk: what is left, its report and MLflow, may take
-        longer than a signal allows, and does not make it a run that hung."""
+        """Cancel the deadline, once the run is done and saved.
+
+        The report and MLflow, which follow, may take longer without counting as a hang.
+        """
         self._is_saved.set()
 
     def check(self, exchange: Exchange) -> float:
         """Return the seconds since the previous check, the same on all ranks. Collective.
 
-        Raises Stopped on all ranks if any rank got a signal, Fenced if another attempt has taken
-        the run.
+        Raises Stopped on all ranks if any rank got a signal, or Fenced if another attempt owns the
+        run's folder.
         """
-        fenced = ErrorRecord.of(self._fenced()) if exchange.rank == 0 else None
+        fence = ErrorRecord.of(self._fence_error()) if exchange.rank == 0 else None
         seconds = time.monotonic() - self._checked
-        answers = exchange.all_gather(
-            (self.signal, fenced, seconds), tuple[str | None, ErrorRecord | None, float]
+        by_rank = exchange.all_gather(
+            (self.signal, fence, seconds), tuple[str | None, ErrorRecord | None, float]
         )
         self._checked = time.monotonic()
-        if record := answers[0][1]:
+        if record := by_rank[0][1]:
             raise record.error()
-        if name := next((name for name, _, _ in answers if name), None):
+        if name := next((name for name, _, _ in by_rank if name), None):
             raise Stopped(f"stopped by {name}")
-        return max(seconds for _, _, seconds in answers)
+        return max(seconds for _, _, seconds in by_rank)
 
-    def _fenced(self) -> Fenced | None:
+    def _fence_error(self) -> Fenced | None:
         if time.monotonic() - self._owner_checked > OWNER_SECONDS:
             self._owner_checked = time.monotonic()
             try:
@@ -100,23 +112,27 @@ class Stop:
                 return error
         return None
 
-    def _take(self, number: int, _: Any) -> None:
+    def _on_signal(self, number: int, _: Any) -> None:
         name = signal.Signals(number).name
         if self.signal is None:
             self.signal, self._at = name, time.monotonic()
-            threading.Thread(target=self._exit_late, daemon=True).start()
+            threading.Thread(target=self._exit_at_deadline, daemon=True).start()
             if not self._has_state:
                 raise Stopped(f"stopped by {name} before the first step")
         elif time.monotonic() - self._at > SAME_SECONDS:
             os._exit(128 + number)
 
-    def _exit_late(self) -> None:
-        """Whatever this rank waits for then: Slurm would kill it in the middle of a write."""
+    def _exit_at_deadline(self) -> None:
+        """End the process at the deadline, whatever it is doing. Otherwise Slurm would kill it
+        later, possibly in the middle of a write."""
         if self._is_saved.wait(self._seconds):
             return
-        reason = f"{self.signal} came {self._seconds:g} s ago, not saved since: run.stop_seconds"
+        reason = (
+            f"no checkpoint was saved within run.stop_seconds ({self._seconds:g} s) after "
+            f"{self.signal}"
+        )
         try:
-            within(LAST_SECONDS, lambda: say(2, f"error: {reason}\n{stacks()}"))
+            within(LAST_SECONDS, lambda: write_unbuffered(2, f"error: {reason}\n{stacks()}"))
             within(LAST_SECONDS, lambda: record(HUNG, reason))
         finally:
             os._exit(HUNG)

@@ -1,22 +1,22 @@
-"""Signs of life of one rank, and what happens when they stop.
+"""Watchdog: detects a hanging rank, reports which ranks are missing or behind, and ends all ranks.
 
-Each rank has a `Watchdog` with two threads. One looks at the clock: when the phase has been silent
-for longer than its limit, the rank hangs. It touches no file, and ends the process some seconds
-later whatever hangs. The other writes the rank's pulse (heartbeat.py) and listens for the alarm of
-another rank; a file system that stalls holds up this thread alone.
+Each rank has a `Watchdog` with two threads. The clock thread detects a hang: no sign of life for
+longer than the limit of the phase. It does no file I/O itself, so it can always end the process
+some seconds later. The heartbeat thread writes the rank's heartbeat (heartbeat.py) and checks for
+an alarm of another rank. A stalled file system blocks only this thread.
 
-A hang ends all ranks: the first one that notices rings the alarm. Every rank that hears it dumps
-its stacks into its own log and says so in its pulse. One of them, rank 0 if it can, then knows who
-did not answer or is behind, and writes it into `.pulse/hang_ATTEMPT.json`, the verdict and the
-terminal. Times are of each rank's own monotonic clock; a job that Slurm suspends for longer than a
-limit counts as hung when it goes on.
+A hang ends all ranks. The first rank to detect it raises an alarm. Every rank that sees the alarm
+dumps its stacks into its log and reports the state HUNG in its heartbeat. One rank, rank 0 if it
+can, then determines which ranks did not answer or are behind. It writes them to
+`.pulse/hang_ATTEMPT.json`, the exit reason and the terminal. Times are of each rank's monotonic
+clock. A job that Slurm suspends for longer than a limit counts as hung when it resumes.
 
-A rank whose interpreter is held by a library (the GIL) runs none of these threads. A timer of
-faulthandler, which needs no interpreter, then dumps its stacks and ends it, with code 1. Other
-ranks name it; a process alone leaves no verdict, and only these stacks in its log say that it hung.
-Where its log hangs as well, faulthandler never comes to ending it: whoever started it must (Slurm
-and `launch` do, once another rank has ended). No process ends while the kernel lets one of its
-threads wait uninterruptibly, as for some dead file systems.
+If a library holds the GIL of a rank, none of these threads runs. A timer of faulthandler, which
+does not need the GIL, then dumps the stacks and ends the rank with exit code 1. Other ranks report
+it as missing. If there are no other ranks, no exit reason is written, and the stacks in the log are
+the only sign of the hang. If writing the log hangs too, faulthandler cannot end the process. Slurm
+or `launch` must end it, and they do so after another rank has exited. A process with a thread in
+uninterruptible sleep, as on some dead file systems, cannot be ended at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ from pathlib import Path
 
 from dapo_megatron.cluster import exit_reason, heartbeat
 from dapo_megatron.cluster.attempt import HUNG, attempt
-from dapo_megatron.cluster.emergency_io import Flight, last_collectives, say, stacks, within
+from dapo_megatron.cluster.emergency_io import (
+    FlightRecord,
+    last_collectives,
+    stacks,
+    within,
+    write_unbuffered,
+)
 from dapo_megatron.cluster.heartbeat import Alarm, Pulse, State
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.safe_output import above_panel
@@ -41,28 +47,31 @@ from dapo_megatron.files import write_json
 from dapo_megatron.types import Phase
 
 ANSWER_SECONDS = 3.0
-"""From the alarm to naming those who did not answer."""
+"""Time that other ranks have to answer an alarm."""
 ASK_SECONDS = 1.0
-"""For each thing said or asked when a rank hangs: it may wait for what hangs."""
+"""Timeout of each diagnostic step of a hanging rank, because it may block on the cause of the
+hang."""
 END_SECONDS = 7.0
-"""From noticing a hang to the end of the process, said or not; less than the backstop's."""
+"""Maximum time from detecting a hang to the end of the process; less than BACKSTOP_SECONDS."""
 BACKSTOP_SECONDS = 10.0
-"""From a phase's limit to the end of a rank that cannot run a thread."""
+"""Time from a phase's limit until faulthandler ends a rank whose threads do not run."""
 EXCHANGES = frozenset({"all_gather", "broadcast", "barrier"})
 """First words of the beats of cluster/ranks.py: "all_gather 123", then "all_gather 123 done"."""
 
 
 def hang_file(run: Path, start_attempt: str) -> Path:
-    """What was found out when that attempt hung: why, text and all pulses, as JSON."""
+    """Return the path of the hang report of an attempt: reason, text and all heartbeats, as
+    JSON."""
     return heartbeat.pulse_folder(run) / f"hang_{start_attempt}.json"
 
 
 class Watchdog:
-    """Signs of life of one rank. `folder`: the run's.
+    """Watchdog of one rank.
 
-    `limits`: seconds without a sign of life, by phase. Outside of phases that of `start` holds, or
-    else the longest.
-    `start_attempt`: the same on all ranks; by default attempt.py's.
+    folder         the run's folder
+    limits         timeout without a sign of life in seconds, by phase; outside of phases the limit
+                   of `start` applies, or the longest limit if there is none
+    start_attempt  attempt name, the same on all ranks; the default is that of attempt.py
     """
 
     def __init__(
@@ -74,11 +83,11 @@ class Watchdog:
         start_attempt: str | None = None,
     ) -> None:
         self.terminal_fd = 2
-        """Where the user looks; a session that sends its output to a log sets it."""
+        """File descriptor of the user's terminal. Set it if the output goes to a log."""
         self.at_hang: Callable[[], None] = lambda: None
-        """Called when the run hangs, by the one rank that reports it; it gets ASK_SECONDS."""
+        """Called after a hang on the rank that reports it, with a timeout of ASK_SECONDS."""
         self.on_phase: Callable[[str, int], None] = lambda phase, step: None
-        """Told of every turn to another phase, and its step."""
+        """Called with phase and step at every change of phase."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
         self._attempt = start_attempt or attempt()
@@ -89,16 +98,16 @@ class Watchdog:
         self._last = (time.monotonic(), "started")
         self._exchange = ""
         self._num_collectives: Mapping[str, int] = {}
-        self._asks: dict[str, Callable[[], str]] = {}
+        self._diagnostics: dict[str, Callable[[], str]] = {}
         self._state = State.RUNNING
-        self._heard: str | None = None
+        self._alarm_reason: str | None = None
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._writing = threading.Lock()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to watch. Raises OSError where `folder` cannot be written."""
+        """Start both threads. Raises OSError if `folder` is not writable."""
         self._alarm.prepare(fresh=self._rank == 0)
         if self._rank == 0:
             self._hang_file.unlink(missing_ok=True)
@@ -111,13 +120,13 @@ class Watchdog:
             self._threads.append(thread)
 
     def close(self) -> None:
-        """This rank ends, well or not; it can no longer hang."""
+        """Stop watching, because this rank is about to exit, and write a last heartbeat."""
         if self._closed.is_set():
             return
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(1.0)  # it may be at a stalled disk
+            thread.join(1.0)  # with a timeout, because it may block on a stalled disk
         faulthandler.cancel_dump_traceback_later()
         if self._threads and self._state is State.RUNNING:
             self._state = State.ENDED
@@ -125,69 +134,71 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
-        """What is done inside, a key of the limits; an inner phase counts while it lasts. Without
-        `step` it belongs to the step of the one before."""
+        """Apply the limit of phase `name` inside this block. An inner phase replaces the outer one
+        while it lasts. `step` 0 keeps the step of the previous phase."""
         if name not in self._limits:
-            raise ValueError(f"watchdog: no limit for a phase {name!r}")
+            raise ValueError(f"watchdog: no limit for phase {name!r}")
         outer = self._phase
         self._step = step or self._step
-        self._turn_to(name, f"begin of {name}")
+        self._enter(name, f"start of {name}")
         try:
             yield
         finally:
-            self._turn_to(outer, f"end of {name}")
+            self._enter(outer, f"end of {name}")
 
     def beat(self, what: str = "") -> None:
-        """A sign of life, and what it was; from any thread, in a microsecond."""
+        """Record a sign of life and its description. Can be called from any thread and takes about
+        a microsecond."""
         self._last = (time.monotonic(), what or self._last[1])
         if what.partition(" ")[0] in EXCHANGES:
             self._exchange = what
 
     def tell(self, what: str, ask: Callable[[], str]) -> None:
-        """Something to ask for, from another thread, when the rank hangs."""
-        self._asks[what] = ask
+        """Register a diagnostic: if the rank hangs, another thread logs "{what}: {ask()}"."""
+        self._diagnostics[what] = ask
 
-    def _turn_to(self, phase: str, sign: str) -> None:
+    def _enter(self, phase: str, sign: str) -> None:
         self._phase = phase
         self.beat(sign)
         self.on_phase(phase, self._step)
         if self._threads and not self._closed.is_set():
-            self._arm(self._limits[phase])  # not left to a thread: it may not run any more
+            self._arm(self._limits[phase])  # here, because the clock thread may not get the GIL
 
-    # The thread that looks at the clock.
+    # The clock thread.
 
     def _watch(self) -> None:
         while not self._closed.is_set():
             limit, silent = self._silence()
-            if self._heard is not None:
-                self._hang(self._heard)
+            if self._alarm_reason is not None:
+                self._end_process(self._alarm_reason)
             if silent > limit:
                 why = f"rank {self._rank}: no sign of life for {limit:g} s, {self.pulse().place}"
-                self._hang(why, first=True)
+                self._end_process(why, raise_alarm=True)
             self._arm(limit - silent)
             self._wake.wait(min(1.0, max(limit - silent, 0.01), limit / 10))
 
     def _silence(self) -> tuple[float, float]:
-        """Seconds: the limit, and how long the rank has been silent."""
+        """Return the limit, and the time since the last sign of life, in seconds."""
         return self._limits[self._phase], time.monotonic() - self._last[0]
 
     def _arm(self, seconds: float) -> None:
-        """End this process that much, and a little, later, whatever holds its interpreter."""
+        """Restart the backstop timer. It ends this process BACKSTOP_SECONDS after `seconds`, even
+        if a library holds the GIL."""
         faulthandler.dump_traceback_later(max(seconds, 0.0) + BACKSTOP_SECONDS, exit=True, file=2)
 
-    def _hang(self, why: str, *, first: bool = False) -> None:
-        """Ends the process; all that may block is done by others."""
+    def _end_process(self, why: str, *, raise_alarm: bool = False) -> None:
+        """Report the hang and end this process. Everything that may block runs in other threads."""
         try:
             self._arm(0.0)
-            if not within(END_SECONDS, lambda: self._tell_all(why, first)):
-                text = f"hung: {why}\nnot all could be said: the disk or a log hangs as well"
-                within(ASK_SECONDS, lambda: self._tell_user(text))
+            if not within(END_SECONDS, lambda: self._report_hang(why, raise_alarm)):
+                text = f"hung: {why}\nthe report is incomplete because the disk or a log hangs too"
+                within(ASK_SECONDS, lambda: self._write_to_terminal(text))
         finally:
             os._exit(HUNG)
 
-    def _tell_all(self, why: str, first: bool) -> bool:
-        began = time.monotonic()
-        if first:
+    def _report_hang(self, why: str, raise_alarm: bool) -> bool:
+        started = time.monotonic()
+        if raise_alarm:
             within(ASK_SECONDS, lambda: self._alarm.ring(why))
         here = self.pulse()
         self._log(
@@ -197,80 +208,81 @@ class Watchdog:
             f"exchanges: {here.num_exchanges}, last: {here.exchange or 'none'}; stacks:\n"
             f"{stacks()}"
         )
-        flown = within(ASK_SECONDS, last_collectives) or Flight()
-        self._num_collectives = flown.counts
+        record = within(ASK_SECONDS, last_collectives) or FlightRecord()
+        self._num_collectives = record.counts
         self._state = State.HUNG
         within(ASK_SECONDS, self._write_pulse)
-        self._log(flown.text)
-        within(ASK_SECONDS, self._ask)
-        self._report(why, began)
+        self._log(record.text)
+        within(ASK_SECONDS, self._log_diagnostics)
+        self._report_suspects(why, started)
         return True
 
-    def _report(self, why: str, began: float) -> None:
-        """One rank, rank 0 if it is alive, names those that are missing; the others wait for it."""
+    def _report_suspects(self, why: str, started: float) -> None:
+        """Report the missing ranks, or those behind, on one rank: rank 0 if it is alive. The other
+        ranks wait for it."""
         path = self._hang_file
         if self._rank:
             time.sleep(min(0.3 + 0.01 * self._rank, 1.5))
         try:
             path.open("x").close()
-        except OSError:  # another rank does it, or the disk is full
-            time.sleep(max(0.0, began + ANSWER_SECONDS + 1.0 - time.monotonic()))
+        except OSError:  # another rank reports, or the disk is full
+            time.sleep(max(0.0, started + ANSWER_SECONDS + 1.0 - time.monotonic()))
             return
         pulses = heartbeat.read_all(self._folder, self._world_size)
-        while time.monotonic() < began + ANSWER_SECONDS and heartbeat.missing(
+        while time.monotonic() < started + ANSWER_SECONDS and heartbeat.missing(
             pulses, self._attempt
         ):
             time.sleep(0.2)
             pulses = heartbeat.read_all(self._folder, self._world_size)
         text = heartbeat.accusation(pulses, self._attempt)
-        # The accused comes first: scripts show the log of the first rank that is named.
+        # The suspect comes first, because scripts show the log of the first rank in the reason.
         reason = f"hung: {text.splitlines()[0]}; noticed by {why}"
         within(ASK_SECONDS, lambda: exit_reason.record(HUNG, reason, text))
         full = f"hung: {text}\nnoticed by {why}"
         self._log(full)
         if self.terminal_fd != 2:
-            within(ASK_SECONDS, lambda: self._tell_user(full))
-        report = {"why": why, "text": full, "pulses": [one and asdict(one) for one in pulses]}
+            within(ASK_SECONDS, lambda: self._write_to_terminal(full))
+        report = {"why": why, "text": full, "pulses": [pulse and asdict(pulse) for pulse in pulses]}
         with contextlib.suppress(OSError):
             write_json(path, report, durable=False)
         within(ASK_SECONDS, self.at_hang)
 
-    def _tell_user(self, text: str) -> None:
+    def _write_to_terminal(self, text: str) -> None:
         is_terminal = os.isatty(self.terminal_fd)
-        say(self.terminal_fd, above_panel(text) if is_terminal else text)
+        write_unbuffered(self.terminal_fd, above_panel(text) if is_terminal else text)
 
     def _log(self, text: str) -> None:
-        within(ASK_SECONDS, lambda: say(2, text))
+        within(ASK_SECONDS, lambda: write_unbuffered(2, text))
 
-    def _ask(self) -> None:
-        for what, ask in list(self._asks.items()):
-            say(2, f"{what}: {ask()}")
+    def _log_diagnostics(self) -> None:
+        for name, diagnose in list(self._diagnostics.items()):
+            write_unbuffered(2, f"{name}: {diagnose()}")
 
-    # The thread that talks with the other ranks.
+    # The heartbeat thread.
 
     def _write_pulses(self) -> None:
-        written, told = 0.0, ("", 0)
+        written_at, written = 0.0, ("", 0)
         while not self._closed.wait(1.0) and self._state is State.RUNNING:
             now = (self._phase, self._step)
-            if now != told or time.monotonic() - written > heartbeat.PULSE_SECONDS - 1.0:
+            if now != written or time.monotonic() - written_at > heartbeat.PULSE_SECONDS - 1.0:
                 self._write_pulse()
-                written, told = time.monotonic(), now
+                written_at, written = time.monotonic(), now
             if (why := self._alarm.heard()) is not None:
-                self._heard = self._heard or why
+                self._alarm_reason = self._alarm_reason or why
                 self._wake.set()
 
     def _write_pulse(self) -> None:
-        # A thread that waits for a stalled disk must not keep the rank from ending.
+        # With a timeout: a thread that is blocked by a stalled disk must not keep the rank alive.
         if self._writing.acquire(timeout=1.0):
             try:
                 heartbeat.write(self._folder, self.pulse())
             except OSError as error:
-                say(2, f"watchdog: {error}")
+                write_unbuffered(2, f"watchdog: {error}")
             finally:
                 self._writing.release()
 
     def pulse(self) -> Pulse:
-        """What this rank says of itself now."""
+        """Return this rank's current heartbeat."""
         limit, silent = self._silence()
         words = self._exchange.split()
         return Pulse(

@@ -1,9 +1,9 @@
-"""What a model is: its HF config.json, its tensors, and which rank holds which part of them.
+"""Models: HF config.json, tensors, and the part of them that each rank holds.
 
 `hf_config.py` is the only reader of config.json. `families/` has one file per family, with its
-parameters and its own fields; a new family is a new file and a line in `families/__init__.py`.
-`published.py` knows the dimensions of published models, for plans without a checkpoint.
-`sharding.py` has the ways to split a parameter, `tensors.py` lists what each rank holds.
+parameters and its own fields. To add a family, add a file and a line in `families/__init__.py`.
+`published.py` has the dimensions of published models, for plans without a checkpoint.
+`sharding.py` has the ways to shard a parameter, and `tensors.py` lists the parts of each rank.
 """
 
 from dapo_megatron.model.architecture import Architecture, GroupedRouting, Latent, Place, Rope

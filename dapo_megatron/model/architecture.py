@@ -1,4 +1,5 @@
-"""Sizes of a decoder, and which chunk of it a rank holds. Names are those of HF's config.json."""
+"""Sizes of a decoder, and the position of a rank's model chunk in it. Names of sizes follow HF's
+config.json."""
 
 from __future__ import annotations
 
@@ -7,12 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding (arXiv 2104.09864) as HF's `rope_parameters` have it.
+    """Rotary position embedding (arXiv 2104.09864), as in HF's `rope_parameters`.
 
-    `kind` is `default`, `linear` (all frequencies divided by `factor`), `llama3` (the low ones
-    divided, those in between interpolated) or `yarn` (arXiv 2309.00071). Yarn interpolates between
-    frequencies that turn `beta_slow` and `beta_fast` times over the original length. DeepSeek-V3
-    also multiplies the scale of the softmax by (0.1 `mscale_all_dim` log `factor` + 1)^2.
+    `kind` is one of:
+    - `default`
+    - `linear`: all frequencies are divided by `factor`
+    - `llama3`: low frequencies are divided, middle ones interpolated
+    - `yarn` (arXiv 2309.00071): interpolates between the frequencies that make `beta_slow` and
+      `beta_fast` rotations over the original context length
+
+    With yarn, DeepSeek-V3 also multiplies the softmax scale by
+    (0.1 `mscale_all_dim` log `factor` + 1)^2.
     """
 
     theta: float
@@ -28,11 +34,12 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1) in sizes.
+    """Sizes of multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-    Queries are made from `q_lora_rank` numbers per token (0: from the hidden state itself), keys
-    and values from `kv_lora_rank`. Each head's query and key have `qk_nope_head_dim` columns
-    without and `qk_rope_head_dim` with rope. The latter are the same in the keys of all heads.
+    Queries are projected up from a latent of size `q_lora_rank` (0: directly from the hidden
+    state), keys and values from a latent of size `kv_lora_rank`. Each head's query and key have
+    `qk_nope_head_dim` columns without rope and `qk_rope_head_dim` columns with rope. The rope
+    columns of the keys are shared by all heads.
     """
 
     q_lora_rank: int
@@ -43,25 +50,29 @@ class Latent:
 
     @property
     def down_rows(self) -> int:
-        """Rows of the projection to what keys and values are made from."""
+        """Rows of the down projection for keys and values: the latent and the shared rope key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def qk_head_dim(self) -> int:
-        """Columns of a head's query, and key."""
+        """Size of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def up_dim(self) -> int:
-        """Columns of a head that are made from `kv_lora_rank` numbers: key, then value."""
+        """Size of a head's up projection from the key-value latent: key without rope, then
+        value."""
         return self.qk_nope_head_dim + self.v_head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedRouting:
-    """How a router without an auxiliary loss picks experts (DeepSeek-V3, arXiv 2412.19437, section
-    2.1.2): the sigmoid of each is its weight, times `scale`; that plus a bias ranks it. The experts
-    are in `n_group` equal groups, of which each token takes the best `topk_group`."""
+    """Routing without an auxiliary loss (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    Experts are ranked by the sigmoid of their logit plus a bias. The weight of a chosen expert is
+    the sigmoid without the bias, times `scale`. Experts form `n_group` equal groups, and a token
+    can choose experts from the best `topk_group` groups only.
+    """
 
     n_group: int
     topk_group: int
@@ -72,12 +83,13 @@ class GroupedRouting:
 class Architecture:
     """Sizes of a decoder, from its HF config.json.
 
-    With `latent` attention `num_kv_heads` is `num_heads`, and `head_dim` is what rope turns.
+    With `latent` attention, `num_kv_heads` equals `num_heads`, and `head_dim` is the number of rope
+    columns.
 
     `num_experts` is 0 for a dense model. Otherwise every layer except the first `num_dense_layers`
-    routes each token to `experts_per_token` experts of `moe_intermediate_size` columns, whose
-    weights sum to 1 with `normalize_topk`. Shared experts are one MLP of `shared_intermediate_size`
-    columns (0: none). Routers take the softmax over all experts where `grouped_routing` is None.
+    routes each token to `experts_per_token` experts of size `moe_intermediate_size`, whose weights
+    sum to 1 if `normalize_topk`. Shared experts are one MLP of size `shared_intermediate_size`
+    (0: none). If `grouped_routing` is None, routers use the softmax over all experts.
     """
 
     family: str
@@ -104,13 +116,13 @@ class Architecture:
     latent: Latent | None = None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer, counted over the whole model, has experts."""
+        """Return whether a layer, by its index in the whole model, has experts."""
         return self.num_experts > 0 and layer >= self.num_dense_layers
 
     def mlp_columns(self, *, whole_experts: bool) -> dict[str, int]:
-        """Return the MLP widths that tensor parallelism splits, by their names in config.json.
+        """Return the MLP sizes that tensor parallelism shards, by their names in config.json.
 
-        `whole_experts`: each routed expert lies on one rank.
+        `whole_experts` means that tensor parallelism does not shard routed experts.
         """
         columns = {
             "intermediate_size": 0 if self.has_experts(0) else self.intermediate_size,
@@ -121,7 +133,7 @@ class Architecture:
 
     @property
     def value_columns(self) -> int:
-        """Columns of the projection from what the heads put out."""
+        """Columns of the attention output projection."""
         return self.num_heads * (self.latent.v_head_dim if self.latent else self.head_dim)
 
     @property
@@ -131,16 +143,16 @@ class Architecture:
 
     @property
     def group_rows(self) -> int:
-        """Rows of the key projection, and of the value projection."""
+        """Rows of each of the key and value projections."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One model chunk of one rank: layers [first_layer, first_layer + num_layers) of the model.
+    """Position of one model chunk of one rank, with layers [first_layer, first_layer + num_layers).
 
-    Experts are dealt out by expert parallelism alone and never cut: rank `ep_rank` holds the whole
-    of experts [ep_rank * n, (ep_rank + 1) * n), n = num_experts / ep_size.
+    Experts are distributed by expert parallelism only and are never sharded: rank `ep_rank` holds
+    the complete experts [ep_rank * n, (ep_rank + 1) * n), n = num_experts / ep_size.
     """
 
     tp_rank: int

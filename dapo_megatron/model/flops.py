@@ -1,9 +1,8 @@
-"""Floating-point operations of a model, counted from its sizes (a multiplication and an addition
-are two), and how many a device can do.
+"""Floating-point operations (FLOPs) of a model, from its sizes, and peak rates of devices.
 
-Counted are the matrix products and causal attention, exactly; norms, rope, softmax and gates, about
-one in a hundred of a real model, are not. What is computed again to save memory
-(policy.recompute) is not counted either: it is work of the device, not of the model.
+A multiplication and an addition count as two. Matrix products and causal attention are counted
+exactly. Norms, rope, softmax and activations are not counted; they are about 1% of a real model.
+Activation recomputation (policy.recompute) is not counted, as is usual for model FLOPs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from collections.abc import Sequence
 from dapo_megatron.model import Architecture
 
 BACKWARD = 2
-"""Of a matrix product: a gradient of each of its two inputs, as dear as the product itself."""
+"""Cost of the backward pass of a matrix product relative to the forward pass: one product for the
+gradient of each input."""
 
 PEAKS = {
     "H200": 989.4e12,
@@ -27,12 +27,12 @@ PEAKS = {
     "B200": 2250e12,
     "L40S": 362e12,
 }
-"""Dense bfloat16 operations a second, by a part of the name that CUDA gives the device; the first
-that is in it counts. NVIDIA's data sheets, which state twice as many for sparse matrices."""
+"""Peak dense bfloat16 FLOPs per second, by words in the device name from CUDA. The first match
+counts. From NVIDIA's data sheets, which state twice the rate for sparse matrices."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations a second of a device; None for one that is not in the table.
+    """Return a device's peak dense bfloat16 FLOPs per second, or None if it is not in the table.
 
     Example: peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     """
@@ -48,9 +48,9 @@ def model_flops(
     backward: bool,
     num_scored: int | None = None,
 ) -> float:
-    """Operations for sequences of `lengths` tokens, forward, or forward and `backward`.
+    """Return the FLOPs for sequences of `lengths` tokens: forward, or with `backward`, both passes.
 
-    `num_scored` tokens go through the output head; None: all.
+    `num_scored` is the number of tokens that go through the output head; None means all.
     """
     num_tokens = sum(lengths)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
@@ -60,24 +60,24 @@ def model_flops(
 
 
 def token_flops(arch: Architecture) -> int:
-    """Forward, of a token in all layers, without what grows with the length of its sequence."""
+    """Return the forward FLOPs of one token in all layers, without attention scores and values."""
     layers = range(arch.num_layers)
     return 2 * sum(_attention_weights(arch) + _mlp_weights(arch, layer) for layer in layers)
 
 
 def pair_flops(arch: Architecture) -> int:
-    """Forward, of a query and a key it sees, in all layers: their product, and the value's."""
+    """Return the forward FLOPs of one query-key pair in all layers: attention score and value."""
     query = arch.latent.qk_head_dim if arch.latent else arch.head_dim
     return 2 * arch.num_layers * (arch.num_heads * query + arch.value_columns)
 
 
 def head_flops(arch: Architecture) -> int:
-    """Forward, of a token in the output head."""
+    """Return the forward FLOPs of one token in the output head."""
     return 2 * arch.hidden_size * arch.vocab_size
 
 
 def _attention_weights(arch: Architecture) -> int:
-    """Of the projections around attention."""
+    """Return the number of weights in a layer's attention projections."""
     output = arch.value_columns * arch.hidden_size
     if arch.latent is None:
         return arch.hidden_size * (arch.query_rows + 2 * arch.group_rows) + output
@@ -91,7 +91,7 @@ def _attention_weights(arch: Architecture) -> int:
 
 
 def _mlp_weights(arch: Architecture, layer: int) -> int:
-    """That one token goes through."""
+    """Return the number of a layer's MLP and router weights that one token uses."""
     if not arch.has_experts(layer):
         return 3 * arch.hidden_size * arch.intermediate_size
     columns = arch.experts_per_token * arch.moe_intermediate_size + arch.shared_intermediate_size

@@ -1,7 +1,7 @@
-"""Fields of an HF config.json by what becomes of them: read, held to one value, or ignored.
+"""Fields of an HF config.json: which are read, must have a certain value, or are ignored.
 
-A family's file adds its own. Any other field that says more than "none" may change what the model
-computes, and is refused by name.
+A family's file adds its own fields. Any other field with a non-empty value may change what the
+model computes, so it is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dapo_megatron.model.families.family import Family
 from dapo_megatron.types import ConfigError
 
 POSITIONS = ("max_position_embeddings", "max_sequence_length", "model_max_length")
-"""Limits of the length of a sequence. vLLM reads all of them."""
+"""Fields that limit the sequence length. vLLM reads all of them."""
 READ = frozenset(
     {
         "model_type",
@@ -69,20 +69,20 @@ REQUIRED: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
     "partial_rotary_factor": 1.0,
-    # vLLM takes tokens to see those behind them, too, where this is false.
+    # If this is false, vLLM uses bidirectional attention.
     "is_causal": True,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
     "tie_encoder_decoder": False,
-    # Fields of one family that tools also write into others.
+    # Fields of one family that some tools also write for others.
     "mlp_bias": False,
     "pretraining_tp": 1,
     "use_mrope": False,
 }
-"""Fields that must have this value, or be absent or null."""
+"""Fields that must have this value, or be absent or null. False, 0 and empty values are equal."""
 HARMLESS = frozenset(
     {
-        # How the checkpoint was made and saved, and with which tools.
+        # How and with which tools the checkpoint was made and saved.
         "architectures",
         "dtype",
         "torch_dtype",
@@ -99,11 +99,11 @@ HARMLESS = frozenset(
         "initializer_range",
         "use_cache",
         "gradient_checkpointing",
-        # Which of transformers' kernels computes the same formula.
+        # Choice between equivalent kernels in transformers.
         "attn_implementation",
         "use_flash_attn",
         "experts_implementation",
-        # Tokens and sampling belong to the tokenizer and to generation_config.json.
+        # Tokens and sampling, which the tokenizer and generation_config.json define.
         "tokenizer_class",
         "tokenizer_padding_side",
         "tokenizer_model_max_length",
@@ -140,7 +140,7 @@ HARMLESS = frozenset(
         "output_past",
         "output_scores",
         "return_dict_in_generate",
-        # Other tasks, and what HF's classes return.
+        # Other tasks, and outputs of HF's classes.
         "id2label",
         "label2id",
         "problem_type",
@@ -151,7 +151,7 @@ HARMLESS = frozenset(
         "return_dict",
         "output_attentions",
         "output_hidden_states",
-        # Other classes of transformers, TensorFlow's and TorchScript's among them.
+        # For other classes of transformers, such as TensorFlow's and TorchScript's.
         "chunk_size_feed_forward",
         "cross_attention_hidden_size",
         "is_decoder",
@@ -164,7 +164,7 @@ HARMLESS = frozenset(
 
 
 def _meaningful(family: Family) -> frozenset[str]:
-    """Return the fields of a family that are read, or must have a certain value."""
+    """Return a family's fields that are read or must have a certain value."""
     fields = READ | REQUIRED.keys() | family.required.keys()
     fields |= READ_OF_EXPERTS if family.expert else frozenset()
     fields |= {"sliding_window"} if family.has_window else frozenset()
@@ -174,29 +174,30 @@ def _meaningful(family: Family) -> frozenset[str]:
 
 
 MEANINGFUL = frozenset({"quantization_config"}).union(*map(_meaningful, FAMILIES.values()))
-"""Fields that matter for some family."""
+"""Fields that change the computation of some family."""
 
 
 def _is_note(key: str) -> bool:
-    """Return whether a field is private to the program that wrote it (`_commit_hash`).
+    """Return whether a field is a private note of the program that wrote it (`_commit_hash`).
 
-    transformers and vLLM read two private fields for the families here: `_attn_implementation` and
-    `_experts_implementation`, which choose among kernels of one formula, in transformers only.
-    Custom code, which could read others, is never loaded (`auto_map` is refused, or not followed).
-    A private field named like one that matters, such as `_sliding_window`, is no note: whoever
-    wrote it may have meant it. Nor is `_remove_final_layer_norm`, which OPT reads.
+    For the families here, transformers and vLLM read only two private fields,
+    `_attn_implementation` and `_experts_implementation`. They choose between equivalent kernels in
+    transformers. Custom code could read others, but it is never loaded (`auto_map` is refused or
+    not followed). A private field with the name of a meaningful field, such as `_sliding_window`,
+    is not a note, because its writer may have intended an effect. Neither is
+    `_remove_final_layer_norm`, which OPT reads.
     """
     return key.startswith("_") and key.lstrip("_") not in MEANINGFUL | {"remove_final_layer_norm"}
 
 
 def check_fields(hf: Mapping[str, Any], family: Family, ignore: Collection[str]) -> None:
-    """Refuse fields that are unknown, or have a value that is not supported.
+    """Raise ConfigError for an unknown field or an unsupported value.
 
-    `ignore` names unknown fields to accept. Raises ConfigError.
+    `ignore` lists unknown fields to accept.
     """
     if hf.get("quantization_config"):
         raise ConfigError(
-            "model.path: quantization_config: a quantised checkpoint cannot be trained; use the "
+            "model.path: quantization_config: a quantized checkpoint cannot be trained; use the "
             "model's bfloat16 or float32 checkpoint"
         )
     for key, wanted in {**REQUIRED, **family.required}.items():
@@ -205,17 +206,17 @@ def check_fields(hf: Mapping[str, Any], family: Family, ignore: Collection[str])
             raise ConfigError(f"model.path: {key} = {value!r}; only {wanted!r} is supported")
     known = _meaningful(family) | HARMLESS | family.harmless
     for key, value in hf.items():
-        if key not in known and key not in ignore and not _is_note(key) and not says_none(value):
+        if key not in known and key not in ignore and not _is_note(key) and not is_empty(value):
             raise ConfigError(
                 f"model.path: the field {key} = {value!r} of config.json is not known for "
-                f"{family.model_type}, and may change what the model computes; if it does not, add "
+                f"{family.model_type} and may change what the model computes; if it does not, add "
                 f"{key} to model.ignore_fields"
             )
 
 
-def says_none(value: Any) -> bool:
-    """Return whether a value is empty.
+def is_empty(value: Any) -> bool:
+    """Return whether a value is null or an empty list, object or string.
 
-    False and 0 are values, because an absent field may stand for true, or 1.
+    False and 0 are not empty, because an absent field may mean true or 1.
     """
     return value is None or value in ([], {}, "")

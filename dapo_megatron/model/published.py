@@ -1,8 +1,8 @@
 """Dimensions of published models (`published.json`), for plans on machines without the checkpoint.
 
-An entry of the JSON file has a hub name, the number of parameters (a tied head counted once) and
-the fields of config.json. With `like` the fields are those of another entry, with changes.
-DeepSeek-V3 is published in FP8 with a layer of multi-token prediction. Its entry has neither.
+An entry of the JSON file has a hub name, the number of parameters (a tied head is counted once) and
+the fields of config.json. `like` names another entry whose fields are inherited. DeepSeek-V3 is
+published in FP8 and with a multi-token prediction layer; its entry describes neither.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dapo_megatron.types import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """A model of the hub."""
+    """A model on the Hugging Face hub."""
 
     name: str
     """OWNER/NAME."""
@@ -47,16 +47,16 @@ def published_models() -> Mapping[str, PublishedModel]:
 
 
 def find_published(path: str) -> PublishedModel | None:
-    """Return the published model that a model.path is named after, or None.
+    """Return the published model with the name of a model.path, or None.
 
-    Only the last component counts, whatever its case: `Qwen/Qwen3-8B`, `models/qwen3-8b`.
+    Only the last component is compared, ignoring case: `Qwen/Qwen3-8B`, `models/qwen3-8b`.
     """
     models = {name.casefold(): model for name, model in published_models().items()}
     return models.get(Path(path).name.casefold())
 
 
 def published_or_refuse(path: str) -> PublishedModel:
-    """Return the published model that a model.path is named after. Raises ConfigError listing the
+    """Return the published model with the name of a model.path. Raises ConfigError listing the
     known names, closest first."""
     model = find_published(path)
     if model is not None:
@@ -69,6 +69,6 @@ def published_or_refuse(path: str) -> PublishedModel:
     names = sorted(published_models(), key=similarity, reverse=True)
     raise ConfigError(
         f"model.path: there is no folder {path}, and the dimensions of {Path(path).name!r} are not "
-        f"known. `hf download OWNER/NAME config.json --local-dir {path}` gets all that a plan "
+        f"known. `hf download OWNER/NAME config.json --local-dir {path}` downloads all that a plan "
         f"needs. Known, closest first: {', '.join(names)}"
     )

@@ -1,10 +1,10 @@
-"""How a parameter is made of HF tensors, and what one tensor-parallel rank holds of it.
+"""Shard specs: how a parameter is made of HF tensors, and how tensor parallelism shards it.
 
-Each way of cutting answers three questions, for the sizes of an `Architecture`: which HF tensors
-there are (`tensors`), what Megatron-core holds of them on one rank (`slot`), and what vLLM holds of
-them on one rank (`engine`). HF's linear weights are [output rows, input columns], as both of these.
+Given an `Architecture`, a shard spec returns the HF tensors (`tensors`), Megatron-core's parameter
+on one rank (`slot`), and vLLM's part of the HF tensors on one rank (`engine`). Linear weights are
+[output rows, input columns] in HF, Megatron-core and vLLM.
 
-Names of HF tensors lack the prefix of their layer here.
+Names of HF tensors are without the prefix of their layer here.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dapo_megatron.types import ConfigError, Region, whole
 Shape = tuple[int, ...]
 
 ENGINE_VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to it before cutting (vocab_parallel_embedding.py)."""
+"""vLLM pads the vocabulary to a multiple of this before sharding (vocab_parallel_embedding.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The box `region` of the HF tensor `name`, kept in a parameter's rows from `first_row` on:
-    as many rows as the box has, each over the parameter's full width."""
+    """The box `region` of the HF tensor `name`, stored in full rows of a local parameter, starting
+    at row `first_row`."""
 
     name: str
     global_shape: Shape
@@ -35,35 +35,35 @@ class Part:
 
     @property
     def rows(self) -> slice:
-        """The rows of the local parameter."""
+        """Rows of the local parameter that contain the box."""
         return slice(self.first_row, self.first_row + self.region.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A local parameter: its shape and what fills it. Rows in no part are padding."""
+    """Shape and HF parts of a local parameter. Rows that belong to no part are padding."""
 
     shape: Shape
     parts: tuple[Part, ...]
 
 
 class ShardSpec(Protocol):
-    """One way of cutting."""
+    """How one parameter is sharded. Raises ConfigError if it cannot be sharded equally."""
 
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
-        """HF tensors and their shapes."""
+        """Return names and shapes of the HF tensors."""
 
     def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
-        """Megatron-core's local parameter."""
+        """Return Megatron-core's local parameter."""
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
-        """vLLM's part of each HF tensor."""
+        """Return vLLM's local part of each HF tensor, without tensors of which it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The same on every rank: norms, routers. `sizes` names fields of the architecture, or of its
-    parts with a dot."""
+    """Parameter that is the same on every rank, such as norms and routers. `sizes` are names of
+    fields of the architecture; `latent.kv_lora_rank` names a nested field."""
 
     name: str
     sizes: tuple[str, ...]
@@ -81,7 +81,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class RowParallel:
-    """[hidden, `inputs`]: equal columns to each rank."""
+    """Weight [hidden, `inputs`]; each rank has an equal share of the columns."""
 
     name: str
     inputs: str
@@ -100,8 +100,8 @@ class RowParallel:
 
 @dataclass(frozen=True, slots=True)
 class MergedColumnParallel:
-    """Gate and up projection, [`rows`, hidden] each: equal rows of both to each rank, which stacks
-    its gate rows over its up rows."""
+    """Gate and up projection, [`rows`, hidden] each. Each rank has an equal share of the rows of
+    both, its gate rows followed by its up rows."""
 
     gate: str
     up: str
@@ -132,7 +132,7 @@ class MergedColumnParallel:
 
 @dataclass(frozen=True, slots=True)
 class ColumnParallel:
-    """[heads x `head_rows`, `inputs`]: equally many whole heads to each rank."""
+    """Weight [heads x `head_rows`, `inputs`]; each rank has an equal number of complete heads."""
 
     name: str
     head_rows: str
@@ -154,12 +154,13 @@ class ColumnParallel:
 
 @dataclass(frozen=True, slots=True)
 class QKVParallel:
-    """Query, key and value projection, their weights [rows, hidden] or biases [rows].
+    """Query, key and value projections: weights [rows, hidden] or biases [rows].
 
-    Megatron's fused parameter is, per key-value head: its query heads, then its key, then its
-    value. Ranks get equal intervals of these rows. With more ranks than key-value heads an interval
-    ends inside a group; attention then gathers the fused activations (transformer/attention.py,
-    get_query_key_value_tensors). vLLM cuts by heads, and copies key-value heads to several ranks.
+    Megatron's fused parameter has, for each key-value head, its query heads, its key and its value.
+    Each rank has an equal interval of these rows. With more ranks than key-value heads, an interval
+    can end inside a group; attention then gathers the fused activations (transformer/attention.py,
+    get_query_key_value_tensors). vLLM shards by heads and replicates key-value heads if there are
+    more ranks.
     """
 
     query: str
@@ -178,18 +179,18 @@ class QKVParallel:
     def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
         shapes = self.tensors(arch)
         size = _share(arch.query_rows + 2 * arch.group_rows, tp_size, "the fused query-key-value")
-        mine = range(tp_rank * size, (tp_rank + 1) * size)
+        local_rows = range(tp_rank * size, (tp_rank + 1) * size)
         parts, row = [], 0
         for name, first, rows in self._segments(arch):
-            start, stop = max(row, mine.start), min(row + rows, mine.stop)
+            start, stop = max(row, local_rows.start), min(row + rows, local_rows.stop)
             if start < stop:
                 region = _rows(shapes[name], first + start - row, stop - start)
-                parts.append(Part(name, shapes[name], region, start - mine.start))
+                parts.append(Part(name, shapes[name], region, start - local_rows.start))
             row += rows
         return Slot((size, *shapes[self.query][1:]), tuple(parts))
 
     def _segments(self, arch: Architecture) -> Iterator[tuple[str, int, int]]:
-        """The fused rows in order: HF name, first row there, number of rows."""
+        """Yield (HF name, first row there, number of rows) in the order of the fused rows."""
         head, queries = arch.head_dim, arch.query_rows // arch.num_kv_heads
         for group in range(arch.num_kv_heads):
             yield self.query, group * queries, queries
@@ -200,8 +201,8 @@ class QKVParallel:
         shapes = self.tensors(arch)
         queries = _share(arch.num_heads, tp_size, "attention heads") * arch.head_dim
         if tp_size > arch.num_kv_heads:
-            copies = _share(tp_size, arch.num_kv_heads, "key-value heads on engine ranks")
-            first, groups = tp_rank // copies, 1
+            num_copies = _share(tp_size, arch.num_kv_heads, "key-value heads on engine ranks")
+            first, groups = tp_rank // num_copies, 1
         else:
             groups = _share(arch.num_kv_heads, tp_size, "key-value heads")
             first = tp_rank * groups
@@ -213,7 +214,7 @@ class QKVParallel:
 
 @dataclass(frozen=True, slots=True)
 class VocabParallel:
-    """[vocabulary, hidden]: equal rows to each rank, once the vocabulary is padded."""
+    """Weight [vocabulary, hidden]; each rank has an equal share of the padded vocabulary's rows."""
 
     name: str
 
@@ -223,7 +224,7 @@ class VocabParallel:
     def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
         [(name, shape)] = self.tensors(arch).items()
         rows = -(-arch.vocab_size // tp_size)
-        region = _filled(shape, tp_rank * rows, rows)
+        region = _without_padding(shape, tp_rank * rows, rows)
         parts = (Part(name, shape, region),) if region else ()
         return Slot((rows, arch.hidden_size), parts)
 
@@ -231,17 +232,17 @@ class VocabParallel:
         [(name, shape)] = self.tensors(arch).items()
         padded = -(-arch.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
         rows = _share(padded, tp_size, "the padded vocabulary")
-        region = _filled(shape, tp_rank * rows, rows)
+        region = _without_padding(shape, tp_rank * rows, rows)
         return {name: region} if region else {}
 
 
 def _rows(shape: Shape, first: int, rows: int) -> Region:
-    """`rows` rows of a tensor of `shape`."""
+    """Return the box of rows [first, first + rows) of a tensor of `shape`."""
     return Region((first, *(0 for _ in shape[1:])), (rows, *shape[1:]))
 
 
-def _filled(shape: Shape, first: int, rows: int) -> Region | None:
-    """Of `rows` rows those that a tensor of `shape` has; the others are padding."""
+def _without_padding(shape: Shape, first: int, rows: int) -> Region | None:
+    """Return the rows of [first, first + rows) that a tensor of `shape` has, or None."""
     return _rows(shape, first, rows).intersect(whole(shape))
 
 
@@ -253,5 +254,5 @@ def _one_tensor(spec: ShardSpec, arch: Architecture, tp_rank: int, tp_size: int)
 
 def _share(total: int, ranks: int, what: str) -> int:
     if total % ranks:
-        raise ConfigError(f"tensor_parallel: {total} ({what}) cannot be shared equally by {ranks}")
+        raise ConfigError(f"tensor_parallel: {total} ({what}) cannot be divided equally by {ranks}")
     return total // ranks

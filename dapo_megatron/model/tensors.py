@@ -1,5 +1,5 @@
-"""Which parameter of which rank holds which box of which HF tensor: the one table for reading and
-writing checkpoints, for the policy, for the engine, and for the check that nothing is missing."""
+"""The table of which parameter of which rank holds which box of which HF tensor. Checkpoints, the
+policy, the engine and the coverage check all use it."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ _HF_LAYER = "model.layers.{}."
 
 
 def hf_tensors(arch: Architecture) -> dict[str, Shape]:
-    """Every tensor of the HF checkpoint and its shape. A tied head has no name of its own."""
+    """Return the name and shape of every tensor of the HF checkpoint, without a tied head."""
     return {
         _full_name(name, prefix, expert): shape
-        for prefix, expert, cut in _cuts(arch)
-        for name, shape in cut.tensors(arch).items()
+        for prefix, expert, spec in _specs(arch)
+        for name, shape in spec.tensors(arch).items()
     }
 
 
 def layout_of(arch: Architecture, place: Place, *, fused: bool = False) -> dict[str, Slot]:
-    """A model chunk's parameters, by the names of its `named_parameters()`, with their shapes and
-    what of the HF checkpoint fills them. `fused`: built of Transformer Engine's layers.
+    """Return the shape and HF parts of a model chunk's parameters, by the names of its
+    `named_parameters()`. `fused` means that it is built of Transformer Engine's layers.
 
-    Raises ConfigError where the sizes cannot be cut so."""
+    Raises ConfigError if the sizes cannot be sharded equally."""
     tp = (place.tp_rank, place.tp_size)
     slots: dict[str, Slot] = {}
     if place.has_embedding:
-        slots[EMBEDDING.name] = EMBEDDING.cut.slot(arch, *tp)
+        slots[EMBEDDING.name] = EMBEDDING.spec.slot(arch, *tp)
     for layer in range(place.num_layers):
-        ours = _MEGATRON_LAYER.format(layer)
-        theirs = _HF_LAYER.format(place.first_layer + layer)
-        shared, of_experts = _parameters(arch, place.first_layer + layer)
-        for parameter in shared:
-            name = ours + parameter.local_name(fused)
-            slots[name] = _named(parameter.cut.slot(arch, *tp), theirs)
+        megatron_prefix = _MEGATRON_LAYER.format(layer)
+        hf_prefix = _HF_LAYER.format(place.first_layer + layer)
+        of_layer, of_experts = _parameters(arch, place.first_layer + layer)
+        for parameter in of_layer:
+            name = megatron_prefix + parameter.local_name(fused)
+            slots[name] = _with_full_names(parameter.spec.slot(arch, *tp), hf_prefix)
         for local, expert in enumerate(_experts_of(arch, place.ep_rank, place.ep_size)):
             for parameter in of_experts:
-                name = _full_name(parameter.local_name(fused), ours, local)
-                slots[name] = _named(parameter.cut.slot(arch, 0, 1), theirs, expert)
+                name = _full_name(parameter.local_name(fused), megatron_prefix, local)
+                slots[name] = _with_full_names(parameter.spec.slot(arch, 0, 1), hf_prefix, expert)
     if place.has_head:
-        slots[FINAL_NORM.name] = FINAL_NORM.cut.slot(arch, *tp)
+        slots[FINAL_NORM.name] = FINAL_NORM.spec.slot(arch, *tp)
         if not arch.tie_word_embeddings:
-            slots[HEAD.name] = HEAD.cut.slot(arch, *tp)
+            slots[HEAD.name] = HEAD.spec.slot(arch, *tp)
         elif not place.has_embedding:
-            slots[TIED_HEAD.name] = TIED_HEAD.cut.slot(arch, *tp)
+            slots[TIED_HEAD.name] = TIED_HEAD.spec.slot(arch, *tp)
     return slots
 
 
@@ -66,59 +66,60 @@ def engine_pieces(
     *,
     expert_parallel: bool = False,
 ) -> list[Piece]:
-    """What one rank of a vLLM engine holds, in the order of `hf_tensors`.
+    """Return the pieces that one rank of a vLLM engine holds, in the order of `hf_tensors`.
 
-    Experts are cut as other linear layers are; with `expert_parallel` each rank has equally many
-    whole ones instead. Raises ConfigError where the sizes cannot be cut so."""
-    mine = set(_experts_of(arch, tp_rank, tp_size)) if expert_parallel else set()
+    Experts are sharded like other linear layers. With `expert_parallel`, each rank has the same
+    number of complete experts instead. Raises ConfigError if the sizes cannot be sharded equally.
+    """
+    local_experts = set(_experts_of(arch, tp_rank, tp_size)) if expert_parallel else set()
     pieces = []
-    for prefix, expert, cut in _cuts(arch):
+    for prefix, expert, spec in _specs(arch):
         is_whole = expert is not None and expert_parallel
-        if is_whole and expert not in mine:
+        if is_whole and expert not in local_experts:
             continue
-        regions = cut.engine(arch, *((0, 1) if is_whole else (tp_rank, tp_size)))
-        for name, shape in cut.tensors(arch).items():
+        regions = spec.engine(arch, *((0, 1) if is_whole else (tp_rank, tp_size)))
+        for name, shape in spec.tensors(arch).items():
             if name in regions:
                 full_name = _full_name(name, prefix, expert)
                 pieces.append(Piece(full_name, shape, dtype, regions[name]))
     return pieces
 
 
-def _cuts(arch: Architecture) -> Iterator[tuple[str, int | None, ShardSpec]]:
-    """Prefix of the HF names, number of the expert, and cut, for all parameters of the model."""
-    yield "", None, EMBEDDING.cut
+def _specs(arch: Architecture) -> Iterator[tuple[str, int | None, ShardSpec]]:
+    """Yield (prefix of the HF names, expert or None, shard spec) of all the model's parameters."""
+    yield "", None, EMBEDDING.spec
     for layer in range(arch.num_layers):
         prefix = _HF_LAYER.format(layer)
-        shared, of_experts = _parameters(arch, layer)
-        for parameter in shared:
-            yield prefix, None, parameter.cut
+        of_layer, of_experts = _parameters(arch, layer)
+        for parameter in of_layer:
+            yield prefix, None, parameter.spec
         for expert in range(arch.num_experts):
             for parameter in of_experts:
-                yield prefix, expert, parameter.cut
-    yield "", None, FINAL_NORM.cut
+                yield prefix, expert, parameter.spec
+    yield "", None, FINAL_NORM.spec
     if not arch.tie_word_embeddings:
-        yield "", None, HEAD.cut
+        yield "", None, HEAD.spec
 
 
 def _parameters(
     arch: Architecture, layer: int
 ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """The parameters of a layer of the model, and those of each expert in it."""
+    """Return the parameters of a layer, and those of each of its routed experts."""
     family = FAMILIES[arch.family]
-    shared = tuple(parameter for parameter in family.layer if parameter.only(arch, layer))
-    return shared, family.expert if arch.has_experts(layer) else ()
+    of_layer = tuple(parameter for parameter in family.layer if parameter.only(arch, layer))
+    return of_layer, family.expert if arch.has_experts(layer) else ()
 
 
 def _experts_of(arch: Architecture, rank: int, size: int) -> range:
     if arch.num_experts % size:
         raise ConfigError(
-            f"expert_parallel: {arch.num_experts} experts cannot be shared equally by {size}"
+            f"expert_parallel: {arch.num_experts} experts cannot be divided equally by {size} ranks"
         )
     count = arch.num_experts // size
     return range(rank * count, (rank + 1) * count)
 
 
-def _named(slot: Slot, prefix: str, expert: int | None = None) -> Slot:
+def _with_full_names(slot: Slot, prefix: str, expert: int | None = None) -> Slot:
     parts = (replace(part, name=_full_name(part.name, prefix, expert)) for part in slot.parts)
     return Slot(slot.shape, tuple(parts))
 

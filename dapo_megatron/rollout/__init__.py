@@ -1,2 +1,3 @@
-"""Rollouts: tickets and their ledger, the coordinator that decides what is issued, trained on and
-carried, engines and graders behind a driver, evaluation, replay. Every rank decides alike."""
+"""Rollouts: the coordinator and its ticket ledger, the driver of engines and graders, evaluation,
+and replay. The coordinator decides which prompts are issued and which groups are trained on or
+carried to the next step. Every rank makes the same decisions."""

@@ -1,11 +1,13 @@
 """Dynamic sampling as a reorder buffer: issue ahead, finish in any order, train in ticket order.
 
-Prompts get tickets in the order of the stream, as many as a forecast of the keep rate wants in
-flight. Completions are graded as they finish, and a group is decided with its last grade. A step
-ends as soon as its N mixed groups can be committed; the engines are then stopped, and what they
-were sampling goes on in the next step, under its weights. Nothing waits for a batch, and
-nothing that could be trained on is lost. With `on_policy`, the paper's rule: strict order, and what
-is open at the end of a step expires. The picture is in docs/rollout.md.
+Prompts get tickets in the order of the stream. A forecast of the keep rate sets how many are in
+flight. Completions are graded as they finish, and a group is decided by its last grade. A step
+ends as soon as its N mixed groups can be committed. The engines are then interrupted, and their
+unfinished completions continue in the next step with the next weights. Nothing waits for a batch,
+and nothing that could be trained on is lost.
+
+`on_policy` selects the paper's rule: strict ticket order, and every group that is open at the end
+of a step expires. docs/rollout.md has a diagram.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ BOUND = 30
 
 @dataclass
 class _Step:
-    """What happened since `collect` started."""
+    """Events since `collect` started."""
 
     version: int
     issued: int = 0
@@ -56,7 +58,7 @@ class _Step:
 
 
 class Coordinator:
-    """Collects the groups of one step after another. The same on every rank."""
+    """Collects the groups of each step. Every rank has the same state."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class Coordinator:
     ) -> None:
         self.ledger = Ledger()
         self.groups: dict[int, OpenGroup] = {}
-        """All open tickets, in ticket order."""
+        """Groups of all open tickets, in ticket order."""
         self.keep_rate = KeepRate(
             prior=config.expected_keep_rate if config.dynamic_sampling else 1.0,
             prior_weight=max(4, config.prompts_per_step / 8),
@@ -85,25 +87,26 @@ class Coordinator:
             seed_name=f"{seed}/train",
         )
         self._dispatcher = Dispatcher(driver, sampling)
-        self._ended: list[tuple[Group, Fate]] = []  # and not returned yet
-        self._fates: dict[str, Counter[str]] = {}  # by data set, over the run
-        # Of this process alone: a resumed run may have another grader.
-        self._answered: set[str] = set()  # data sets of which some completion was graded
-        self._abstained: Counter[str] = Counter()  # groups, by data set
-        self._regrade: list[tuple[int, Prompt, Completion]] = []  # of a resumed run
+        self._ended: list[tuple[Group, Fate]] = []  # not returned by `collect` yet
+        self._fates: dict[str, Counter[str]] = {}  # counts by data set, over the whole run
+        # These two are not in the checkpoint, because a resumed run may have another grader.
+        self._answered: set[str] = set()  # data sets with at least one graded completion
+        self._abstained: Counter[str] = Counter()  # number of groups by data set
+        self._regrade: list[tuple[int, Prompt, Completion]] = []  # ungraded, from the checkpoint
         self._bound = config.max_prompts_per_step or BOUND * config.prompts_per_step
         self._max_overtake = 0 if config.on_policy else config.max_overtake
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected:
-        """Collect the groups of one step: sampled by weights `version`, or started by earlier ones.
+        """Collect the groups of one step. `version` is the version of the current weights; a
+        carried group may contain tokens of earlier versions.
 
-        Raises StarvedError if the bound is reached with nothing to train on (at_bound `fail`: with
-        too little), or if no completion of a data set can be graded, and Stopped if a rank was
-        asked to stop; `state` is then as after a step, and can be saved.
+        Raises StarvedError if the prompt bound is reached with too few groups (`at_bound: fail`)
+        or with none (`train_partial`), or if no completion of a data set can be graded. Raises
+        Stopped if a rank was asked to stop. After either error `state` can be saved.
         """
         step = _Step(version)
         start = self.state() if self._config.deterministic else None
-        waited = self._driver.grade_seconds
+        grade_seconds_before = self._driver.grade_seconds
         self._expire(step)
         for group in self.groups.values():
             self._submit(group)
@@ -116,10 +119,13 @@ class Coordinator:
                 raise self._stopped(events.stop, start)
             self._check_graders()
             on_progress(min(self._num_ready(), self._config.prompts_per_step))
-        return self._close(step, chosen, self._driver.grade_seconds - waited)
+        return self._close(step, chosen, self._driver.grade_seconds - grade_seconds_before)
 
     def state(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint. While engines run, what they sample is missing."""
+        """Return JSON-compatible state for a checkpoint.
+
+        While engines run, the tokens sampled since their last interruption are missing from it.
+        """
         return {
             "position": self._stream.position,
             "ledger": self.ledger.state(),
@@ -130,14 +136,14 @@ class Coordinator:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, with any number of replicas."""
+        """Continue from `state`. The number of replicas may have changed."""
         self._stream.seek(state["position"])
         self.ledger = Ledger.from_state(state["ledger"])
         groups = [OpenGroup.from_json(group) for group in state["groups"]]
         self.groups = {group.ticket: group for group in groups}
         self.ledger.audit(self._open_groups())
         self._check_lengths()
-        # No grader knows of these: the graders' queues died with the run.
+        # Grade these again, because the graders' queues are not in the checkpoint.
         self._regrade = [(g.ticket, g.prompt, c) for g in groups for c in g.to_grade()]
         self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
         self._ended = [(group_from_json(group), Fate(fate)) for group, fate in state["ended"]]
@@ -146,7 +152,7 @@ class Coordinator:
     # ------------------------------------------------------------------ issuing
 
     def _top_up(self, step: _Step) -> None:
-        """Issue as many prompts as are wanted in flight and find room in the engines."""
+        """Issue as many prompts as are wanted in flight and fit into the engines."""
         room = math.ceil(self._dispatcher.room / self._config.samples_per_prompt)
         left = math.inf if self._config.at_bound == "wait" else self._bound - step.issued
         num_prompts = int(min(self._num_wanted(), room, left))
@@ -162,14 +168,15 @@ class Coordinator:
             self._submit(group)
 
     def _num_wanted(self) -> int:
-        """Return the number of prompts to issue now if there is room."""
+        """Return how many prompts to issue now if the engines have room; may be negative."""
         num_ready = self._num_ready()
         undecided = len(self.groups) - num_ready
         wanted = self._config.prompts_per_step
         if self._config.on_policy:
             return self.keep_rate.prompts_for(wanted - num_ready) - undecided
-        # Little's law: groups spend as many steps in flight as there are steps' worth of them. The
-        # N mixed groups that this step trains on are no longer in flight; those beyond them wait.
+        # Little's law: with `lookahead` steps' worth of groups in flight, a group spends about
+        # `lookahead` steps in flight. The N ready groups that this step trains on have left; ready
+        # groups beyond N still count.
         ahead = self._config.lookahead * wanted - max(0, num_ready - wanted)
         return math.ceil(ahead / self.keep_rate.mean) - undecided
 
@@ -185,20 +192,20 @@ class Coordinator:
             group.completions[completion.sample] = completion
             if group.is_sampled:
                 self.ledger.move(ticket, State.GRADING)
-        for ticket, sample, grade, why in events.graded:
-            if ticket not in self.groups:  # expired at the end of a step, on_policy
+        for ticket, sample, grade, outcome in events.graded:
+            if ticket not in self.groups:  # expired at the end of an on_policy step
                 continue
             group = self.groups[ticket]
             group.set_grade(sample, grade)
             source = group.prompt.source
-            step.outcomes[source, "unparsed" if grade and not grade.parsed else why] += 1
+            step.outcomes[source, "unparsed" if grade and not grade.parsed else outcome] += 1
             if grade is not None:
                 self._answered.add(source)
             if group.is_decided:
                 self._decide(group, step)
 
     def _decide(self, group: OpenGroup, step: _Step) -> None:
-        """Decide what a group is for, after its last grade."""
+        """Decide whether a group is trained on, after its last grade."""
         finished = group.group()
         fate = Fate.ABSTAINED if group.ungradable else self._judge(finished)
         self._abstained[group.prompt.source] += fate is Fate.ABSTAINED
@@ -211,23 +218,25 @@ class Coordinator:
             self._end(group, fate)
 
     def _judge(self, group: Group) -> Fate | None:
-        """Return how a graded group ends, or None if it can be trained on. Judges raw correctness,
-        never the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431)."""
+        """Return the fate of a graded group, or None if it can be trained on.
+
+        Uses raw correctness, never the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431).
+        """
         completions = valid_completions(group, self._overlong)
-        if len(completions) < 2:  # a mean of one is no baseline
+        if len(completions) < 2:  # the mean of one reward is no baseline
             return Fate.OVERLONG
         if self._config.dynamic_sampling:
             group_verdict = verdict([c.grade is not None and c.grade.correct for c in completions])
             if group_verdict is not Verdict.MIXED:
                 return Fate(group_verdict.value)
         if self._overlong.filter and all(c.finish is Finish.LENGTH for c in completions):
-            return Fate.OVERLONG  # nothing of it would enter the loss
+            return Fate.OVERLONG  # none of its tokens would enter the loss
         return None
 
     # ------------------------------------------------------------------ ending a step
 
     def _commit(self, step: _Step) -> list[OpenGroup] | None:
-        """Return the groups to train on, or None if it is too early to say."""
+        """Return the groups to train on, or None if the step has to collect more."""
         wanted, num_ready = self._config.prompts_per_step, self._num_ready()
         if num_ready >= wanted:
             return self._first_ready(wanted)
@@ -239,12 +248,11 @@ class Coordinator:
         raise self._starved(self._shortage(step) + _ADVICE)
 
     def _first_ready(self, wanted: int) -> list[OpenGroup] | None:
-        """Return the first `wanted` groups that are ready, in ticket order, or None if it is too
-        early to say.
+        """Return the first `wanted` ready groups in ticket order, or None if they must wait.
 
-        A group that is still running is passed over in at most `max_overtake` steps; then whatever
-        comes after it must wait. Nothing is dropped for being slow: that would prefer short
-        answers.
+        A group that is not ready can be overtaken in at most `max_overtake` steps. After that, all
+        later groups wait for it. Slow groups are never dropped, because that would bias training
+        towards short answers.
         """
         chosen: list[OpenGroup] = []
         for group in self.groups.values():
@@ -286,7 +294,7 @@ class Coordinator:
         )
 
     def _interrupt(self) -> None:
-        """Stop the engines; unfinished completions stay with their groups."""
+        """Stop the engines and store unfinished completions in their groups."""
         for ticket, completion in self._dispatcher.interrupt():
             self.groups[ticket].completions[completion.sample] = completion
         for ticket, state in self.ledger.open.items():
@@ -294,9 +302,10 @@ class Coordinator:
                 self.ledger.move(ticket, State.ISSUED)
 
     def _expire(self, step: _Step) -> None:
-        """End finished groups that have waited too long, never one that is still running.
+        """Expire ready groups that are older than `max_age` versions, but no unfinished group.
 
-        On-policy, also end what other weights have started, as a resumed run may have.
+        With on_policy, also expire unfinished groups with tokens of older weights, which a resumed
+        run may have.
         """
         on_policy = self._config.on_policy
         max_age = 0 if on_policy else self._config.max_age
@@ -312,16 +321,16 @@ class Coordinator:
         del self.groups[group.ticket]
 
     def _open_groups(self) -> dict[int, bool]:
-        """Return whether each open group is ready, to be compared with the ledger."""
+        """Return whether each open group is ready, by ticket, for `Ledger.audit`."""
         return {ticket: group.is_ready for ticket, group in self.groups.items()}
 
     def _num_ready(self) -> int:
         return list(self.ledger.open.values()).count(State.READY)
 
-    # ------------------------------------------------------------------ when it cannot go on
+    # ------------------------------------------------------------------ errors
 
     def _check_lengths(self) -> None:
-        """Raises CheckpointError for a carried completion that this run could not continue."""
+        """Raise CheckpointError if a carried completion has already reached the length limit."""
         limit = self._config.max_response_tokens
         for group in self.groups.values():
             for completion in group.completions.values():
@@ -329,28 +338,33 @@ class Coordinator:
                     raise CheckpointError(
                         f"rollout.max_response_tokens: {limit}, but ticket {group.ticket}, sample "
                         f"{completion.sample} of the checkpoint is unfinished with "
-                        f"{len(completion.tokens)} tokens; resume with the limit that saved"
+                        f"{len(completion.tokens)} tokens; resume with the limit of the run that "
+                        "saved the checkpoint"
                     )
 
     def _check_graders(self) -> None:
-        """Raises StarvedError for a data set whose grader never answered, in a step's groups."""
+        """Raise StarvedError if all gradings of a data set failed, over a step's worth of
+        groups."""
         for source, num_groups in self._abstained.items():
             if num_groups >= self._config.prompts_per_step and source not in self._answered:
                 error = self._driver.last_errors.get(source, "it hung or died")
                 raise self._starved(
                     f"data set {source!r}: its grader failed on every completion of {num_groups} "
-                    f"groups; the last time: {error}. Fix the grader configured for this data set "
-                    "(rewards.timeout_seconds and rewards.memory_mib limit it)",
+                    f"groups; last error: {error}. Fix the grader configured for this data set "
+                    "(its limits are rewards.timeout_seconds and rewards.memory_mib)",
                 )
 
     def _starved(self, message: str) -> StarvedError:
-        """Return the error to raise, after the engines are stopped and the state is complete."""
+        """Stop the engines, so that `state` is complete, and return the error to raise."""
         self._interrupt()
         return StarvedError(message)
 
     def _stopped(self, by: str, start: Mapping[str, Any] | None) -> Stopped:
-        """Return the error to raise; everything sampled so far is carried. A deterministic run goes
-        back to the start of the step, because an interrupted completion continues differently."""
+        """Stop the engines and return the error to raise.
+
+        All tokens sampled so far are carried. A deterministic run returns to the start of the step
+        instead, because an interrupted completion continues with other random numbers.
+        """
         self._interrupt()
         if start is not None:
             self.restore(start)
@@ -364,7 +378,7 @@ class Coordinator:
         return (
             f"dynamic sampling: {self._num_ready()} of {self._config.prompts_per_step} mixed "
             f"groups after {step.issued} prompts (rollout.max_prompts_per_step). "
-            f"Of the run so far, by data set: {by_source or 'nothing ended'}"
+            f"Groups ended in the run so far, by data set: {by_source or 'none'}"
         )
 
 

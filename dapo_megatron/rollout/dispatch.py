@@ -1,8 +1,8 @@
-"""Open groups, and the requests for what engines are still to sample of them.
+"""Open groups, and the queue of requests for their unfinished completions.
 
-An `OpenGroup` records which completions of a prompt are sampled and graded. The dispatcher makes
-requests for the rest, in one queue for all replicas, and records which replica has which request.
-The request itself is in the engine.
+An `OpenGroup` records which completions of a prompt are sampled and graded. The dispatcher creates
+requests for the others, keeps them in one queue for all replicas, and records which replica got
+which request. A request that was handed out is kept by the engine only.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Sample
 
 @dataclass
 class OpenGroup:
-    """Completions of one prompt so far. Of `num_samples`, each is missing, unfinished (carried from
-    an earlier step), finished, or graded."""
+    """Completions of one prompt so far. Each of the `num_samples` completions is missing,
+    unfinished (carried from an earlier step), finished, or graded."""
 
     ticket: int
     prompt: Prompt
     num_samples: int
     completions: dict[int, Completion] = field(default_factory=dict)
     ungradable: set[int] = field(default_factory=set)
-    """Samples whose grader hung, died or raised."""
+    """Indices of samples that could not be graded: the grader hung, died or raised."""
     overtaken: int = 0
-    """Steps that trained on later groups while this one was running."""
+    """Number of steps that trained on a later group while this group was not ready."""
     is_ready: bool = False
-    """Decided, and waiting to be trained on."""
+    """Whether the group is decided and waits to be trained on."""
 
     def to_sample(self) -> list[tuple[int, Completion | None]]:
-        """Return (sample, tokens so far) of every completion that is not finished."""
+        """Return (sample, completion so far or None) for every completion to be sampled."""
         so_far = ((sample, self.completions.get(sample)) for sample in range(self.num_samples))
         return [
             (sample, completion)
@@ -53,11 +53,11 @@ class OpenGroup:
 
     @property
     def is_decided(self) -> bool:
-        """Whether graders have answered for every completion."""
+        """Whether every completion is finished and was graded or failed to be graded."""
         return self.is_sampled and not self.to_grade()
 
     def to_grade(self) -> list[Completion]:
-        """Return the finished completions that no grader has answered for."""
+        """Return the finished completions without a result from a grader."""
         return [
             completion
             for sample, completion in self.completions.items()
@@ -67,23 +67,26 @@ class OpenGroup:
         ]
 
     def set_grade(self, sample: int, grade: Grade | None) -> None:
-        """Record the answer of a grader, None if it has none."""
+        """Record the result of a grader; None if the completion could not be graded."""
         if grade is None:
             self.ungradable.add(sample)
         self.completions[sample] = replace(self.completions[sample], grade=grade)
 
     @property
     def oldest_version(self) -> int:
-        """Version of the weights that sampled its first token. Raises ValueError without tokens."""
+        """Oldest weight version that sampled a token of the group.
+
+        Raises ValueError if the group has no completions yet.
+        """
         return min(completion.oldest_version for completion in self.completions.values())
 
     def group(self) -> Group:
-        """Return the group as it is now."""
+        """Return the completions so far as an immutable `Group`."""
         completions = sorted(self.completions.values(), key=lambda c: c.sample)
         return Group(self.ticket, self.prompt, tuple(completions))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
+        """Return JSON-compatible state for a checkpoint."""
         return {
             "group": group_to_json(self.group()),
             "num_samples": self.num_samples,
@@ -94,7 +97,7 @@ class OpenGroup:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OpenGroup:
-        """Return the group that `to_json` was called on."""
+        """Return the group that `to_json` serialized."""
         group = group_from_json(value["group"])
         return cls(
             ticket=group.ticket,
@@ -109,7 +112,7 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of sampling: `num_samples` completions per prompt. `seed_name` separates the
+    """Sampling parameters, with `num_samples` completions per prompt. `seed_name` separates the
     random numbers of different uses (training, each evaluation set)."""
 
     num_samples: int
@@ -121,7 +124,7 @@ class Sampling:
     def request(
         self, ticket: int, prompt: Prompt, sample: int, so_far: Completion | None = None
     ) -> SampleRequest:
-        """Return the request for completion `sample`, or for the rest of one."""
+        """Return the request for completion `sample`, or for the rest of it after `so_far`."""
         num_tokens = 0 if so_far is None else len(so_far.tokens)
         return SampleRequest(
             ticket=ticket,
@@ -136,8 +139,9 @@ class Sampling:
 
 
 def sample_seed(seed_name: str, ticket: int, sample: int, num_tokens: int = 0) -> int:
-    """Return a seed in [0, 2^62) that depends on these only, not on layout, replica or time. The
-    rest of a completion, after `num_tokens`, has another seed than its start."""
+    """Return a seed in [0, 2^62) that depends on the arguments only, not on layout, replica or
+    time. A completion that continues after `num_tokens` tokens gets another seed than at its
+    start."""
     digest = hashlib.blake2b(
         f"{seed_name}/{ticket}/{sample}/{num_tokens}".encode(), digest_size=8
     ).digest()
@@ -145,7 +149,7 @@ def sample_seed(seed_name: str, ticket: int, sample: int, num_tokens: int = 0) -
 
 
 class Dispatcher:
-    """One queue of requests for all replicas, in ticket order. The same on every rank."""
+    """One queue of requests for all replicas, in ticket order. Every rank has the same queue."""
 
     def __init__(self, driver: Driver, sampling: Sampling) -> None:
         self._driver = driver
@@ -155,18 +159,18 @@ class Dispatcher:
 
     @property
     def room(self) -> int:
-        """Requests that engines could start now beyond those queued; negative if more are."""
+        """Free engine capacity, in requests, minus the queue length; may be negative."""
         capacity = self._driver.max_sequences * self._driver.num_replicas
         return capacity - len(self._replica_of) - len(self._queue)
 
     def submit(self, group: OpenGroup) -> bool:
-        """Queue what is to be sampled of a group; lower tickets go first. Return whether there is
-        anything."""
-        missing = group.to_sample()
-        for sample, so_far in missing:
+        """Queue requests for the unfinished completions of a group; lower tickets go first. Return
+        whether there were any."""
+        unfinished = group.to_sample()
+        for sample, so_far in unfinished:
             request = self._sampling.request(group.ticket, group.prompt, sample, so_far)
             heapq.heappush(self._queue, (group.ticket, sample, request))
-        return bool(missing)
+        return bool(unfinished)
 
     def advance(self, grade: Sequence[tuple[int, Prompt, Completion]] = ()) -> Events:
         """Fill the engines from the queue and run them until the next exchange."""
@@ -176,30 +180,32 @@ class Dispatcher:
         return events
 
     def interrupt(self) -> list[tuple[int, Completion]]:
-        """Empty queue and engines. Return (ticket, unfinished completion) of what engines had."""
+        """Clear the queue and stop the engines. Return (ticket, unfinished completion) for each
+        request of the engines that has tokens."""
         self._queue.clear()
         self._replica_of.clear()
         return self._driver.interrupt()
 
     def _hand_out(self) -> list[list[SampleRequest]]:
-        """Take requests from the queue, by replica. The completions of a group stay together where
-        they fit, to share the prompt in the engine's cache, on the replica with the most room."""
+        """Take requests from the queue for each replica. A group goes to the replica with the most
+        room. Its completions stay together if they fit, to share the prompt in the prefix
+        cache."""
         requests: list[list[SampleRequest]] = [[] for _ in range(self._driver.num_replicas)]
         if not self._queue:
             return requests
         count = Counter(self._replica_of.values())
-        running = [count[replica] for replica in range(self._driver.num_replicas)]
-        last_ticket, home = -1, 0
+        running = [count[index] for index in range(self._driver.num_replicas)]
+        last_ticket, replica = -1, 0
         while self._queue:
-            if (ticket := self._queue[0][0]) != last_ticket or self._is_full(running[home]):
-                home = min(range(len(running)), key=running.__getitem__)
+            if (ticket := self._queue[0][0]) != last_ticket or self._is_full(running[replica]):
+                replica = min(range(len(running)), key=running.__getitem__)
                 last_ticket = ticket
-            if self._is_full(running[home]):
+            if self._is_full(running[replica]):
                 break
             _, sample, request = heapq.heappop(self._queue)
-            requests[home].append(request)
-            self._replica_of[ticket, sample] = home
-            running[home] += 1
+            requests[replica].append(request)
+            self._replica_of[ticket, sample] = replica
+            running[replica] += 1
         return requests
 
     def _is_full(self, num_running: int) -> bool:

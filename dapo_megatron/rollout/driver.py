@@ -1,9 +1,9 @@
-"""Runs the engines of all replicas, and exchanges what was sampled and graded between all ranks.
+"""Runs the engines of all replicas, and exchanges finished completions and grades between ranks.
 
-Nobody waits for a batch. Each replica runs a few engine steps at its own pace, then all ranks
-exchange what was sampled and graded (`advance`). Decisions are made from these events only. Every
-rank gets them in the same order, so all ranks decide alike, and the ranks of one engine get the
-same requests between the same engine steps.
+No replica waits for a batch. Each one runs a few engine steps at its own pace, then all ranks
+exchange finished completions and grades (`advance`). The coordinator decides from these events
+only. Every rank gets the events in the same order, so all ranks make the same decisions, and the
+ranks of one engine submit the same requests between the same engine steps.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.types import Completion, Grade, Prompt, SampleRequest
 
 STEPS = 8
-"""Engine steps between exchanges of a deterministic run."""
+"""Engine steps between two exchanges in a deterministic run."""
 EXCHANGE_SHARE = 0.05
-"""Share of the time that exchanges may take; they are made as often as that allows, ..."""
+"""Target share of the time spent in exchanges."""
 MIN_SECONDS, MAX_SECONDS = 0.02, 2.0
-"""... but neither more nor less often than this."""
+"""Bounds of the time between two exchanges, in seconds."""
 NUM_SHOWN = 20
-"""Requests in flight that are named for a rank that hangs."""
+"""Number of requests in flight that the report of a hanging rank lists."""
 
 Graded = tuple[int, int, Grade | None, str]
-"""(ticket, sample, grade or None, why)."""
+"""(ticket, sample, grade or None, outcome of the grading)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What happened since the last exchange, over all replicas; the same on every rank."""
+    """Events of all replicas since the last exchange. The same on every rank."""
 
     sampled: list[tuple[int, Completion]]
-    """(ticket, finished completion): not graded yet."""
+    """(ticket, finished completion), not graded yet."""
     graded: list[Graded]
     stop: str = ""
-    """Signal that asked a rank to stop, if any. Grades are then left out: a signal to a whole job
-    kills graders too, and their answers are asked for again after a resume."""
+    """Signal that asked a rank to stop, if any. `graded` is then empty: a signal to the whole job
+    also kills graders, so completions without a grade are graded again after a resume."""
 
 
 class Driver(Protocol):
@@ -48,11 +48,11 @@ class Driver(Protocol):
 
     num_replicas: int
     max_sequences: int
-    """Requests that one replica can run at once."""
+    """Maximum number of requests that one replica runs at once."""
     grade_seconds: float
-    """Seconds so far that this rank waited for graders with an idle engine."""
+    """Total time that this rank waited for graders with an idle engine, in seconds."""
     last_errors: dict[str, str]
-    """Last error in a grader, by data set."""
+    """Last error of a grader, by data set."""
 
     def advance(
         self,
@@ -60,35 +60,37 @@ class Driver(Protocol):
         grade: Sequence[tuple[int, Prompt, Completion]] = (),
         use: str = "",
     ) -> Events:
-        """Start `requests[replica]`, grade what a resumed run had sampled and not graded, run all
-        engines for a while, and return what happened.
+        """Submit `requests[replica]` to each replica, run all engines for a while, and return the
+        events.
 
-        `use` separates training from evaluation: grades that come late, while the engines are used
-        for something else, are kept until this use asks again.
+        `grade` are finished completions of a resumed run to be graded again. `use` separates
+        training from evaluation: a grade that arrives during another use is kept until the next
+        call with its own `use`.
         """
         ...
 
     def interrupt(self) -> list[tuple[int, Completion]]:
-        """Stop all engines. Return (ticket, unfinished completion), by ticket and sample."""
+        """Stop all engines. Return (ticket, unfinished completion), sorted by ticket and
+        sample."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One rank's part of an exchange. Only the leader of a replica has events."""
+    """One rank's message in an exchange. Only the leader rank of a replica sends events."""
 
     replica: int
     sampled: list[tuple[int, Completion]]
     graded: list[Graded]
     errors: Mapping[str, str]
-    """Last error in a grader, by data set."""
+    """Last error of a grader, by data set."""
     step_seconds: float
     exchange_seconds: float
     stop: str
 
 
 class EngineDriver:
-    """The `Driver` of a run: this rank's engine, and the exchange with all others.
+    """Driver of this rank's engine and of the exchange with all other ranks.
 
     `grading` is None on ranks that do not lead a replica.
     """
@@ -116,7 +118,7 @@ class EngineDriver:
         self._grades: defaultdict[str, list[Graded]] = defaultdict(list)
         self._num_steps = STEPS if deterministic else 1
         self._period = MIN_SECONDS
-        self._step_seconds = MIN_SECONDS  # until the first one is measured
+        self._step_seconds = MIN_SECONDS  # until the first measurement
         self._exchange_seconds = 0.0
 
     def advance(
@@ -141,9 +143,9 @@ class EngineDriver:
         )
 
     def in_flight(self) -> str:
-        """Describe what this replica was asked for and has not answered, for a rank that hangs."""
-        requests = list(self._engine.requests)  # the run goes on meanwhile
-        shown = ", ".join(f"{one.ticket}/{one.sample}" for one in requests[:NUM_SHOWN])
+        """Return the unanswered requests of this replica as text, for the report of a hang."""
+        requests = list(self._engine.requests)  # a copy: called from another thread
+        shown = ", ".join(f"{request.ticket}/{request.sample}" for request in requests[:NUM_SHOWN])
         gradings = 0 if self._grading is None else self._grading.pending
         return (
             f"{len(requests)} completions of replica {self._engine.replica} "
@@ -154,17 +156,18 @@ class EngineDriver:
         """See `Driver`."""
         unfinished = self._engine.interrupt()
         self.on_running(0)
-        self._set_pace(1)  # the next work may be of another kind: full engines, long prompts
-        mine = [(request.ticket, completion) for request, completion in unfinished]
-        parts = self._exchange.all_gather(
-            mine if self._engine.is_leader else [], list[tuple[int, Completion]]
+        self._set_pace(1)  # the next engine steps may be much slower: full engines, long prompts
+        local = [(request.ticket, completion) for request, completion in unfinished]
+        by_rank = self._exchange.all_gather(
+            local if self._engine.is_leader else [], list[tuple[int, Completion]]
         )
         return sorted(
-            (item for part in parts for item in part), key=lambda item: (item[0], item[1].sample)
+            (item for items in by_rank for item in items),
+            key=lambda item: (item[0], item[1].sample),
         )
 
     def _run(self, use: str) -> list[tuple[int, Completion]]:
-        """Run some engine steps. Return what finished."""
+        """Run some engine steps. Return (ticket, completion) of finished completions."""
         sampled: list[tuple[int, Completion]] = []
         started, steps = time.perf_counter(), 0
         while steps < self._num_steps and self._engine.requests:
@@ -173,7 +176,7 @@ class EngineDriver:
                 self._grade(use, request.ticket, request.prompt, completion)
             self.on_running(len(self._engine.requests))
             steps += 1
-        if steps:  # an idle engine's pace is the one it had
+        if steps:  # an idle engine keeps its last measurement
             self._step_seconds = (time.perf_counter() - started) / steps
         return sampled
 
@@ -185,8 +188,9 @@ class EngineDriver:
             )
 
     def _graded(self, use: str) -> list[Graded]:
-        """Return what is graded by now. With an idle engine the graders get a moment, because an
-        exchange without events would only be made again. A deterministic run waits for all."""
+        """Return the grades that have arrived. If the engine is idle, wait for at most one period,
+        because an exchange without events would achieve nothing. A deterministic run waits for all
+        grades."""
         if self._grading is None:
             return []
         started = time.perf_counter()
@@ -202,41 +206,45 @@ class EngineDriver:
                 break
         if not self._engine.requests:
             self.grade_seconds += time.perf_counter() - started
-        # In the order of samples, not of graders.
+        # Sort by ticket and sample: the order of arrival depends on timing.
         return sorted(self._grades.pop(use, []), key=lambda item: item[:2])
 
     def _collect(self, *, wait: bool) -> None:
         assert self._grading is not None
-        for (use, ticket, sample), grade, why in self._grading.collect(wait):
-            self._grades[use].append((ticket, sample, grade, why))
+        for (use, ticket, sample), grade, outcome in self._grading.collect(wait):
+            self._grades[use].append((ticket, sample, grade, outcome))
 
     def _exchange_reports(
         self, sampled: list[tuple[int, Completion]], graded: list[Graded]
     ) -> list[RankReport]:
-        """Exchange reports, and set the pace up to the next time."""
-        leads = self._engine.is_leader
-        mine = RankReport(
+        """Exchange reports, and set the number of engine steps until the next exchange."""
+        is_leader = self._engine.is_leader
+        report_here = RankReport(
             self._engine.replica,
-            sampled if leads else [],
-            graded if leads else [],
+            sampled if is_leader else [],
+            graded if is_leader else [],
             {} if self._grading is None else dict(self._grading.last_errors),
             self._step_seconds,
             self._exchange_seconds,
             self._stop(),
         )
         started = time.perf_counter()
-        reports = self._exchange.all_gather(mine, RankReport)
+        reports = self._exchange.all_gather(report_here, RankReport)
         self._exchange_seconds = time.perf_counter() - started
         for report in reports:
             self.last_errors |= report.errors
         if not self._deterministic:
-            # The last to come waited for nobody: its time is what the exchange costs.
+            # The last rank to arrive waited for no other rank, so its time is the exchange's cost.
             cost = min(report.exchange_seconds for report in reports)
             self._period = min(max(cost / EXCHANGE_SHARE, MIN_SECONDS), MAX_SECONDS)
-            # By the first rank of the replica: all of them must make as many steps.
-            pace = next(r.step_seconds for r in reports if r.replica == self._engine.replica)
-            # A pace that has just dropped must not keep the others waiting for long.
-            self._set_pace(min(max(round(self._period / pace), 1), 2 * self._num_steps))
+            # Use the time of the replica's first rank: all its ranks must run as many steps.
+            step_seconds = next(
+                report.step_seconds for report in reports if report.replica == self._engine.replica
+            )
+            # At most double the number of steps: if engine steps suddenly become slow, the other
+            # replicas must not wait long.
+            num_steps = max(round(self._period / step_seconds), 1)
+            self._set_pace(min(num_steps, 2 * self._num_steps))
         return reports
 
     def _set_pace(self, num_steps: int) -> None:

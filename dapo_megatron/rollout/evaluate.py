@@ -1,4 +1,4 @@
-"""Evaluation through the same engines and graders: avg@k, pass@k and cons@k of each set."""
+"""Evaluation with the engines and graders of training: avg@k, pass@k and cons@k of each set."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from dapo_megatron.types import Group, Prompt, Stopped
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Held-out problems by set name. The same on every rank."""
+    """Evaluates sets of held-out problems, by set name. The same on every rank."""
 
     config: EvaluationConfig
     sets: Mapping[str, Sequence[Prompt]]
     driver: Driver
     max_tokens: int
-    """Generation limit where `evaluation.max_response_tokens` is null: that of rollouts."""
+    """Limit of rollouts; used if `evaluation.max_response_tokens` is null."""
     seed: int
 
     def run(self) -> dict[str, float]:
-        """`eval/<set>/avg@k` and the like. The same random numbers at every call, so that two
-        evaluations differ by the weights alone."""
+        """Evaluate all sets and return metrics such as `eval/<set>/avg@k`.
+
+        Every call uses the same seeds, so two evaluations differ by their weights only.
+        """
         metrics: dict[str, float] = {}
         for name, prompts in self.sets.items():
             sampling = Sampling(
@@ -42,12 +44,14 @@ class Evaluator:
                 seed_name=f"{self.seed}/evaluate/{name}",
             )
             groups = sample_all(self.driver, list(enumerate(prompts)), sampling)
-            figures = evaluation_figures(groups, resamples=self.config.resamples, seed=self.seed)
-            metrics |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+            set_metrics = evaluation_metrics(
+                groups, resamples=self.config.resamples, seed=self.seed
+            )
+            metrics |= {f"eval/{name}/{metric}": value for metric, value in set_metrics.items()}
         return metrics
 
     def due(self, step: int, last: int) -> bool:
-        """Whether to evaluate after rollout step `step`."""
+        """Return whether to evaluate after rollout step `step` of `last` steps."""
         if not self.sets:
             return False
         return step in (0, last) or (self.config.every > 0 and step % self.config.every == 0)
@@ -59,10 +63,11 @@ def sample_all(
     sampling: Sampling,
     on_progress: Callable[[int], None] = lambda num_groups: None,
 ) -> list[Group]:
-    """Sample and grade all of `tickets`. Every rank gets the groups, in their order.
+    """Sample and grade all (ticket, prompt) pairs. Every rank returns all groups, in this order.
 
-    The grade of a completion that could not be graded is None. `on_progress` gets the number of
-    groups that are done. Raises Stopped, with the engines stopped, if a rank was asked to stop.
+    The grade of a completion that could not be graded is None. `on_progress` is called with the
+    number of decided groups. Raises Stopped, after stopping the engines, if a rank was asked to
+    stop.
     """
     dispatcher = Dispatcher(driver, sampling)
     groups = [OpenGroup(ticket, prompt, sampling.num_samples) for ticket, prompt in tickets]
@@ -84,12 +89,15 @@ def sample_all(
     return [group.group() for group in groups]
 
 
-def evaluation_figures(groups: Sequence[Group], *, resamples: int, seed: int) -> dict[str, float]:
-    """avg@k, pass@k and cons@k of k samples per problem, each followed by its 95% interval
-    (`avg@k_low`, `avg@k_high`; none if `resamples` is 0); pass@j for the powers of two below k;
-    `ungraded`, the completions whose grader hung, died or raised: they count as wrong.
+def evaluation_metrics(groups: Sequence[Group], *, resamples: int, seed: int) -> dict[str, float]:
+    """Return the metrics of one set with k samples per problem.
 
-    Raises ValueError if there is no problem.
+    - avg@k, pass@k and cons@k, each with its 95% interval (`avg@k_low`, `avg@k_high`; omitted if
+      `resamples` is 0)
+    - pass@j for each power of two j below k
+    - ungraded: number of completions whose grader hung, died or raised; they count as wrong
+
+    Raises ValueError if there are no problems.
     """
     correct = [[c.grade is not None and c.grade.correct for c in g.completions] for g in groups]
     preds = [["" if c.grade is None else c.grade.pred for c in g.completions] for g in groups]
@@ -99,13 +107,13 @@ def evaluation_figures(groups: Sequence[Group], *, resamples: int, seed: int) ->
         f"pass@{k}": pass_per_problem(correct),
         f"cons@{k}": cons_per_problem(correct, preds),
     }
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, values in per_problem.items():
-        figures[name] = sum(values) / len(values)
+        metrics[name] = sum(values) / len(values)
         if resamples:
             low, high = bootstrap_interval(values, resamples=resamples, seed=seed)
-            figures |= {f"{name}_low": low, f"{name}_high": high}
+            metrics |= {f"{name}_low": low, f"{name}_high": high}
     for fewer in (2**power for power in range(k.bit_length()) if 2**power < k):
-        figures[f"pass@{fewer}"] = pass_at_k(correct, k=fewer)
-    figures["ungraded"] = float(sum(c.grade is None for g in groups for c in g.completions))
-    return figures
+        metrics[f"pass@{fewer}"] = pass_at_k(correct, k=fewer)
+    metrics["ungraded"] = float(sum(c.grade is None for g in groups for c in g.completions))
+    return metrics

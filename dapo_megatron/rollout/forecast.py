@@ -1,8 +1,8 @@
-"""How many prompts will give the mixed groups that are still wanted?
+"""Forecast of how many prompts yield the mixed groups that a step still needs.
 
-The keep rate p (the share of groups that can be trained on) has a Beta posterior: the configured
-guess weighs as much as `prior_weight` groups, and what was seen counts half as much with every
-step that goes by, for p drifts as the policy learns.
+The keep rate p is the share of groups that can be trained on. It has a Beta posterior. The
+configured prior counts as `prior_weight` groups. The weight of observed groups halves with every
+step, because p drifts as the policy learns.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import math
 from dataclasses import dataclass
 
 CONFIDENCE_DEVIATIONS = 1.645
-"""One-sided 95%: too few prompts cost a whole tail of generation, too many only their tokens."""
+"""One-sided 95% quantile of the normal distribution. The margin is large because too few prompts
+cost a second wait for the slowest completion, and too many cost their tokens only."""
 
 
 @dataclass
 class KeepRate:
-    """Posterior of the keep rate: Beta(prior and kept, prior and not kept)."""
+    """Beta posterior of the keep rate, from the prior and the numbers of kept and decided
+    groups."""
 
     prior: float
     prior_weight: float
@@ -25,23 +27,25 @@ class KeepRate:
 
     @property
     def mean(self) -> float:
-        """The forecast of p, above 0."""
+        """Posterior mean of p, above 0."""
         return (self.kept + self.prior * self.prior_weight) / (self.decided + self.prior_weight)
 
     def observe(self, kept: bool) -> None:
-        """Take in one group."""
+        """Add one decided group."""
         self.kept += kept
         self.decided += 1
 
     def forget(self) -> None:
-        """A step has gone by."""
+        """Halve the weight of all observed groups, at the end of a step."""
         self.kept /= 2
         self.decided /= 2
 
     def prompts_for(self, num_groups: int) -> int:
-        """The fewest prompts that give `num_groups` mixed groups with 95% probability, by the
-        normal approximation of the beta-binomial; 0 for none. At most twice the mean number: a
-        rate hardly known yet is found out by the first of them."""
+        """Return the fewest prompts that yield `num_groups` mixed groups with 95% probability.
+
+        Uses the normal approximation of the beta-binomial. Returns 0 for `num_groups` <= 0, and at
+        most twice `num_groups` / mean: if p is still uncertain, the first groups reveal it.
+        """
         if num_groups <= 0:
             return 0
         low, high = num_groups - 1, math.ceil(2 * num_groups / self.mean)
@@ -55,7 +59,7 @@ class KeepRate:
 
     def _suffices(self, num_prompts: int, num_groups: int) -> bool:
         mean, weight = self.mean, self.decided + self.prior_weight
-        # Binomial, and what is not known of p itself.
+        # Factor by which the uncertainty of p increases the binomial variance.
         spread = 1 + (num_prompts - 1) / (weight + 1)
         deviation = math.sqrt(num_prompts * mean * (1 - mean) * spread)
         return num_prompts * mean - CONFIDENCE_DEVIATIONS * deviation >= num_groups - 0.5

@@ -2,9 +2,9 @@
 
     issued (ever)  =  trained + all_correct + all_wrong + overlong + abstained + expired + open
 
-At the end of a step what is open is carried. The ledger knows nothing of the groups themselves, so
-that it checks the coordinator rather than repeats it. It is checked at every step, and a run whose
-ledger does not balance stops. It is part of the checkpoint, so the sums hold across a resume.
+Tickets that are open at the end of a step are carried. The ledger does not use the groups
+themselves, so it is an independent check of the coordinator. It is audited at every step, and a run
+whose ledger does not balance stops. It is saved in checkpoints, so the sums hold across a resume.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dapo_megatron.types import DapoError, Fate
 
 
 class State(StrEnum):
-    """Where an open ticket is."""
+    """State of an open ticket."""
 
     ISSUED = "issued"
-    """No engine works on it: not yet, or not since a step ended."""
+    """No engine works on it yet, or the end of a step interrupted it."""
     RUNNING = "running"
     """An engine was asked for some of its completions."""
     GRADING = "grading"
-    """All completions are sampled, not all are graded."""
+    """All completions are sampled, but not all are graded."""
     READY = "ready"
-    """Decided: it can be trained on (is mixed, with dynamic sampling), and waits its turn."""
+    """Decided and waiting to be trained on; mixed, if dynamic sampling is on."""
 
 
 _NEXT: dict[State, set[State | Fate]] = {
     State.ISSUED: {State.RUNNING, Fate.EXPIRED},
-    # Back to ISSUED: the step ended before its last token.
+    # Back to ISSUED if the step ends before its last token.
     State.RUNNING: {State.ISSUED, State.GRADING, Fate.EXPIRED},
     State.GRADING: {
         State.READY,
@@ -45,7 +45,7 @@ _NEXT: dict[State, set[State | Fate]] = {
     },
     State.READY: {Fate.TRAINED, Fate.EXPIRED},
 }
-"""What may follow. An unfinished ticket expires by on_policy alone, never for being slow."""
+"""Allowed transitions. An unfinished ticket expires with on_policy only, never for being slow."""
 
 _KNOWN = {None: "does not have it", False: "has it as undecided", True: "has it as ready"}
 
@@ -56,11 +56,11 @@ class Ledger:
 
     next_ticket: int = 0
     totals: Counter[str] = field(default_factory=Counter)
-    """Fates over the whole run."""
+    """Number of tickets with each fate, over the whole run."""
     open: dict[int, State] = field(default_factory=dict)
-    """State of each ticket without a fate."""
+    """State of each open ticket."""
     step: Counter[str] = field(default_factory=Counter)
-    """Issued, and fates, since the last close_step."""
+    """Number of tickets issued, and with each fate, since the last `close_step`."""
 
     def issue(self, num_tickets: int) -> range:
         """Issue and return the next tickets."""
@@ -71,19 +71,19 @@ class Ledger:
         return tickets
 
     def move(self, ticket: int, state: State) -> None:
-        """Move an open ticket to another state. Raises DapoError if it cannot get there."""
+        """Move an open ticket to `state`. Raises DapoError if the transition is not allowed."""
         self._check(ticket, state)
         self.open[ticket] = state
 
     def settle(self, ticket: int, fate: Fate) -> None:
-        """Record the fate of an open ticket. Raises DapoError if it cannot have it."""
+        """End an open ticket with `fate`. Raises DapoError if the transition is not allowed."""
         self._check(ticket, fate)
         del self.open[ticket]
-        self.totals[fate.value] += 1  # a plain word in messages
+        self.totals[fate.value] += 1  # by value, for readable messages
         self.step[fate.value] += 1
 
     def close_step(self, open_groups: Mapping[int, bool]) -> dict[str, int]:
-        """Return this step's counts: issued, each fate, carried, and how many of these are ready.
+        """Return this step's counts: issued, each fate, carried, and how many carried are ready.
 
         Raises DapoError as `audit` does, or if an engine still works on a ticket.
         """
@@ -99,12 +99,16 @@ class Ledger:
         return counts
 
     def audit(self, open_groups: Mapping[int, bool]) -> None:
-        """Raise DapoError unless every ticket issued has ended or is open, and the open ones are
-        the coordinator's `open_groups`: ticket -> whether it is ready to be trained on."""
+        """Check that every issued ticket is ended or open, and that the open tickets match the
+        coordinator's `open_groups` (ticket -> is ready). Raises DapoError if not."""
         ready = {ticket: state is State.READY for ticket, state in self.open.items()}
         if ready != open_groups:
-            odd = {t for t in (*ready, *open_groups) if ready.get(t) is not open_groups.get(t)}
-            ticket = min(odd)
+            differing = {
+                ticket
+                for ticket in (*ready, *open_groups)
+                if ready.get(ticket) is not open_groups.get(ticket)
+            }
+            ticket = min(differing)
             raise DapoError(
                 f"ledger: ticket {ticket} is {self.open.get(ticket, 'not open')}, but the "
                 f"coordinator {_KNOWN[open_groups.get(ticket)]}"
@@ -116,7 +120,7 @@ class Ledger:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint, at any moment."""
+        """Return JSON-compatible state for a checkpoint. Can be called at any time."""
         return {
             "next_ticket": self.next_ticket,
             "totals": dict(self.totals),
@@ -126,15 +130,15 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
-        """Return the ledger that `state` was taken from, its engines stopped."""
+        """Return the ledger that `state` describes, with running tickets back to ISSUED."""
         ledger = cls(
             next_ticket=state["next_ticket"],
             totals=Counter(state["totals"]),
             open={int(ticket): State(value) for ticket, value in state["open"].items()},
             step=Counter(state["step"]),
         )
-        for ticket, value in ledger.open.items():
-            if value is State.RUNNING:
+        for ticket, ticket_state in ledger.open.items():
+            if ticket_state is State.RUNNING:
                 ledger.open[ticket] = State.ISSUED
         return ledger
 

@@ -1,7 +1,7 @@
-"""The metrics of a rollout step, by their names in docs/architecture.md.
+"""Metrics of a rollout step, by name.
 
-Accuracy, reward and lengths are over every group decided in the step, before any filtering: what
-the policy does, not what the filter leaves.
+Accuracy, reward and lengths are computed over all groups decided in the step, before filtering.
+They describe the policy, not the training batch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dapo_megatron.rewards.pool import CAUSES
 from dapo_megatron.types import Collected, Finish, Group, StepStats, SyncReport
 
 OUTCOMES = ("unparsed", *CAUSES)
-"""What grading/* counts."""
+"""Outcomes that grading/* counts."""
 
 
 def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str, float]:
-    """accuracy/*, reward/*, response_tokens/*, overlong/*, groups/*, grading/*, time/grade."""
+    """Return accuracy/*, reward/*, response_tokens/*, overlong/*, groups/*, grading/* and
+    time/grade."""
     metrics = {f"groups/{name}": float(count) for name, count in collected.counts.items()}
     metrics["groups/keep_rate"] = collected.keep_rate
     metrics["groups/interrupted_completions"] = float(collected.interrupted)
@@ -35,8 +36,8 @@ def rollout_metrics(collected: Collected, overlong: OverlongConfig) -> dict[str,
 
 
 def _age_metrics(collected: Collected) -> dict[str, float]:
-    """How many versions ago the groups of a step were begun, and what share of their tokens is of
-    the current weights."""
+    """Return the age of the groups trained on, in weight versions since their first token, and the
+    share of their tokens that the current weights sampled."""
     ages = [
         collected.version - min(c.oldest_version for c in group.completions)
         for group in collected.train
@@ -46,8 +47,8 @@ def _age_metrics(collected: Collected) -> dict[str, float]:
     tokens: Counter[bool] = Counter()
     for group in collected.train:
         for completion in group.completions:
-            for part in completion.segments:
-                tokens[part.version == collected.version] += part.num_tokens
+            for segment in completion.segments:
+                tokens[segment.version == collected.version] += segment.num_tokens
     return {
         "groups/age_mean": fmean(ages),
         "groups/age_max": float(max(ages)),
@@ -56,8 +57,8 @@ def _age_metrics(collected: Collected) -> dict[str, float]:
 
 
 def _grading_metrics(collected: Collected) -> dict[str, float]:
-    """Completions without a grade by cause, and those without an answer; a data set that has any
-    is also named."""
+    """Return the number of failed gradings by cause, and of completions without an answer, in
+    total and per data set that has any."""
     metrics = {f"grading/{outcome}": 0.0 for outcome in OUTCOMES}
     for (source, outcome), count in collected.outcomes.items():
         if outcome in OUTCOMES:
@@ -67,7 +68,7 @@ def _grading_metrics(collected: Collected) -> dict[str, float]:
 
 
 def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[str, float]:
-    """Of every group decided in the step."""
+    """Return the metrics over all groups decided in the step, before filtering."""
     completions = [c for group in groups for c in group.completions]
     rewards = [shaped for c in completions if (shaped := reward(c, overlong)) is not None]
     if not rewards:
@@ -92,35 +93,37 @@ def _decided_metrics(groups: Sequence[Group], overlong: OverlongConfig) -> dict[
 
 
 METRICS_OF_AN_UPDATE = {"loss", "grad_norm", "lr", "entropy", "mean_prob", "total"}
-"""Names under policy/* that a loss cannot give to its sums."""
+"""Names under policy/* that a loss function must not use for its sums."""
 
 
 def update_metrics(stats: Sequence[StepStats]) -> dict[str, float]:
-    """policy/*: means over the step's updates, weighted by their tokens (lr: the last)."""
+    """Return policy/*: token-weighted means over the step's updates, and the lr of the last."""
     if not stats:
         return {}
-    total = sum(one.num_tokens for one in stats)
+    total = sum(update.num_tokens for update in stats)
 
     def mean(values: Iterable[float]) -> float:
-        weighted = (v * one.num_tokens for v, one in zip(values, stats, strict=True))
+        weighted = (value * update.num_tokens for value, update in zip(values, stats, strict=True))
         return sum(weighted) / total
 
-    metrics = {f"policy/{name}": mean(one.means[name] for one in stats) for name in stats[0].means}
-    metrics["policy/loss"] = mean(one.loss for one in stats)
-    metrics["policy/grad_norm"] = mean(one.grad_norm for one in stats)
+    metrics = {
+        f"policy/{name}": mean(update.means[name] for update in stats) for name in stats[0].means
+    }
+    metrics["policy/loss"] = mean(update.loss for update in stats)
+    metrics["policy/grad_norm"] = mean(update.grad_norm for update in stats)
     metrics["policy/lr"] = stats[-1].lr
     return metrics
 
 
 def mismatch_metrics(gap: GapStatistics) -> dict[str, float]:
-    """mismatch/*, over the step's fresh tokens; nothing if there were none to compare."""
+    """Return mismatch/*, over the step's fresh tokens; empty if there are none."""
     if gap.num_tokens == 0:
         return {}
     return {"mismatch/gap_mean": gap.mean, "mismatch/gap_max": gap.max, "mismatch/kl": gap.kl}
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
-    """sync/*, and what time/sync is made of."""
+    """Return sync/*, and the verification and hand-over parts of time/sync."""
     return {
         "sync/bytes": float(report.num_bytes),
         "sync/tensors": float(report.num_tensors),

@@ -1,8 +1,8 @@
-"""A rollout step that is under way, as far as it has come.
+"""The state of a rollout step in progress.
 
-A run can be stopped after any optimizer step, and goes on from there: the groups of the step, their
-old log-probs (which the weights of its begin gave, and later ones would not) and the updates made
-are part of the checkpoint.
+A run can be stopped after any optimizer step and continues from there. The checkpoint contains the
+groups of the step, their old log-probs and the statistics of its updates so far. The old log-probs
+cannot be recomputed, because they are of the weights at the start of the step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from dapo_megatron.rollout.serialization import group_from_json, group_to_json
 from dapo_megatron.types import Group, StepStats, dtype_name, torch_dtype
 
 
-def cut_by(config: Config) -> dict[str, Any]:
-    """What a step's batch and mini-batches are made by: it cannot change in the middle of one."""
+def batching_keys(config: Config) -> dict[str, Any]:
+    """Return the config keys that determine a step's batch and mini-batches, with their values.
+
+    They cannot change in the middle of a step.
+    """
     return {
         "train.updates_per_step": config.train.updates_per_step,
         "loss.aggregation": config.loss.aggregation,
@@ -32,59 +35,62 @@ def cut_by(config: Config) -> dict[str, Any]:
 
 @dataclass
 class OpenStep:
-    """All empty between two steps."""
+    """A rollout step in progress. All fields are empty between two steps."""
 
     train: list[Group] | None = None
-    """What the step trains on, once it is collected."""
+    """Groups that the step trains on; None until they are collected."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of what is done so far, but the updates."""
+    """Metrics of the step so far, except those of its updates."""
     old_logprobs: Tensor | None = None
-    """[T] of all tokens of the step's batch."""
+    """float [T], for all tokens of the step's batch."""
     updates: list[StepStats] = field(default_factory=list)
 
     def begin(self, train: list[Group], metrics: Mapping[str, float]) -> None:
-        """The groups are collected."""
+        """Record the collected groups and their metrics."""
         self.train, self.metrics = train, dict(metrics)
 
     def close(self) -> None:
-        """The step is done."""
+        """Clear all fields at the end of the step."""
         self.train, self.old_logprobs = None, None
         self.metrics, self.updates = {}, []
 
     def state(self, config: Config) -> dict[str, Any] | None:
-        """Plain values for a checkpoint; None between two steps."""
+        """Return JSON-compatible state for a checkpoint; None between two steps."""
         if self.train is None:
             return None
         return {
-            "cut_by": cut_by(config),
+            "cut_by": batching_keys(config),
             "train": [group_to_json(group) for group in self.train],
             "metrics": self.metrics,
             "old_logprobs": None if self.old_logprobs is None else _to_text(self.old_logprobs),
-            "updates": [asdict(one) for one in self.updates],
+            "updates": [asdict(update) for update in self.updates],
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any] | None, config: Config) -> OpenStep:
-        """What `state` was taken of. Raises ConfigError naming a key that has changed since."""
+        """Return the step that `state` describes.
+
+        Raises ConfigError naming each batching key that has changed since.
+        """
         if state is None:
             return cls()
         refuse(
-            f"{key}: the checkpoint is from the middle of a step that was begun with {value!r}; "
-            "go on with that until the step is over, or resume from a checkpoint before it"
+            f"{key}: the checkpoint is from the middle of a step that started with {value!r}; "
+            "keep this value until the step is done, or resume from an earlier checkpoint"
             for key, value in state["cut_by"].items()
-            if cut_by(config).get(key) != value
+            if batching_keys(config).get(key) != value
         )
         logprobs = state["old_logprobs"]
         return cls(
             train=[group_from_json(group) for group in state["train"]],
             metrics=state["metrics"],
             old_logprobs=None if logprobs is None else _from_text(logprobs),
-            updates=[StepStats(**one) for one in state["updates"]],
+            updates=[StepStats(**update) for update in state["updates"]],
         )
 
 
 def _to_text(values: Tensor) -> dict[str, str]:
-    """Exactly, in a third of the space that digits take."""
+    """Encode a tensor exactly. Base64 takes about a third of the space of decimal digits."""
     data = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return {"dtype": dtype_name(values.dtype), "base64": base64.b64encode(data).decode()}
 

@@ -1,11 +1,11 @@
-"""Replay: training on the rollouts that a run recorded, without an engine.
+"""Replay: train on the rollouts that a run recorded, without an engine.
 
-What a run wrote to samples/ says which groups each of its steps trained on, with every token and
-log-prob to the last bit. From the same weights (its start, or one of its checkpoints) and with the
-same layout, a replayed step gives the same update: whatever then differs is not the sampling.
+The samples/ folder of a run has the groups that each step trained on, with exact tokens and
+log-probs. From the same weights (initial, or of a checkpoint) and with the same layout, a replayed
+step gives the same update. Any difference is therefore not caused by sampling.
 
-What a step decided is not recorded as such: accuracies and lengths of a replay are over the groups
-that ended in the step.
+Samples do not record in which step a group was decided. A replay computes accuracies and lengths
+over the groups that ended in the step.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from dapo_megatron.types import Collected, ConfigError, DataError, Fate, Group, 
 
 
 def check_recorded(recorded: Path, own: Path) -> None:
-    """Refuse to replay a run folder without rollouts, or the folder of the replay itself."""
+    """Raise ConfigError if `recorded` has no rollouts, or is the folder of the replay itself."""
     if recorded.resolve() == own.resolve():
-        raise ConfigError(f"run.name: {own} is the run to be replayed; choose another name")
+        raise ConfigError(f"run.name: {own} is the run to replay; choose another name")
     if not any((recorded / "samples").glob("step_*.jsonl")):
         raise ConfigError(
-            f"--replay: {recorded}/samples has no step_*.jsonl; name the folder of a run that was "
-            "made with tracking.samples=true"
+            f"--replay: {recorded}/samples has no step_*.jsonl; pass the folder of a run that had "
+            "tracking.samples=true"
         )
 
 
 class Replay:
-    """Stands in for the coordinator: the groups of a step come from `run_folder`. The same on every
-    rank, which all read the files."""
+    """Replaces the coordinator: reads the groups of each step from `run_folder`. Every rank reads
+    the files and gets the same groups."""
 
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
 
     def collect(self, version: int, on_progress: Callable[[int], None]) -> Collected:
-        """What the recorded run trained on in the step that weights `version` went into.
+        """Return the recorded groups of step `version` + 1, which started from weights `version`.
 
-        Raises DataError naming the file if the step was not recorded, or the line that is no group.
+        Raises DataError naming the file if the step was not recorded or trained on no group, or
+        naming the line that is not a group.
         """
         ended = self._read(version + 1)
         train = [group for group, fate in ended if fate is Fate.TRAINED]
@@ -63,46 +64,48 @@ class Replay:
         )
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: a replay has no state but its step."""
+        """Return the folder of the recorded run. The step is saved elsewhere."""
         return {"replay": str(self._run_folder)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing: be it of the recorded run or of a replay, the next step says what to read."""
+        """Do nothing. The number of the next step selects the file to read, whether `state` is of
+        the recorded run or of a replay."""
 
     def _path(self, step: int) -> Path:
         return self._run_folder / "samples" / f"step_{step:06d}.jsonl"
 
     def _read(self, step: int) -> list[tuple[Group, Fate]]:
-        """The groups that ended in `step`, in the order in which they were written."""
+        """Return the groups that ended in `step`, in file order."""
         path = self._path(step)
         if not path.exists():
             recorded = sorted(path.parent.glob("step_*.jsonl"))
             raise DataError(
-                f"{path}: not recorded, so step {step} cannot be replayed; there is "
-                + (f"{recorded[0].name} to {recorded[-1].name}" if recorded else "nothing else")
-                + " (train.rollout_steps says how far to go, resume=PATH from which checkpoint)"
+                f"{path}: not recorded, so step {step} cannot be replayed. Recorded files: "
+                + (f"{recorded[0].name} to {recorded[-1].name}" if recorded else "none")
+                + ". Set train.rollout_steps to the last recorded step, or resume=PATH to a "
+                "checkpoint before a recorded step"
             )
         with path.open(encoding="utf-8") as file:
             return [_group(line, f"{path}, line {number}") for number, line in enumerate(file, 1)]
 
 
 class NoEvaluation:
-    """Without an engine nothing can be evaluated."""
+    """Evaluator of a replay, which has no engine to evaluate with."""
 
     def due(self, step: int, last: int) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def run(self) -> dict[str, float]:
-        """No figures."""
+        """Return no metrics."""
         return {}
 
 
 class NoSync:
-    """The sync of a replay: no engine takes the weights, and the policy keeps the accelerator."""
+    """Sync of a replay: there is no engine, and the policy keeps the accelerator."""
 
     def __call__(self, version: int) -> SyncReport:
-        """Report that nothing was moved."""
+        """Return a report of a sync that moved nothing."""
         return SyncReport(
             version=version,
             num_tensors=0,
@@ -116,7 +119,7 @@ class NoSync:
         )
 
     def switch_to_policy(self) -> None:
-        """Nothing."""
+        """Do nothing: the policy always has the accelerator."""
 
 
 def _group(line: str, where: str) -> tuple[Group, Fate]:

@@ -1,8 +1,8 @@
-"""Groups as plain JSON values and back, exactly: the one form of a group on disk.
+"""Lossless conversion of groups to JSON values and back: the only on-disk form of a group.
 
-Checkpoints (carried groups), samples/ (recorded rollouts) and replay all use it. It is flat and its
-texts come first, so that a line of samples/ can be read by people too. What is only to be looked at
-has fewer digits: the index of a step's samples.
+Checkpoints (carried groups), samples/ (recorded rollouts) and replay use it. It is flat and starts
+with the texts, so that people can read a line of samples/ too. The index of a step's samples is for
+display only and has rounded values.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from typing import Any
 from dapo_megatron.types import Completion, Finish, Grade, Group, Prompt, Segment
 
 DECIMALS = 4
-"""Of what is to be looked at; what is to be computed with is in the samples to the last bit."""
+"""Decimal places of display columns. Exact values are in `samples/`."""
 GROUP_COLUMNS = ("offset", "ticket", "source", "fate", "verdict")
 COMPLETION_COLUMNS = (
     *("group", "sample", "score", "correct", "parsed", "num_tokens", "finish", "age"),
     *("logprob_mean", "logprob_min"),
 )
-"""Of a SampleIndex."""
+"""Columns of a `SampleIndex`."""
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """Plain values; floats survive JSON to the last bit. A segment is [version, tokens]; score,
-    correct, pred and parsed of a completion without a grade are null."""
+    """Return a group as JSON values, with exact floats.
+
+    A segment is [version, number of tokens]. Without a grade, score, correct, pred and parsed of a
+    completion are null.
+    """
     prompt = group.prompt
     return {
         "ticket": group.ticket,
@@ -41,7 +44,7 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
 
 def group_from_json(value: Mapping[str, Any]) -> Group:
-    """The group that `group_to_json` was given; keys it does not know are left alone."""
+    """Return the group that `group_to_json` serialized. Unknown keys are ignored."""
     return Group(
         ticket=value["ticket"],
         prompt=Prompt(
@@ -52,26 +55,26 @@ def group_from_json(value: Mapping[str, Any]) -> Group:
             truth=value["truth"],
             extra=value["extra"],
         ),
-        completions=tuple(completion_from_json(one) for one in value["completions"]),
+        completions=tuple(completion_from_json(item) for item in value["completions"]),
     )
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
-    """One completion, finished or not, as it stands in `group_to_json`."""
+    """Return a completion, finished or not, in the form used by `group_to_json`."""
     no_grade = dict.fromkeys(Grade.__dataclass_fields__)
     return {
         "sample": completion.sample,
         "text": completion.text,
         "finish": completion.finish.value,
         **(no_grade if completion.grade is None else asdict(completion.grade)),
-        "segments": [[one.version, one.num_tokens] for one in completion.segments],
+        "segments": [[segment.version, segment.num_tokens] for segment in completion.segments],
         "tokens": list(completion.tokens),
         "logprobs": list(completion.logprobs),
     }
 
 
 def completion_from_json(value: Mapping[str, Any]) -> Completion:
-    """The completion that `completion_to_json` was given."""
+    """Return the completion that `completion_to_json` serialized."""
     grade = {name: value[name] for name in Grade.__dataclass_fields__}
     return Completion(
         sample=value["sample"],
@@ -79,14 +82,14 @@ def completion_from_json(value: Mapping[str, Any]) -> Completion:
         logprobs=tuple(value["logprobs"]),
         text=value["text"],
         finish=Finish(value["finish"]),
-        segments=tuple(Segment(*one) for one in value["segments"]),
+        segments=tuple(Segment(*segment) for segment in value["segments"]),
         grade=None if grade["score"] is None else Grade(**grade),
     )
 
 
 class SampleIndex:
-    """What of a step's completions can be shown without reading them, made of the lines of its
-    samples: `group_to_json` with `fate` and `verdict`."""
+    """Display columns of a step's groups and completions, so that the report need not read the
+    samples. Built from the lines of the samples: `group_to_json` plus `fate` and `verdict`."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -94,15 +97,18 @@ class SampleIndex:
         self._completions: list[tuple[Any, ...]] = []
 
     def add(self, line: Mapping[str, Any], offset: int) -> None:
-        """The next line, which begins at byte `offset`."""
-        place = len(self._groups)
-        rows = [(place, *summary(self.step, one).values()) for one in line["completions"]]
+        """Add the next line, which starts at byte `offset` of the samples file."""
+        group_index = len(self._groups)
+        rows = [
+            (group_index, *summary(self.step, completion).values())
+            for completion in line["completions"]
+        ]
         self._groups.append((offset, *(line[name] for name in GROUP_COLUMNS[1:])))
         self._completions += rows
 
     def columns(self) -> dict[str, Any]:
-        """`{"step", "groups": {column: [...]}, "completions": {column: [...]}}`; `group` of a
-        completion is the place of its group."""
+        """Return `{"step", "groups": {column: [...]}, "completions": {column: [...]}}`. The column
+        `group` of completions is an index into the columns of groups."""
         return {
             "step": self.step,
             "groups": _columns(GROUP_COLUMNS, self._groups),
@@ -111,9 +117,12 @@ class SampleIndex:
 
 
 def summary(step: int, completion: Mapping[str, Any]) -> dict[str, Any]:
-    """The COMPLETION_COLUMNS but `group` of a completion as JSON that ended in `step`. `age` is in
-    versions behind the weights that the step began with; log-probs are the engine's. Without a
-    grade score, correct and parsed are null; without a token age and log-probs are."""
+    """Return the COMPLETION_COLUMNS, except `group`, of a completion whose group ended in `step`.
+
+    `completion` is in JSON form. `age` is the number of versions between its first token and the
+    weights at the start of the step. Log-probs are the engine's. Score, correct and parsed are
+    None without a grade; age and log-probs are None without tokens.
+    """
     logprobs, segments = completion["logprobs"], completion["segments"]
     return {
         "sample": completion["sample"],
@@ -129,14 +138,17 @@ def summary(step: int, completion: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rounded(value: float | None, decimals: int = DECIMALS) -> float | None:
-    """For looking at; JSON has no number that is not finite."""
+    """Round a value for display. Return None if it is not finite, which JSON cannot represent."""
     return round(value, decimals) if value is not None and math.isfinite(value) else None
 
 
 def significant(value: float | None) -> float | None:
-    """To four digits, however small: a gap of 1e-6 is not 0."""
+    """Round to four significant digits, so that a gap of 1e-6 is not displayed as 0.
+
+    Return None if the value is not finite.
+    """
     return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
 
 
 def _columns(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> dict[str, list[Any]]:
-    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
+    return {name: [row[index] for row in rows] for index, name in enumerate(names)}

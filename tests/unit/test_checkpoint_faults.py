@@ -114,7 +114,7 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(
     assert note.startswith(f"CHECKPOINT FAILED: step_000002 was NOT saved: {why}; it needs")
     assert note.endswith(f"the newest checkpoint remains {kept}")  # whatever the run does now
     assert note.removeprefix("CHECKPOINT FAILED: ") in said
-    assert said.endswith("resume=auto goes on from what there is")
+    assert said.endswith("resume=auto continues from the newest checkpoint")
     assert f"{note}\n" in capfd.readouterr().err
     assert names(run.folder.checkpoints) == ["step_000001"]
     assert not half_written(run)
@@ -295,7 +295,7 @@ def test_an_attempt_that_was_cut_off_publishes_nothing(
     if not while_it_writes:  # it comes as far as publishing
         start()
     for _ in range(2):
-        with pytest.raises(Fenced, match=r"taken by attempt 7\.1; this is attempt 7\.0"):
+        with pytest.raises(Fenced, match=r"taken by attempt 7\.1, so this attempt \(7\.0\)"):
             first.checkpoints.wait()
     assert names(second.folder.checkpoints) == ["step_000001", "step_000002"]
     assert read_state(path)["of"] == "7.1"
@@ -350,4 +350,4 @@ def test_ranks_publish_together_or_not_at_all(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000001", "step_000003"]
     assert read_state(tmp_path / "step_000003")["step"] == 3
     assert said["whole"] is None
-    assert "rank_00001.safetensors: not what was written" in said["damaged"]
+    assert "rank_00001.safetensors: its SHA-256 differs" in said["damaged"]

@@ -108,7 +108,7 @@ def test_a_replay_of_nothing_or_of_itself_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert refusal(other).startswith(f"error: --replay: {other}/samples has no step_*.jsonl; ")
     itself = tmp_path / "other" / ".." / "mine"
-    assert refusal(itself).startswith(f"error: run.name: {tmp_path}/mine is the run to be replayed")
+    assert refusal(itself).startswith(f"error: run.name: {tmp_path}/mine is the run to replay")
 
 
 @pytest.mark.parametrize(

@@ -469,7 +469,9 @@ def test_a_model_that_cannot_be_read_is_named(
     with pytest.raises(ConfigError) as caught:
         read_architecture(config)
     assert str(caught.value).startswith(f"model.path: {path}: {said}")
-    assert "; name a folder with an HF checkpoint, or get one: `hf download " in str(caught.value)
+    assert "; set it to a folder with an HF checkpoint, or download one: `hf download " in str(
+        caught.value
+    )
 
 
 def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,7 +271,7 @@ def test_layouts_that_do_not_fit(tmp_path: Path, options: list[object], expected
 def test_target_is_not_replaced_unasked(hf: Path, tmp_path: Path) -> None:
     assert call("hf-to-megatron", hf, tmp_path / "m")[0] == 0
     code, output = call("hf-to-megatron", hf, tmp_path / "m")
-    assert code == 2 and "m: exists; choose another name, or --overwrite" in output
+    assert code == 2 and "m: exists; choose another name, or use --overwrite" in output
     options = ["--tensor-parallel", 3, "--overwrite"]
     assert call("reshard", tmp_path / "m", tmp_path / "m", *options)[0] == 0
     assert open_store(tmp_path / "m").layout["tensor_parallel"] == 3

@@ -18,7 +18,7 @@ from dapo_megatron.algo.evaluation import avg_at_k, bootstrap_interval, cons_at_
 from dapo_megatron.config import EvaluationConfig
 from dapo_megatron.rollout.dispatch import Sampling, sample_seed
 from dapo_megatron.rollout.driver import Events
-from dapo_megatron.rollout.evaluate import Evaluator, evaluation_figures, sample_all
+from dapo_megatron.rollout.evaluate import Evaluator, evaluation_metrics, sample_all
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -117,7 +117,7 @@ def graded(ticket: int, answers: str) -> Group:
 
 def test_figures_by_hand() -> None:
     groups = [graded(0, "RRWX"), graded(1, "WWRX"), graded(2, "WWWW")]
-    figures = evaluation_figures(groups, resamples=0, seed=0)
+    figures = evaluation_metrics(groups, resamples=0, seed=0)
     assert figures == {
         "avg@4": pytest.approx((0.5 + 0.25 + 0) / 3),
         "pass@4": pytest.approx(2 / 3),
@@ -129,7 +129,7 @@ def test_figures_by_hand() -> None:
 
 
 def test_an_ungraded_completion_is_wrong_and_counted() -> None:
-    figures = evaluation_figures([graded(0, "R--W"), graded(1, "----")], resamples=0, seed=0)
+    figures = evaluation_metrics([graded(0, "R--W"), graded(1, "----")], resamples=0, seed=0)
     assert figures["avg@4"] == 0.125
     assert figures["cons@4"] == 0.0  # the most frequent "answer" of both is none at all
     assert figures["ungraded"] == 6.0
@@ -139,7 +139,7 @@ def test_an_ungraded_completion_is_wrong_and_counted() -> None:
     ("samples", "fewer"), [(1, []), (2, [1]), (3, [1, 2]), (8, [1, 2, 4]), (9, [1, 2, 4, 8])]
 )
 def test_pass_at_powers_of_two_below_k(samples: int, fewer: list[int]) -> None:
-    figures = evaluation_figures([graded(0, "R" * samples)], resamples=0, seed=0)
+    figures = evaluation_metrics([graded(0, "R" * samples)], resamples=0, seed=0)
     found = {int(name.removeprefix("pass@")) for name in figures if name.startswith("pass@")}
     assert found == {*fewer, samples}
 
@@ -154,7 +154,7 @@ def test_figures_agree_with_the_formulas_and_lie_in_their_intervals(rows: list[s
     groups = [graded(ticket, row) for ticket, row in enumerate(rows)]
     correct = [[one == "R" for one in row] for row in rows]
     answers = [[{"R": "7", "W": "8", "X": "9", "-": ""}[one] for one in row] for row in rows]
-    figures = evaluation_figures(groups, resamples=50, seed=1)
+    figures = evaluation_metrics(groups, resamples=50, seed=1)
     k = len(rows[0])
     assert figures[f"avg@{k}"] == pytest.approx(avg_at_k(correct))
     assert figures[f"pass@{k}"] == pytest.approx(pass_at_k(correct))
@@ -170,7 +170,7 @@ def test_figures_agree_with_the_formulas_and_lie_in_their_intervals(rows: list[s
 
 def test_a_set_without_problems_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one problem"):
-        evaluation_figures([], resamples=10, seed=0)
+        evaluation_metrics([], resamples=10, seed=0)
 
 
 # ------------------------------------------------------------------------ sampling

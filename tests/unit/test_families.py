@@ -680,7 +680,7 @@ def test_what_is_no_number_is_refused_by_name(key: str, value: Any) -> None:
         ({"rope_theta": "abc"}, "rope_theta = 'abc'"),
         ({"rope_theta": 0}, "rope_theta = 0; must be a number above 0"),
         ({"rope_theta": 10**400}, "rope_theta = 1000000000.*; must be a number above 0, at most"),
-        ({"hidden_size": 2**31}, "hidden_size = 2147483648; must be a whole number, at least 1"),
+        ({"hidden_size": 2**31}, "hidden_size = 2147483648; must be an integer, at least 1"),
         (
             {"rope_theta": None, "rope_parameters": {"rope_theta": "x"}},
             "rope_parameters.rope_theta",

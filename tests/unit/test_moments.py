@@ -245,22 +245,22 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "overlap": (
         "rank_00003",
         moved(f"{NORM}[18:36]", f"{NORM}[17:36]"),
-        rf"rank_00003.*optimizer/{NORM}\[17:36\]/exp_avg overlaps what .*rank_00000",
+        rf"rank_00003.*optimizer/{NORM}\[17:36\]/exp_avg overlaps its range in .*rank_00000",
     ),
     "gap": (
         "rank_00003",
         moved(f"{NORM}[18:36]", f"{NORM}[19:36]"),
-        rf"rank_00000.*optimizer/{NORM}/exp_avg: what follows element 18 of 36 is in no file",
+        rf"rank_00000.*optimizer/{NORM}/exp_avg: elements from 18 of 36 are in no file",
     ),
     "end": (
         "rank_00003",
         dropped(f"{NORM}[18:36]/exp_avg_sq"),
-        rf"rank_00000.*optimizer/{NORM}/exp_avg_sq: what follows element 18 of 36 is in no file",
+        rf"rank_00000.*optimizer/{NORM}/exp_avg_sq: elements from 18 of 36 are in no file",
     ),
     "start": (
         "rank_00000",
         dropped(f"{NORM}[0:18]/exp_avg_sq"),
-        rf"optimizer/{NORM}/exp_avg_sq: what follows element 0 of 36 is in no file",
+        rf"optimizer/{NORM}/exp_avg_sq: elements from 0 of 36 are in no file",
     ),
     "shape": (
         "rank_00004",
@@ -277,7 +277,7 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
         lambda tensors: tensors.update(
             {key: torch.tensor(6.0) for key in tensors if key.endswith("/step")}
         ),
-        r"rank_00002.*: of update 6, .*rank_00000.* of update 5",
+        r"rank_00002.*: of update 6, but .*rank_00000.* is of update 5",
     ),
     "dtype": (
         "rank_00003",

@@ -62,6 +62,6 @@ def test_a_step_cut_otherwise_is_refused_by_key(key: str, value: object) -> None
     state = json.loads(json.dumps(step.state(config)))
     section, name = key.split(".")
     begun = getattr(getattr(config, section), name)
-    message = f"^{key}: the checkpoint is from the middle of a step that was begun with {begun!r};"
+    message = f"^{key}: the checkpoint is from the middle of a step that started with {begun!r};"
     with pytest.raises(ConfigError, match=message):
         OpenStep.from_state(state, tiny_config(**{f"{section}__{name}": value}))

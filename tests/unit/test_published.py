@@ -57,4 +57,4 @@ def test_a_run_of_more_positions_is_planned_with_a_note() -> None:
     assert replace(planned, max_positions=4096) == architecture(model.hf)
     source, positions = published_notes(math)
     assert "published dimensions of Qwen/Qwen2.5-Math-7B" in source
-    assert "published as 4,096; the run needs 10,240" in positions
+    assert "published as 4,096, but the run needs 10,240" in positions

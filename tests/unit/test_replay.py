@@ -91,11 +91,11 @@ def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         replay.collect(2, lambda _: None)
     assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003.jsonl: not recorded")
-    assert "there is step_000001.jsonl to step_000002.jsonl (" in str(caught.value)
+    assert "Recorded files: step_000001.jsonl to step_000002.jsonl. " in str(caught.value)
 
 
 def test_a_run_that_recorded_nothing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is nothing else"):
+    with pytest.raises(DataError, match="Recorded files: none"):
         Replay(tmp_path).collect(0, lambda _: None)
 
 
@@ -158,7 +158,7 @@ def test_a_folder_without_rollouts_and_the_own_folder_are_refused(tmp_path: Path
     recorded, own = tmp_path / "recorded", tmp_path / "own"
     record(recorded, [(group(0), Fate.TRAINED)])
     check_recorded(recorded, own)
-    with pytest.raises(ConfigError, match=f"^run.name: {recorded} is the run to be replayed"):
+    with pytest.raises(ConfigError, match=f"^run.name: {recorded} is the run to replay"):
         check_recorded(tmp_path / "own" / ".." / "recorded", recorded)
     (own / "samples").mkdir(parents=True)
     (own / "samples" / "step_000001.json").touch()

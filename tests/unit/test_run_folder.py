@@ -287,7 +287,7 @@ def test_who_was_cut_off_from_its_lock_finds_the_new_owner(
         folders[-1].check_owner()
         assert folders[-1]._lock is not None
         folders[-1]._lock.close()  # as a file system does that was cut off
-    with pytest.raises(Fenced, match=r"taken by attempt 7\.1; this is attempt 7\.0"):
+    with pytest.raises(Fenced, match=r"taken by attempt 7\.1, so this attempt \(7\.0\)"):
         folders[0].check_owner()
     folders[1].check_owner()
 

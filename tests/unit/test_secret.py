@@ -51,8 +51,8 @@ def test_a_private_file_holds_it(tmp_path: Path) -> None:
         (lambda file: file.chmod(0o640), "can be read or written by others (mode 640;"),
         (lambda file: file.chmod(0o602), "can be read or written by others (mode 602;"),
         (lambda file: file.rename(file.with_name("x")), "No such file"),
-        (lambda file: (file.unlink(), file.mkdir()), "is not a file"),
-        (lambda file: (file.unlink(), os.mkfifo(file, 0o600)), "is not a file"),
+        (lambda file: (file.unlink(), file.mkdir()), "is not a regular file"),
+        (lambda file: (file.unlink(), os.mkfifo(file, 0o600)), "is not a regular file"),
         (
             lambda file: (file.rename(file.with_name("x")), file.symlink_to(file.with_name("x"))),
             "a link is refused",
@@ -273,7 +273,7 @@ def test_the_command_line_refuses_ranks_without_a_secret() -> None:
 
 
 def test_one_rank_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrets, "_taken", lambda: None)
+    monkeypatch.setattr(secrets, "_process_secret", lambda: None)
     assert run_secret(1) is None
     with pytest.raises(ConfigError, match="one of 2 ranks"):
         run_secret(2)

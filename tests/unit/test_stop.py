@@ -139,7 +139,7 @@ def test_with_its_summary_a_run_has_no_deadline_on_any_rank(
     _conclude(here, Progress(), 1.5)
     assert folder.summary.exists() == (rank == 0)
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
-    stop._exit_late()
+    stop._exit_at_deadline()
 
 
 @pytest.mark.parametrize("log", ["full", "hangs"])

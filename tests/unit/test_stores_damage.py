@@ -43,7 +43,7 @@ def move_and_link(path: Path, to: Path) -> None:
 HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (
         lambda folder: os.truncate(folder / SHARD, 9_000),
-        rf"{SHARD}: cut off: its header speaks of [\d,]+ bytes, the file has 9,000",
+        rf"{SHARD}: cut off: by its header it needs [\d,]+ bytes, but the file has 9,000",
     ),
     "truncated header": (lambda folder: os.truncate(folder / SHARD, 100), f"{SHARD}: cut off"),
     "empty": (lambda folder: os.truncate(folder / SHARD, 0), f"{SHARD}: cut off"),
@@ -56,7 +56,7 @@ HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{SHARD}: not a safetensors file",
     ),
     "file missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: missing, though"),
-    "index missing": (lambda folder: (folder / INDEX).unlink(), f"{INDEX} is missing beside"),
+    "index missing": (lambda folder: (folder / INDEX).unlink(), f"{INDEX} is missing next to"),
     "entry missing": (
         lambda folder: edit_json(folder / INDEX, lambda index: index["weight_map"].pop(NORM)),
         f"{INDEX}: has no entry for {NORM}",
@@ -65,11 +65,11 @@ HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: edit_json(
             folder / INDEX, lambda index: index["weight_map"].update({NORM: SHARD})
         ),
-        f"{SHARD}: the tensor {NORM} is not in it",
+        f"{SHARD}: the tensor {NORM} is missing, though",
     ),
     "tensor in two files": (
         lambda folder: edit_tensors(folder / SHARD, lambda t: t.update({NORM: torch.ones(36)})),
-        rf"{NORM} is in model-00004-of-00004.safetensors and in {SHARD} too",
+        rf"{NORM} is in both model-00004-of-00004.safetensors and {SHARD}",
     ),
     "index of numbers": (
         lambda folder: edit_json(
@@ -81,7 +81,7 @@ HF_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: edit_json(
             folder / INDEX, lambda index: index["weight_map"].update({NORM: f"../hf/{SHARD}"})
         ),
-        rf"{INDEX}: names the file '\.\./hf/{SHARD}'; weights are next to it",
+        rf"{INDEX}: names the file '\.\./hf/{SHARD}'; weights must be in the same folder",
     ),
     "shard is a link": (
         lambda folder: move_and_link(folder / SHARD, folder.parent / "w"),
@@ -154,8 +154,8 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
     "negative size": ({"a": entry(8, 0, -2), "b": entry(0, 12, 3)}, "a: cannot read the header"),
     "two negative sizes": ({"a": entry(0, 12, -1, -3)}, "a: cannot read the header"),
     "text for a size": ({"a": {**entry(0, 12), "shape": "3"}}, "a: cannot read the header"),
-    "bytes over": ({"a": entry(0, 8, 2)}, r"too long: .* speaks of \d+ bytes, the file has"),
-    "cut off": ({"a": entry(0, 16, 4)}, "cut off: its header speaks of"),
+    "bytes over": ({"a": entry(0, 8, 2)}, r"too long: .* needs \d+ bytes, but the file has"),
+    "cut off": ({"a": entry(0, 16, 4)}, "cut off: by its header it needs"),
     "entry is a list": ({"a": [1]}, "a: cannot read the header"),
     "huge size": ({"a": entry(0, 12, 2**80)}, "a: .* bytes by its shape, 12 by its offsets"),
     "huge offsets": ({"a": entry(2**80, 2**80 + 12, 3)}, "a leaves a gap before it"),
@@ -181,7 +181,7 @@ TENSOR_DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] =
     "missing": (lambda tensors: tensors.pop(Q), f"the tensor {Q} is missing"),
     "misshapen": (
         lambda tensors: tensors.update({Q: tensors[Q][:-1].contiguous()}),
-        rf"{Q} has shape \(35, 36\), the model in config.json needs \(36, 36\)",
+        rf"{Q} has shape \(35, 36\), but the model in config.json needs \(36, 36\)",
     ),
     "quantised": (lambda tensors: tensors.update({Q: tensors[Q].to(torch.int8)}), f"{Q} is int8"),
     "foreign": (lambda tensors: tensors.update(spare=torch.ones(2)), "spare is no tensor of this"),
@@ -271,11 +271,11 @@ MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: shutil.copy(
             folder / "stage_00_tensor_01.safetensors", folder / "stage_01_tensor_01.safetensors"
         ),
-        "of model.layers.1.* only",
+        "only .* of model.layers.1.* exist",
     ),
     "another model's config": (
         lambda folder: edit_json(folder / "config.json", lambda c: c.update(intermediate_size=30)),
-        r"linear_fc1.weight has shape \(40, 36\), llama has \(20, 36\) there",
+        r"linear_fc1.weight has shape \(40, 36\), but llama needs \(20, 36\)",
     ),
     "no places": (
         lambda folder: edit_tensors(folder / "stage_00_tensor_00.safetensors", lambda _: None),
@@ -306,8 +306,8 @@ def test_a_damaged_megatron_folder_is_refused(tmp_path: Path, fault: str) -> Non
         ({"ep_size": None}, "ep_size is None"),
         ({"first_layer": -1}, "first_layer is -1"),
         ({"first_layer": 1}, "the model has 2 layers"),
-        ({"tp_size": 0}, "a rank is not below its size"),
-        ({"ep_rank": 1}, "a rank is not below its size"),
+        ({"tp_size": 0}, "a parallel rank is not below its world size"),
+        ({"ep_rank": 1}, "a parallel rank is not below its world size"),
         ({"size": 1}, "unexpected keyword"),
     ],
 )
@@ -329,7 +329,7 @@ def test_read_into_names_the_tensor(tmp_path: Path) -> None:
     store = open_store(write_random(tmp_path / "hf", config_of("llama")))
     for name, shape, message in (
         ("model.norm.bias", (36,), "the tensor model.norm.bias is missing"),
-        (NORM, (40,), rf"{NORM} has shape \(36,\), the model in config.json needs \(40,\)"),
+        (NORM, (40,), rf"{NORM} has shape \(36,\), but the model in config.json needs \(40,\)"),
     ):
         shard = Shard(Piece(name, shape, torch.float32, whole(shape)), torch.zeros(shape))
         with pytest.raises(CheckpointError, match=message):
@@ -359,7 +359,7 @@ def test_a_full_disk_is_told_before_writing(
     source = open_store(write_random(tmp_path / "hf", config_of("llama")))
     usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match=r"no room: [\d,]+ bytes are to be written, 10,000"):
+    with pytest.raises(CheckpointError, match=r"no room: [\d,]+ bytes are needed, 10,000"):
         to_hf(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 

@@ -71,7 +71,7 @@ def test_a_rank_that_said_nothing_was_perhaps_killed(
     assert exit_reason.record(1, LOST)
     found = exit_reason.read(path)
     assert found is not None
-    assert found.reason.startswith("lost its connection to another rank, which said nothing")
+    assert found.reason.startswith("lost its connection to another rank, which reported no error")
     assert "Connection closed by peer" in found.reason
 
 

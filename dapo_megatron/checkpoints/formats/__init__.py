@@ -1,2 +1,2 @@
-"""Weights on disk: HF folders, Megatron folders and training checkpoints, read and written by HF
-name, slice by slice; conversion between them, and the proof that two hold the same."""
+"""Weights on disk: HF folders, Megatron folders and training checkpoints. They are read and written
+by HF name, slice by slice, converted into each other, and compared bit by bit."""

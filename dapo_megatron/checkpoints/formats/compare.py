@@ -1,4 +1,4 @@
-"""Whether two stores hold the same model: names, shapes, dtypes, every bit, every config field."""
+"""Comparison of two stores: names, shapes, dtypes, every bit of the values, every config field."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Progress = Callable[[int], object]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = "absent"
 _BLOCK_BYTES = 8 * 2**20
-"""Compared at once; where blocks differ, some copies of them are made, in float64."""
+"""Size of a block that is compared at once. Differing blocks need several float64 copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`name` is a tensor, or `config.<field>`; `kind` is config, name, shape, dtype, value or
-    replica; `text` says what differs."""
+    """A difference between two stores. `name` is a tensor or `config.<field>`. `kind` is config,
+    name, shape, dtype, value or replica. `text` describes the difference."""
 
     kind: str
     name: str
@@ -32,11 +32,11 @@ class Difference:
 def compare(
     left: Store, right: Store, progress: Progress, *, same_dtype: bool = True
 ) -> Iterator[Difference]:
-    """Every difference, config fields first, then tensors in the order of the left store.
+    """Yield every difference: config fields first, then tensors in the order of the left store.
 
-    Streams. `progress` is told the bytes read of the left store. Without `same_dtype` the right
-    store is to hold the left one's elements converted to its own dtypes, and the config's dtype may
-    differ.
+    Reads block by block. `progress` is called with the number of bytes read from the left store.
+    With `same_dtype=False`, the left store's elements are converted to the dtypes of the right
+    store before comparing, and the dtype in the config may differ.
     """
     ignored = () if same_dtype else ("dtype", "torch_dtype")
     yield from _config_differences(left.config, right.config, ignored)
@@ -55,7 +55,7 @@ def compare(
                 "dtype", name, f"{dtype_name(info.dtype)} and {dtype_name(other.dtype)}"
             )
         else:
-            boxes = _told(whole(info.shape), info.dtype, progress)
+            boxes = _blocks_with_progress(whole(info.shape), info.dtype, progress)
             pairs = (
                 (box, left.read(name, box).to(other.dtype), right.read(name, box)) for box in boxes
             )
@@ -64,9 +64,10 @@ def compare(
 
 
 def compare_replicas(store: Store, progress: Progress) -> Iterator[Difference]:
-    """Boxes that a store holds more than once, and not alike."""
+    """Yield a difference for each box that a store holds more than once with different values."""
     for first, second in store.replicas:
-        boxes = _told(first.region, store.tensors[first.name].dtype, progress)
+        dtype = store.tensors[first.name].dtype
+        boxes = _blocks_with_progress(first.region, dtype, progress)
         pairs = (
             (box, store.read_slice(first, box), store.read_slice(second, box)) for box in boxes
         )
@@ -76,7 +77,7 @@ def compare_replicas(store: Store, progress: Progress) -> Iterator[Difference]:
 
 
 def replica_bytes(store: Store) -> int:
-    """What `compare_replicas` goes through."""
+    """Return the number of bytes that `compare_replicas` reads of the first copies."""
     return sum(store.slice_bytes(first) for first, _ in store.replicas)
 
 
@@ -87,14 +88,17 @@ def _config_differences(left: Any, right: Any, ignored: tuple[str, ...]) -> Iter
             yield Difference("config", f"config.{field}", f"{values[0]!r} and {values[1]!r}")
 
 
-def _told(region: Region, dtype: torch.dtype, progress: Progress) -> Iterator[Region]:
+def _blocks_with_progress(
+    region: Region, dtype: torch.dtype, progress: Progress
+) -> Iterator[Region]:
     for box in blocks(region, dtype.itemsize, _BLOCK_BYTES):
         yield box
         progress(box.numel * dtype.itemsize)
 
 
 def _value_difference(pairs: Iterator[tuple[Region, Tensor, Tensor]]) -> str | None:
-    """What differs between two tensors given block by block; None if no bit does."""
+    """Return how two tensors differ, or None if all bits are equal. `pairs` yields (box, block of
+    the first, block of the second)."""
     count, first, largest = 0, "", 0.0
     for box, a, b in pairs:
         if torch.equal(_bits(a), _bits(b)):
@@ -112,7 +116,7 @@ def _value_difference(pairs: Iterator[tuple[Region, Tensor, Tensor]]) -> str | N
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Not the numbers: a NaN equals itself, and 0.0 is not -0.0."""
+    """Return the bits as integers, so that a NaN equals itself and 0.0 differs from -0.0."""
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 

@@ -1,8 +1,10 @@
-"""One safetensors file: boxes of its tensors are read and written in any order.
+"""Reading and writing boxes of the tensors of one safetensors file, in any order.
 
-The format (safetensors documentation, "Format"): the header's length in 8 bytes, little-endian; the
-header, JSON {key: {dtype, shape, data_offsets}} with offsets counted from its end; the data, row by
-row. Plain reads and writes, no mapping: mapped pages count as memory of the process.
+The format (safetensors documentation, "Format") has three parts: the length of the header in 8
+bytes, little-endian; the header, which is JSON {key: {dtype, shape, data_offsets}} with offsets
+from the end of the header; the data in row-major order.
+
+Files are not memory-mapped, because mapped pages count as resident memory of the process.
 """
 
 from __future__ import annotations
@@ -38,38 +40,38 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The format's names of dtypes."""
+"""dtype by its name in the format."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # safetensors itself reads no longer one
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor without its elements."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of the elements in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 class TensorFile:
-    """A safetensors file to read. Nothing stays open; only the header is kept in memory."""
+    """A safetensors file to read. Only the header is kept in memory, and no file stays open."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header. Raises CheckpointError for a file that is missing, cut off, half
-        written or no safetensors file at all."""
+        """Read the header. Raises CheckpointError if the file is missing, truncated, not completely
+        written, or not a safetensors file."""
         self.path = path
         header, self._data_start, file_bytes = _read_header(path)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
@@ -77,22 +79,23 @@ class TensorFile:
             raise CheckpointError(f"{path}: not a safetensors file (its metadata is no object)")
         self.tensors: dict[str, TensorInfo] = {}
         self._offsets: dict[str, int] = {}
-        stretches = []
+        ranges = []
         for key, entry in header.items():
             info, start, stop = _parse(path, key, entry)
             self.tensors[key] = info
             self._offsets[key] = self._data_start + start
-            stretches.append((start, stop, key))
-        end = self._data_start + _end_of(path, sorted(stretches))
+            ranges.append((start, stop, key))
+        end = self._data_start + _end_of(path, sorted(ranges))
         if file_bytes != end:
-            what = "cut off" if file_bytes < end else "too long"
+            fault = "cut off" if file_bytes < end else "too long"
             raise CheckpointError(
-                f"{path}: {what}: its header speaks of {end:,} bytes, the file has "
+                f"{path}: {fault}: by its header it needs {end:,} bytes, but the file has "
                 f"{file_bytes:,}; copy or download it again"
             )
 
     def read(self, key: str, box: Region | None = None) -> Tensor:
-        """The tensor, or a box of it; its bytes alone are read."""
+        """Return a tensor, or a box of it, reading only the bytes needed. Raises CheckpointError
+        naming the file."""
         info = self.tensors[key]
         box = whole(info.shape) if box is None else box
         tensor = torch.empty(box.shape, dtype=info.dtype)
@@ -110,7 +113,7 @@ class TensorFile:
 
     def _fill(self, handle: int, target: memoryview, offset: int, key: str) -> None:
         done = 0
-        while done < len(target):  # a read may return less than asked
+        while done < len(target):  # preadv may return fewer bytes than requested
             count = os.preadv(handle, [target[done:]], offset + done)
             if count == 0:
                 raise CheckpointError(f"{self.path}: cut off inside {key}; copy it again")
@@ -118,11 +121,11 @@ class TensorFile:
 
 
 class TensorFileWriter:
-    """A safetensors file whose keys, shapes and dtypes are known beforehand.
+    """Writer of a safetensors file with keys, shapes and dtypes that are known in advance.
 
-    One process calls `create`; then any process may `write` what it has, the same file from many
-    at once; then one calls `finish`. Until then the file has no valid header length: no reader
-    takes it for whole.
+    One process calls `create`. Then many processes may call `write` concurrently on the same file.
+    At last one process calls `finish`. Until then the header length is 0, so no reader accepts the
+    incomplete file.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class TensorFileWriter:
         self.path = path
         self.tensors = dict(tensors)
         offset, entries = 0, dict[str, Any]()
-        # Wide elements first, so that every tensor is aligned to its own.
+        # Tensors with the largest elements first, so that all are aligned to their element size.
         for key, info in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             stop = offset + info.nbytes
             entries[key] = {
@@ -148,10 +151,10 @@ class TensorFileWriter:
             key: self._data_start + entry["data_offsets"][0] for key, entry in entries.items()
         }
         self.nbytes = self._data_start + offset
-        """Of the whole file."""
+        """Size of the file in bytes."""
 
     def create(self) -> None:
-        """Make the file in its final size, all zeros but for the header."""
+        """Create the file in its final size, with zeros except for the header."""
         try:
             with self.path.open("wb") as file:
                 file.truncate(self.nbytes)
@@ -161,7 +164,8 @@ class TensorFileWriter:
             raise self._failure(error) from None
 
     def write(self, key: str, value: Tensor, box: Region | None = None) -> None:
-        """Write a tensor, or a box of it, of the dtype announced."""
+        """Write a tensor, or a box of it. Raises ValueError if its dtype or shape does not match,
+        CheckpointError if the file cannot be written."""
         info = self.tensors[key]
         box = whole(info.shape) if box is None else box
         if value.dtype != info.dtype or tuple(value.shape) != box.shape:
@@ -178,7 +182,7 @@ class TensorFileWriter:
             raise self._failure(error) from None
 
     def finish(self) -> None:
-        """Bring everything to the disk, then make the file valid."""
+        """Sync all data to disk, then write the header length, which makes the file valid."""
         length = memoryview(len(self._header).to_bytes(_LENGTH_BYTES, "little"))
         try:
             with self.path.open("r+b", buffering=0) as file:
@@ -203,18 +207,20 @@ def check_room(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(
-            f"{folder}: no room: {num_bytes:,} bytes are to be written, {free:,} are free"
+            f"{folder}: no room: {num_bytes:,} bytes are needed, {free:,} are free"
         )
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(the header, where the data starts, bytes of the file)."""
+    """Return (header, offset of the data, size of the file), in bytes. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if file_bytes and length == 0:
-                raise CheckpointError(f"{path}: half written: whatever wrote it did not finish")
+                raise CheckpointError(
+                    f"{path}: half written: the program that wrote it did not finish"
+                )
             if not 0 < length <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
                 raise CheckpointError(
                     f"{path}: cut off inside the header, or not a safetensors file "
@@ -235,10 +241,10 @@ def _parse(path: Path, key: str, entry: Any) -> tuple[TensorInfo, int, int]:
         info = TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]])
         start, stop = entry["data_offsets"]
         if not all(type(size) is int and size >= 0 for size in (*info.shape, start, stop)):
-            raise ValueError("sizes and offsets are integers from 0 on")
+            raise ValueError("sizes and offsets must be integers >= 0")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: {key}: cannot read the header's {entry} ({error})"
+            f"{path}: {key}: cannot read the header's entry {entry} ({error})"
         ) from None
     if stop - start != info.nbytes:
         raise CheckpointError(
@@ -247,11 +253,13 @@ def _parse(path: Path, key: str, entry: Any) -> tuple[TensorInfo, int, int]:
     return info, start, stop
 
 
-def _end_of(path: Path, stretches: list[tuple[int, int, str]]) -> int:
-    """Where the last of (start, stop, key) ends, in order. As safetensors, it refuses bytes that
-    two tensors share or that none has."""
+def _end_of(path: Path, ranges: list[tuple[int, int, str]]) -> int:
+    """Return the end of the last of the sorted (start, stop, key).
+
+    Raises CheckpointError for overlaps and gaps, which the safetensors library refuses too.
+    """
     end = 0
-    for start, stop, key in stretches:
+    for start, stop, key in ranges:
         if start != end:
             fault = "overlaps the tensor before it" if start < end else "leaves a gap before it"
             raise CheckpointError(f"{path}: {key} {fault}; the file is damaged, download it again")
@@ -260,12 +268,12 @@ def _end_of(path: Path, stretches: list[tuple[int, int, str]]) -> int:
 
 
 def _runs(shape: tuple[int, ...], box: Region) -> Iterator[tuple[int, int]]:
-    """(first element, number of elements) of each stretch of memory that the box covers, in order,
-    for a tensor of `shape` laid out row by row."""
+    """Yield (first element, number of elements) of each contiguous run of memory that the box
+    covers in a row-major tensor of `shape`, in order."""
     depth = len(shape)
     while depth and box.shape[depth - 1] == shape[depth - 1]:
         depth -= 1
-    depth = max(depth - 1, 0)  # dimensions from here on are one stretch
+    depth = max(depth - 1, 0)  # dimensions from here on form one contiguous run
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
     count = prod(box.shape[depth:])
@@ -274,7 +282,7 @@ def _runs(shape: tuple[int, ...], box: Region) -> Iterator[tuple[int, int]]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous CPU tensor as bytes."""
     return memoryview(cast(bytearray, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 

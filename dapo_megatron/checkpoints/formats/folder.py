@@ -1,5 +1,5 @@
-"""Folders of weights: what goes along with the weights, and folders that appear whole or not at
-all."""
+"""Folders of weights: checks of links and names, files that accompany the weights, and atomic
+publishing."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from dapo_megatron.files import (
 from dapo_megatron.types import CheckpointError, dtype_name
 
 MEGATRON_JSON = "megatron.json"
-_RUN_JSON = "state.json"  # a training checkpoint's (run/folder.py)
+_RUN_JSON = "state.json"  # part of a training checkpoint (checkpoints/folder.py)
 HF_INDEX = "model.safetensors.index.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"}
-_FOLDERS = ("additional_chat_templates",)  # transformers keeps templates beside the first there
-_DTYPE_FIELDS = ("dtype", "torch_dtype")  # transformers 5, and before
+_FOLDERS = ("additional_chat_templates",)  # where transformers keeps further chat templates
+_DTYPE_FIELDS = ("dtype", "torch_dtype")  # the names in transformers 5 and before
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a model folder with a link that leaves it.
+    """Raise CheckpointError if a model folder contains a link out of the folder.
 
-    A model from elsewhere could name any file of the user this way, and a copy of the model would
-    publish it. Files of the Hugging Face cache, which are links to ../../blobs, pass. Raises
-    CheckpointError naming the link.
+    A downloaded model could link to any file of the user this way, and a copy of the model would
+    publish that file. Links of the Hugging Face cache to ../../blobs are allowed. The error names
+    the link.
     """
     inside = folder.resolve()
     blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else None
     copied = (path for name in _FOLDERS for path in (folder / name).rglob("*"))
     for path in filter(Path.is_symlink, chain(folder.iterdir(), copied)):
-        target = Path(os.path.realpath(path))  # unlike resolve(), it bears a loop
+        target = Path(os.path.realpath(path))  # unlike resolve(), it does not fail on a loop
         is_inside = target.is_relative_to(inside) or target.parent == blobs
         if not is_inside or target.is_dir():
             raise CheckpointError(
@@ -54,24 +54,24 @@ def check_links(folder: Path) -> None:
 
 
 def check_file_name(name: str, owner: Path) -> None:
-    """Refuse a name that leaves the folder of the file `owner`, which lists it. Raises
-    CheckpointError."""
+    """Raise CheckpointError if `name`, which the file `owner` lists, is not the name of a file in
+    the same folder."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise CheckpointError(
-            f"{owner}: names the file {name!r}; weights are next to it, by their name only. "
-            "Download the folder again"
+            f"{owner}: names the file {name!r}; weights must be in the same folder. Download the "
+            "folder again"
         )
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy all that is neither weights nor a run's state: tokenizer, chat template, configs, ...
+    """Copy all files except weights and a run's state: tokenizer, chat template, configs, ...
 
-    config.json is copied byte for byte, or with its dtype alone replaced by `dtype`. Raises
-    CheckpointError for a link that leaves `source`.
+    config.json is copied byte for byte; if `dtype` is given, only its dtype is replaced. Raises
+    CheckpointError for a link out of `source`.
     """
     check_links(source)
     for path in sorted(source.iterdir()):
-        if path.is_file() and not _stays(path):
+        if path.is_file() and not _is_weights_or_state(path):
             shutil.copyfile(path, target / path.name)
         elif path.is_dir() and path.name in _FOLDERS:
             shutil.copytree(path, target / path.name)
@@ -83,7 +83,7 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _stays(path: Path) -> bool:
+def _is_weights_or_state(path: Path) -> bool:
     name = path.name
     return (
         path.suffix in _WEIGHTS
@@ -94,13 +94,13 @@ def _stays(path: Path) -> bool:
 
 @contextmanager
 def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Make a new folder to fill. It becomes `target` when the block ends, and is deleted when the
-    block raises (an interrupt included).
+    """Yield a new folder to fill, and rename it to `target` when the block ends.
 
-    Until then it is `<target>.partial`. One that a killed process left behind, with its lock, is
-    deleted first, and a `target` that it was about to replace gets its name back.
-    Raises CheckpointError if `target` exists (with `overwrite`: if it holds anything but a model),
-    if a folder of the other name is somebody else's, or if another process is filling it.
+    The folder is `<target>.partial` until then. It is deleted if the block raises, also on an
+    interrupt. A partial folder of a killed process, recognized by its lock file, is deleted first,
+    and a `target` that this process was about to replace is restored.
+    Raises CheckpointError if `target` exists (with `overwrite`: if it is not a model folder), if
+    `<target>.partial` is not from a killed process, or if another process is writing there.
     """
     partial = target.with_name(f"{target.name}.partial")
     lock = target.with_name(f".{target.name}.lock")
@@ -113,7 +113,7 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 _check_replaceable(target, overwrite)
             if partial.exists() and not is_left_over:
                 raise CheckpointError(
-                    f"{partial}: in the way, and no killed command left it; move it elsewhere"
+                    f"{partial}: in the way, and not left by a killed command; move it elsewhere"
                 )
             with partial_folder(partial):
                 yield partial
@@ -126,13 +126,13 @@ def publish(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not overwrite:
-        raise CheckpointError(f"{target}: exists; choose another name, or --overwrite")
+        raise CheckpointError(f"{target}: exists; choose another name, or use --overwrite")
     if (target / _RUN_JSON).exists():
         raise CheckpointError(f"{target}: a training checkpoint; --overwrite never replaces one")
     is_model = (target / "config.json").exists()
     if not is_model and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(
-            f"{target}: holds no model; --overwrite replaces only a model's folder"
+            f"{target}: holds no model, and --overwrite replaces only model folders"
         )
 
 

@@ -1,4 +1,4 @@
-"""HF folders: config.json, and safetensors in one file or several with an index."""
+"""HF folders: config.json, and one safetensors file or several with an index."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ from dapo_megatron.types import CheckpointError, whole
 SINGLE = "model.safetensors"
 MAX_FILE_BYTES = 4 * 2**30
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ONE_DOWNLOAD = "index and files are from different downloads, download the folder again"
 _BUFFER = ".rotary_emb.inv_freq"
-"""Saved by old versions of transformers; computed from config.json."""
+"""Suffix of a buffer that old versions of transformers saved. It is ignored, because it follows
+from config.json."""
 
 
 def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
-    """Open an HF folder; `ignore` names fields of its config.json that do not matter.
+    """Open an HF folder; `ignore` lists fields of its config.json to ignore.
 
     Raises CheckpointError if the tensors are not exactly those of the model in config.json, and
-    ConfigError for a model that is not understood.
+    ConfigError for an unsupported model.
     """
     config = read_json(folder / "config.json")
     arch = architecture(config, ignore)
-    files, places = _find_tensors(folder)
-    infos = {name: files[file].tensors[name] for name, file in places.items()}
+    files, file_of = _find_tensors(folder)
+    infos = {name: files[file].tensors[name] for name, file in file_of.items()}
     if arch.tie_word_embeddings and {_EMBEDDING, _HEAD} <= infos.keys():
-        _check_tied_head(files[places[_EMBEDDING]], files[places[_HEAD]])
+        _check_tied_head(files[file_of[_EMBEDDING]], files[file_of[_HEAD]])
         del infos[_HEAD]
     infos = {name: info for name, info in infos.items() if not name.endswith(_BUFFER)}
     infos = checked_tensors(folder, infos, arch)
@@ -52,14 +54,18 @@ def open_hf(folder: Path, ignore: Collection[str] = ()) -> Store:
         config=config,
         arch=arch,
         tensors=infos,
-        file_slices={name: [_file_slice(name, info, places[name])] for name, info in infos.items()},
+        file_slices={
+            name: [_file_slice(name, info, file_of[name])] for name, info in infos.items()
+        },
         files=files,
     )
 
 
 class HfWriter(StoreWriter):
-    """Writes an HF folder: `model.safetensors`, or files of at most `max_file_bytes` of tensors
-    (more if one tensor alone has more) and their index."""
+    """Writes an HF folder: `model.safetensors`, or several files and their index.
+
+    A file has at most `max_file_bytes` of tensors, or a single larger tensor.
+    """
 
     def __init__(
         self,
@@ -69,16 +75,16 @@ class HfWriter(StoreWriter):
     ) -> None:
         plans = _plan_files(tensors, max_file_bytes)
         super().__init__(folder, plans)
-        self._places = {name: plan.name for plan in plans for name in plan.tensors}
+        self._file_of = {name: plan.name for plan in plans for name in plan.tensors}
         self._tensors = tensors
 
     def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
         super().finish(source, dtype)
-        if SINGLE in self._places.values():
+        if SINGLE in self._file_of.values():
             return
         index = {
             "metadata": {"total_size": sum(info.nbytes for info in self._tensors.values())},
-            "weight_map": self._places,
+            "weight_map": self._file_of,
         }
         text = json.dumps(index, indent=2, sort_keys=True)
         with (self.folder / HF_INDEX).open("w", encoding="utf-8") as file:
@@ -111,43 +117,41 @@ def _file_slice(name: str, info: TensorInfo, file: str) -> FileSlice:
 
 
 def _find_tensors(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
-    """The files by name, and the file of each tensor."""
-    if (folder / SINGLE).exists():  # as in transformers, which looks for the index second
+    """Return files by name, and the file name of each tensor. Raises CheckpointError."""
+    if (folder / SINGLE).exists():  # takes precedence over the index, as in transformers
         file = TensorFile(folder / SINGLE)
         return {SINGLE: file}, dict.fromkeys(file.tensors, SINGLE)
     index = folder / HF_INDEX
     if not index.exists():
         raise CheckpointError(_why_no_weights(folder))
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
+    file_of = read_json(index).get("weight_map")
+    if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
         raise CheckpointError(f"{index}: has no weight_map of tensors to file names")
     files = {}
-    for name in sorted(set(places.values())):
+    for name in sorted(set(file_of.values())):
         check_file_name(name, index)
         if not (folder / name).exists():
             raise CheckpointError(
                 f"{folder / name}: missing, though {HF_INDEX} names it; download it again"
             )
         files[name] = TensorFile(folder / name)
-    for name, file_name in places.items():
+    for name, file_name in file_of.items():
         if name not in files[file_name].tensors:
             raise CheckpointError(
-                f"{folder / file_name}: the tensor {name} is not in it, though {HF_INDEX} says so; "
-                "index and files are not of one download"
+                f"{folder / file_name}: the tensor {name} is missing, though {HF_INDEX} lists it; "
+                f"{_ONE_DOWNLOAD}"
             )
-    for file_name, one in files.items():
-        for name in one.tensors:
-            if name not in places:
+    for file_name, file in files.items():
+        for name in file.tensors:
+            if name not in file_of:
                 raise CheckpointError(
-                    f"{index}: has no entry for {name}, which is in {file_name}; "
-                    "index and files are not of one download"
+                    f"{index}: has no entry for {name}, which is in {file_name}; {_ONE_DOWNLOAD}"
                 )
-            if places[name] != file_name:
+            if file_of[name] != file_name:
                 raise CheckpointError(
-                    f"{folder}: {name} is in {places[name]} and in {file_name} too; "
-                    "the files are not of one download"
+                    f"{folder}: {name} is in both {file_of[name]} and {file_name}; {_ONE_DOWNLOAD}"
                 )
-    return files, places
+    return files, file_of
 
 
 def _why_no_weights(folder: Path) -> str:
@@ -155,17 +159,18 @@ def _why_no_weights(folder: Path) -> str:
     if pickled:
         return (
             f"{folder}: only pickled weights ({pickled[0]}), which can run code when they are "
-            "read; get the safetensors of this model, or make them once in a place you trust: "
+            "loaded; get this model in safetensors format, or convert it in an isolated place: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
         )
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     if others:
-        return f"{folder}: {HF_INDEX} is missing beside {others[0]}; download it again"
-    return f"{folder}: neither {SINGLE} nor {HF_INDEX} is there"
+        return f"{folder}: {HF_INDEX} is missing next to {others[0]}; download it again"
+    return f"{folder}: has neither {SINGLE} nor {HF_INDEX}"
 
 
 def _check_tied_head(embedding: TensorFile, head: TensorFile) -> None:
-    """Some tied checkpoints hold the head too; it must then be the embedding, bit by bit."""
+    """Check that the head of a tied checkpoint, which some contain, equals the embedding bit by
+    bit. Raises CheckpointError if not."""
     infos = embedding.tensors[_EMBEDDING], head.tensors[_HEAD]
     boxes = blocks(whole(infos[0].shape), infos[0].dtype.itemsize)
     if infos[0] != infos[1] or not all(

@@ -1,9 +1,12 @@
-"""Megatron folders: a file per pipeline stage and tensor-parallel rank, and one per stage and
-expert-parallel rank; and training checkpoints, a file per rank of a run.
+"""Megatron folders and training checkpoints.
 
-Either way a file holds parameters under `model/` and Megatron's names, and says in its metadata
-(`places`, one per model chunk) where it stands; what it holds of which HF tensor follows from the
-table of the model's family. With several chunks the names begin with `chunk_<k>.`.
+A Megatron folder has one file per pipeline stage and tensor-parallel rank, and one per stage and
+expert-parallel rank. A training checkpoint has one file per rank of the run.
+
+In both, a file contains parameters as `model/<Megatron's name>`. Its metadata contains its position
+in the model (`places`, one per model chunk). From these, the table of the model's family gives the
+boxes of HF tensors in each parameter. If there are several chunks, names have the prefix
+`chunk_<k>.`.
 """
 
 from __future__ import annotations
@@ -38,21 +41,21 @@ _PREFIX = "model/"
 _WEIGHT = re.compile(r"^model/((?:chunk_(\d+)\.)?(.+))$")
 _RANGE = re.compile(r"^optimizer/((?:chunk_(\d+)\.)?(.+))\[(\d+):(\d+)\]/(\w+)$")
 WEIGHT = "model"
-"""The field of a weight."""
+"""`StateKey.field` of a weight."""
 EXPERTS = ".mlp.experts."
-"""In the names of parameters that are dealt out by expert parallelism alone."""
+"""Part of the names of parameters that are sharded by expert parallelism only."""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """How a model is cut; `stages` counts the layers of each pipeline stage."""
+    """Parallel layout of a Megatron folder; `stages` is the number of layers of each stage."""
 
     tensor: int
     stages: tuple[int, ...]
     expert: int = 1
 
     def places(self) -> Iterator[tuple[str, Place, bool]]:
-        """(file name, place, whether it is a file of experts)."""
+        """Yield (file name, place, whether the file contains experts)."""
         for stage, first in enumerate(accumulate(self.stages[:-1], initial=0)):
             where: dict[str, Any] = {
                 "first_layer": first,
@@ -72,7 +75,7 @@ class MegatronLayout:
 
 
 def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
-    """Open a Megatron folder. Raises as `open_store`."""
+    """Open a Megatron folder. Raises as `open_store` does."""
     about = read_json(folder / MEGATRON_JSON)
     if about.get("version") != VERSION:
         raise CheckpointError(
@@ -85,18 +88,20 @@ def open_megatron(folder: Path, ignore: Collection[str] = ()) -> Store:
     for name in names:
         check_file_name(name, folder / MEGATRON_JSON)
         if not (folder / name).exists():
-            raise CheckpointError(f"{folder / name}: missing, though {MEGATRON_JSON} names it")
+            raise CheckpointError(f"{folder / name}: missing, though {MEGATRON_JSON} lists it")
     return _open(folder, names, "megatron", about, ignore)
 
 
 def open_training(folder: Path, ignore: Collection[str] = ()) -> Store:
-    """Open a run's training checkpoint. Raises as `open_store`."""
+    """Open a run's training checkpoint. Raises as `open_store` does."""
     if folder.name.endswith(".partial"):
-        raise CheckpointError(f"{folder}: half written: the run that wrote it did not finish")
+        raise CheckpointError(
+            f"{folder}: half written: the run that wrote it did not finish; use another checkpoint"
+        )
     if not (folder / "config.json").exists():
         raise CheckpointError(
-            f"{folder / 'config.json'}: missing; checkpoints of older versions have none, nor do "
-            "their files say which part of the model they hold"
+            f"{folder / 'config.json'}: missing; checkpoints of older versions without it cannot "
+            "be read"
         )
     names = sorted(path.name for path in folder.glob("rank_*.safetensors"))
     return _open(folder, names, "training", {"ranks": len(names)}, ignore)
@@ -129,7 +134,7 @@ def _open(
 
 
 def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
-    """(key, what it holds) for all parameters of a file."""
+    """Yield (key, part of an HF tensor that it contains) for all parameters of a file."""
     slots = [slots_of(arch, place) for place in places_of(file, arch)]
     for key, info in file.tensors.items():
         about = parse_key(key)
@@ -140,17 +145,17 @@ def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
         slot = slots[about.chunk][about.name]
         if info.shape != slot.shape:
             raise CheckpointError(
-                f"{file.path}: {key} has shape {info.shape}, {arch.family} has {slot.shape} there"
+                f"{file.path}: {key} has shape {info.shape}, but {arch.family} needs {slot.shape}"
             )
         yield from ((key, part) for part in slot.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
-    """A parsed key of a file: `field` of the elements [start, stop) of a parameter, row by row.
+    """A parsed key of a file: `field` of the elements [start, stop) of a parameter, in row-major
+    order.
 
-    A weight is complete, and its `stop` is None. `full_name` is the name with the prefix of its
-    chunk.
+    A weight is complete and has `stop` None. `full_name` is the name with its chunk prefix.
     """
 
     full_name: str
@@ -162,7 +167,7 @@ class StateKey:
 
 
 def parse_key(key: str) -> StateKey | None:
-    """Parse a key. None if it is neither of a weight nor of optimizer state."""
+    """Parse a key. Return None if it is not of a weight or of optimizer state."""
     if match := _WEIGHT.match(key):
         return StateKey(match[1], int(match[2] or 0), match[3], WEIGHT)
     if match := _RANGE.match(key):
@@ -173,17 +178,19 @@ def parse_key(key: str) -> StateKey | None:
 
 
 def slots_of(arch: Architecture, place: Place) -> dict[str, Slot]:
-    """A model chunk's parameters by either of their names, without the prefix of the chunk."""
+    """Return a model chunk's parameters by name, without chunk prefix. Contains both the names of
+    Megatron's own layers and those of Transformer Engine's."""
     return layout_of(arch, place) | layout_of(arch, place, fused=True)
 
 
 def places_of(file: TensorSource, arch: Architecture) -> list[Place]:
-    """Where the chunks in a file stand in the model. Raises CheckpointError naming the file."""
+    """Return the position in the model of each chunk of a file. Raises CheckpointError naming the
+    file."""
     text = file.metadata.get("places")
     if text is None:
         raise CheckpointError(
-            f"{file.path}: does not say which part of the model it holds (no `places` in its "
-            "metadata); it was written by an older version"
+            f"{file.path}: has no `places` in its metadata, so its part of the model is unknown; "
+            "it was written by an older version"
         )
     try:
         places = [Place(**fields) for fields in parse_json(text)]
@@ -195,19 +202,19 @@ def places_of(file: TensorSource, arch: Architecture) -> list[Place]:
 
 
 def _check_place(place: Place, arch: Architecture) -> None:
-    """Raise ValueError for what no rank of the model can be."""
+    """Raise ValueError if no rank of the model can have this place."""
     kinds = get_type_hints(Place)
     for field, value in asdict(place).items():
         if type(value) is not kinds[field] or value < 0:
             raise ValueError(f"{field} is {value!r}")
     if place.tp_rank >= place.tp_size or place.ep_rank >= place.ep_size:
-        raise ValueError("a rank is not below its size")
+        raise ValueError("a parallel rank is not below its world size")
     if place.first_layer + place.num_layers > arch.num_layers:
         raise ValueError(f"the model has {arch.num_layers} layers")
 
 
 def file_slice_of(part: Part, file: str, key: str) -> FileSlice:
-    """Where a part of the parameter `key` lies."""
+    """Return the file slice of a part of the parameter `key`."""
     start = (part.first_row, *(0 for _ in part.region.shape[1:]))
     return FileSlice(part.name, part.region, file, key, start)
 
@@ -216,10 +223,10 @@ def file_slice_of(part: Part, file: str, key: str) -> FileSlice:
 
 
 class MegatronWriter(StoreWriter):
-    """Writes a Megatron folder of the given layout.
+    """Writes a Megatron folder in the given layout.
 
-    Raises ConfigError if the model cannot be cut so, CheckpointError if tensors kept in one
-    parameter have different dtypes.
+    Raises ConfigError if the model does not fit the layout, or CheckpointError if HF tensors that
+    are merged into one parameter have different dtypes.
     """
 
     def __init__(
@@ -252,7 +259,9 @@ def _plan_files(
     arch: Architecture, layout: MegatronLayout, tensors: Mapping[str, TensorInfo]
 ) -> Iterator[FilePlan]:
     if sum(layout.stages) != arch.num_layers:
-        raise ConfigError(f"stages of {layout.stages} layers do not make {arch.num_layers} layers")
+        raise ConfigError(
+            f"stages of {layout.stages} layers do not add up to {arch.num_layers} layers"
+        )
     for file, place, of_experts in layout.places():
         plan = FilePlan(file, metadata={"format": "pt", "places": json.dumps([asdict(place)])})
         for name, slot in layout_of(arch, place).items():
@@ -265,9 +274,9 @@ def _plan_files(
 
 
 def _dtype(key: str, parts: Sequence[Part], tensors: Mapping[str, TensorInfo]) -> torch.dtype:
-    # A rank whose rows are all padding has no parts.
+    # If all rows of a rank are padding, the parameter has no parts.
     dtypes = {tensors[part.name].dtype for part in parts} or {next(iter(tensors.values())).dtype}
     if len(dtypes) > 1:
         names = ", ".join(f"{part.name} {tensors[part.name].dtype}" for part in parts)
-        raise CheckpointError(f"{key} holds tensors of different dtypes ({names}); give --dtype")
+        raise CheckpointError(f"{key} holds tensors of different dtypes ({names}); use --dtype")
     return dtypes.pop()

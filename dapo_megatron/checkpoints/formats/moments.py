@@ -1,10 +1,9 @@
-"""Optimizer state of a training checkpoint by HF name, in whatever layout it was saved: a store for
-each of its fields.
+"""Optimizer state of a training checkpoint by HF name, saved in any layout: one store per field.
 
-A rank's file holds, of each parameter, the flat range that its distributed optimizer owned, under
-`optimizer/<parameter>[<start>:<end>]/<field>`. Ranks that hold the same parameter own disjoint
-ranges of it. Put together they have the parameter's shape, and the table of the model's family says
-which boxes of HF tensors lie in it, as it does for weights.
+A rank's file contains the flat range of each parameter that its distributed optimizer owned, as
+`optimizer/<parameter>[<start>:<end>]/<field>`. Ranks with the same parameter own disjoint ranges,
+which together cover the parameter. As for weights, the table of the model's family gives the boxes
+of HF tensors in each parameter.
 """
 
 from __future__ import annotations
@@ -32,36 +31,36 @@ from dapo_megatron.model import Place, Slot
 from dapo_megatron.types import CheckpointError, Region, whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Fields of AdamW, each in its parameter's shape."""
+"""AdamW's moments, with the shape of the parameter."""
 MAIN = "param"
-"""The field of the optimizer's own copies of weights, for models in less precision."""
+"""Field of the optimizer's main weights, if the model has lower precision."""
 STEP = "step"
-"""The field that counts updates: one number, of any one parameter."""
+"""Field of the number of updates, a scalar that each file stores for some parameter."""
 _RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel")
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All of a training checkpoint that does not depend on its layout."""
+    """Weights and optimizer state of a training checkpoint, independent of its layout."""
 
     weights: Store
     fields: Mapping[str, Store]
-    """exp_avg, exp_avg_sq and param, the last without tensors if there were no such copies. What is
-    not trained is in none."""
+    """Stores of exp_avg, exp_avg_sq and param. Untrained tensors are in none of them. param has no
+    tensors if the optimizer had no separate main weights."""
     step: float
-    """Updates so far."""
+    """Number of updates so far."""
 
     def exact(self, name: str) -> Store:
-        """Where the HF tensor `name` has the precision in which it is trained."""
+        """Return the store with the HF tensor `name` in the precision in which it is trained."""
         main = self.fields[MAIN]
         return main if name in main.tensors else self.weights
 
 
 def open_state(folder: Path, ignore: Collection[str] = ()) -> TrainingState:
-    """Open a training checkpoint with its optimizer state. Of the data, reads numbers of updates.
+    """Open a training checkpoint with its optimizer state. Reads headers and numbers of updates.
 
-    Raises CheckpointError naming a file that is missing, or file and key where ranges overlap or do
-    not cover their parameter; else as `open_store`.
+    Raises CheckpointError naming a missing file, or file and key if ranges overlap or do not cover
+    their parameter. Also raises as `open_store` does.
     """
     _check_ranks(folder)
     weights = open_training(folder, ignore)
@@ -71,8 +70,11 @@ def open_state(folder: Path, ignore: Collection[str] = ()) -> TrainingState:
 
 
 def read_range(store: Store, slot: Slot, start: int = 0, stop: int | None = None) -> Tensor:
-    """Elements [start, stop) of a local parameter, laid out row by row, flat, in the store's dtype.
-    Padding is 0: nothing is ever looked up there, so its moments stay what they start as."""
+    """Return the flat elements [start, stop) of a local parameter, in row-major order and in the
+    store's dtype.
+
+    Padding rows are 0: they never get a gradient, so their moments keep the initial value 0.
+    """
     stop = prod(slot.shape) if stop is None else stop
     width = prod(slot.shape[1:])
     first, last = start // width, -(-stop // width)
@@ -92,7 +94,7 @@ def read_range(store: Store, slot: Slot, start: int = 0, stop: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Elements [start, stop) of a parameter are the tensor `key` of `file`."""
+    """The tensor `key` of `file` contains the elements [start, stop) of a parameter."""
 
     start: int
     stop: int
@@ -102,17 +104,17 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A parameter of one home: its name in the first file that has it, what is in it, and where
-    its optimizer state is, by field."""
+    """A parameter: its name in the first file that has it, its HF parts, and the ranges of its
+    optimizer state by field."""
 
     full_name: str
     slot: Slot
     ranges: dict[str, list[_Range]]
 
 
-class _Joined:
-    """Tensors that lie in flat ranges in several files, to be read as those of one file. Memory:
-    the rows of a box."""
+class _JoinedRanges:
+    """Tensor source that joins flat ranges in several files into complete tensors. A read needs
+    memory for the complete rows of its box."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,65 +123,66 @@ class _Joined:
         self._ranges: dict[str, Sequence[_Range]] = {}
 
     def add(self, key: str, shape: tuple[int, ...], ranges: Sequence[_Range]) -> None:
-        """Raises CheckpointError unless the ranges are of one dtype, and each element in one."""
-        dtypes = {one.file.tensors[one.key].dtype for one in ranges}
+        """Add a tensor. Raises CheckpointError unless all ranges have the same dtype and contain
+        each element exactly once."""
+        dtypes = {part.file.tensors[part.key].dtype for part in ranges}
         if len(dtypes) > 1:
             raise CheckpointError(f"{self.path}: {key} has other dtypes in other files: {dtypes}")
-        end, before = 0, self.path
-        for one in sorted(ranges, key=lambda one: one.start):
-            if one.start < end:
+        end, previous = 0, self.path
+        for part in sorted(ranges, key=lambda part: part.start):
+            if part.start < end:
                 raise CheckpointError(
-                    f"{one.file.path}: {one.key} overlaps what {before} has of it; "
-                    "the files are not of one checkpoint"
+                    f"{part.file.path}: {part.key} overlaps its range in {previous}; the files "
+                    "are from different checkpoints"
                 )
-            if one.start > end:
+            if part.start > end:
                 break
-            end, before = one.stop, one.file.path
+            end, previous = part.stop, part.file.path
         if end != prod(shape):
             raise CheckpointError(
-                f"{before}: {key}: what follows element {end:,} of {prod(shape):,} is in no file; "
-                "a file is damaged, or of another checkpoint"
+                f"{previous}: {key}: elements from {end:,} of {prod(shape):,} are in no file; "
+                "a file is damaged or from another checkpoint"
             )
         self.tensors[key] = TensorInfo(shape, dtypes.pop())
         self._ranges[key] = ranges
 
     def read(self, key: str, box: Region | None = None) -> Tensor:
-        """As TensorFile.read."""
+        """Return a tensor or a box of it, see `TensorFile.read`."""
         info = self.tensors[key]
         box = whole(info.shape) if box is None else box
         width = prod(info.shape[1:])
         first, last = box.start[0] * width, (box.start[0] + box.shape[0]) * width
         flat = torch.empty(last - first, dtype=info.dtype)
-        for one in self._ranges[key]:
-            start, stop = max(first, one.start), min(last, one.stop)
+        for part in self._ranges[key]:
+            start, stop = max(first, part.start), min(last, part.stop)
             if start < stop:
-                wanted = Region((start - one.start,), (stop - start,))
-                flat[start - first : stop - first] = one.file.read(one.key, wanted)
+                wanted = Region((start - part.start,), (stop - start,))
+                flat[start - first : stop - first] = part.file.read(part.key, wanted)
         rows = flat.view(box.shape[0], *info.shape[1:])
         return rows[(slice(None), *box.slices[1:])]
 
 
 def _check_ranks(folder: Path) -> None:
-    """Raise CheckpointError naming a rank's file that is not there."""
-    found = {path.name for path in folder.glob("rank_*.safetensors")}
-    if not found:
+    """Raise CheckpointError naming the first missing file of a rank."""
+    names = {path.name for path in folder.glob("rank_*.safetensors")}
+    if not names:
         raise CheckpointError(f"{folder}: no training checkpoint (no rank_00000.safetensors)")
-    path = folder / min(found)
+    path = folder / min(names)
     try:
         layout = parse_json(TensorFile(path).metadata["layout"])
         num_ranks = prod(layout[axis] for axis in _RANKS)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot read its `layout` ({error!r})") from None
     for rank in range(num_ranks):
-        if (name := f"rank_{rank:05d}.safetensors") not in found:
+        if (name := f"rank_{rank:05d}.safetensors") not in names:
             raise CheckpointError(
                 f"{folder / name}: missing; {num_ranks} ranks saved this checkpoint"
             )
 
 
 def _parameters(weights: Store) -> list[_Parameter]:
-    """What has optimizer state, each parameter once."""
-    found: dict[tuple[Place, str], _Parameter] = {}
+    """Return the parameters with optimizer state, each once."""
+    parameters: dict[tuple[Place, str], _Parameter] = {}
     for file in weights.files.values():
         places = places_of(file, weights.arch)
         slots = [slots_of(weights.arch, place) for place in places]
@@ -192,22 +195,25 @@ def _parameters(weights: Store) -> list[_Parameter]:
             if info.shape != (about.stop - about.start,):
                 raise CheckpointError(f"{file.path}: {key} has shape {info.shape}")
             new = _Parameter(about.full_name, slots[about.chunk][about.name], {})
-            home = _home(places[about.chunk], about.name), about.name
-            ranges = found.setdefault(home, new).ranges.setdefault(about.field, [])
+            owner = _parameter_place(places[about.chunk], about.name), about.name
+            ranges = parameters.setdefault(owner, new).ranges.setdefault(about.field, [])
             ranges.append(_Range(about.start, about.stop, file, key))
-    return list(found.values())
+    return list(parameters.values())
 
 
-def _home(place: Place, name: str) -> Place:
-    """A place as far as it matters to a parameter: ranks that have it in common hold the same
-    parameter, and share its optimizer state."""
+def _parameter_place(place: Place, name: str) -> Place:
+    """Return `place` without the dimension that does not shard the parameter (tensor-parallel rank
+    for experts, expert-parallel rank for others).
+
+    Ranks with the same result hold the same parameter and share its optimizer state.
+    """
     if EXPERTS in name:
         return replace(place, tp_rank=0, tp_size=1)
     return replace(place, ep_rank=0, ep_size=1)
 
 
 def _field_store(weights: Store, field: str, parameters: Sequence[_Parameter]) -> Store:
-    files: dict[str, _Joined] = {}
+    files: dict[str, _JoinedRanges] = {}
     tensors: dict[str, TensorInfo] = {}
     file_slices: list[FileSlice] = []
     for parameter in parameters:
@@ -215,7 +221,7 @@ def _field_store(weights: Store, field: str, parameters: Sequence[_Parameter]) -
             continue
         path = parameter.ranges[field][0].file.path
         key = f"optimizer/{parameter.full_name}/{field}"
-        file = files.setdefault(path.name, _Joined(path))
+        file = files.setdefault(path.name, _JoinedRanges(path))
         file.add(key, parameter.slot.shape, parameter.ranges[field])
         for part in parameter.slot.parts:
             info = TensorInfo(part.global_shape, file.tensors[key].dtype)
@@ -230,7 +236,8 @@ def _field_store(weights: Store, field: str, parameters: Sequence[_Parameter]) -
 
 
 def _step(weights: Store) -> float:
-    """Of the first parameter of each file; all must have the same."""
+    """Return the number of updates. Raises CheckpointError if it differs between files or is in no
+    file."""
     steps = {path: step for file in weights.files.values() for path, step in _first_step(file)}
     if not steps:
         raise CheckpointError(f"{weights.folder}: no file has optimizer state")
@@ -238,8 +245,8 @@ def _step(weights: Store) -> float:
     for path in others:
         if steps[path] != steps[first]:
             raise CheckpointError(
-                f"{path}: of update {steps[path]:g}, {first} of update {steps[first]:g}; "
-                "the files are not of one checkpoint"
+                f"{path}: of update {steps[path]:g}, but {first} is of update {steps[first]:g}; "
+                "the files are from different checkpoints"
             )
     return steps[first]
 

@@ -1,4 +1,4 @@
-"""Which format a folder has."""
+"""Detects the format of a folder and opens it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dapo_megatron.types import CheckpointError
 def open_store(folder: Path, ignore: Collection[str] = ()) -> Store:
     """Open an HF folder, a Megatron folder or a run's training checkpoint.
 
-    `ignore` names fields of config.json that do not matter (model.ignore_fields). Raises
-    CheckpointError naming the file at fault, ConfigError for a model that is not understood.
+    `ignore` lists fields of config.json to ignore (model.ignore_fields). Raises CheckpointError
+    naming the faulty file, or ConfigError for an unsupported model.
     """
     if not folder.is_dir():
         replaced = replaced_by(folder)
@@ -29,9 +29,9 @@ def open_store(folder: Path, ignore: Collection[str] = ()) -> Store:
     if any(folder.glob("rank_*.safetensors")):
         return open_training(folder, ignore)
     if any(folder.glob("stage_*.safetensors")):
-        raise CheckpointError(f"{folder}: {MEGATRON_JSON} is missing beside the stages' files")
+        raise CheckpointError(f"{folder}: {MEGATRON_JSON} is missing next to the stage files")
     if not (folder / "config.json").exists():
         steps = sorted([*folder.glob("step_*"), *folder.glob("checkpoints/step_*")])
         hint = f"; did you mean {steps[-1]}?" if steps else ""
-        raise CheckpointError(f"{folder}: no model in it (no config.json){hint}")
+        raise CheckpointError(f"{folder}: contains no model (no config.json){hint}")
     return open_hf(folder, ignore)

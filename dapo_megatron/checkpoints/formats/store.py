@@ -1,7 +1,7 @@
-"""A store: weights on disk under their HF names, in any format, read and written box by box.
+"""Stores: weights on disk in any format, read and written by HF name and box.
 
-A format is a table of which box of which HF tensor lies where in which file (`FileSlice`). Reading,
-writing, converting, resharding and comparing all follow from it.
+A format is a table of `FileSlice`: which box of which HF tensor is where in which file. Reading,
+writing, converting, resharding and comparing use only this table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dapo_megatron.model import Architecture, hf_tensors
 from dapo_megatron.types import CheckpointError, Region, Shard, dtype_name, overlap, whole
 
 BLOCK_BYTES = 64 * 2**20
-"""Bytes of a store that are in memory at once. A single row may be longer."""
+"""Maximum size of a block that is in memory at once, in bytes. A single row may be larger."""
 
 
 class TensorSource(Protocol):
-    """A TensorFile, or tensors that are read like one."""
+    """A `TensorFile`, or an object with the same interface."""
 
     path: Path
     metadata: dict[str, str]
@@ -40,8 +40,8 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """The box `region` of the HF tensor `name`, which lies in the tensor `key` of the file `file`
-    from index `start` on, in the same shape."""
+    """The box `region` of the HF tensor `name`, stored with the same shape in the tensor `key` of
+    the file `file`, starting at index `start`."""
 
     name: str
     region: Region
@@ -50,7 +50,8 @@ class FileSlice:
     start: tuple[int, ...]
 
     def stored(self, box: Region) -> Region:
-        """Return `box` of the HF tensor, inside `region`, as a box of the stored tensor."""
+        """Convert `box` of the HF tensor, which is inside `region`, to a box of the stored
+        tensor."""
         inside = box.within(self.region)
         start = tuple(a + b for a, b in zip(self.start, inside.start, strict=True))
         return Region(start, box.shape)
@@ -58,10 +59,11 @@ class FileSlice:
 
 @dataclass(frozen=True)
 class Store:
-    """Weights on disk. Nothing stays open, and a read takes memory only for its result.
+    """Weights on disk. No file stays open, and a read takes memory for its result only.
 
-    `folder` also has config.json, tokenizer and the other files that go with the weights. `format`
-    (hf, megatron, training) and `layout` say how the weights are cut into files.
+    `folder` also contains config.json, tokenizer and other files of the model. `format` (hf,
+    megatron, training; for optimizer state, the field) and `layout` describe how the weights are
+    split into files.
     """
 
     folder: Path
@@ -72,14 +74,13 @@ class Store:
     tensors: Mapping[str, TensorInfo]
     """All tensors of the model, by HF name."""
     file_slices: Mapping[str, Sequence[FileSlice]]
-    """Slices by HF name, disjoint and complete."""
+    """Slices by HF name. They are disjoint and cover the tensor."""
     files: Mapping[str, TensorSource]
     replicas: Sequence[tuple[FileSlice, FileSlice]] = field(default=(), repr=False)
-    """Boxes that are stored twice: (the one in `file_slices`, the other)."""
+    """Boxes that are stored more than once: (slice in `file_slices`, other copy)."""
 
     def read(self, name: str, box: Region | None = None) -> Tensor:
-        """Return a tensor by its HF name, or a box of it. Raises CheckpointError naming file or
-        tensor."""
+        """Return an HF tensor, or a box of it. Raises CheckpointError naming file or tensor."""
         info = self.info(name)
         box = whole(info.shape) if box is None else box
         parts = [
@@ -99,7 +100,8 @@ class Store:
         return self.files[file_slice.file].read(file_slice.key, file_slice.stored(box))
 
     def slice_bytes(self, file_slice: FileSlice) -> int:
-        """Return the bytes of this store that fill a slice of another one."""
+        """Return the size of a slice's box in this store's dtype, in bytes. The slice may be of
+        another store."""
         return file_slice.region.numel * self.info(file_slice.name).dtype.itemsize
 
     def info(self, name: str) -> TensorInfo:
@@ -110,58 +112,62 @@ class Store:
 
 
 def read_into(store: Store, shards: Sequence[Shard]) -> None:
-    """Fill the shards, of any dtype, one slice at a time.
+    """Fill the shards one at a time, converting to their dtypes.
 
-    Raises CheckpointError naming a tensor that is missing or misshapen.
+    Raises CheckpointError naming a tensor that is missing or has another shape.
     """
     for shard in shards:
         piece = shard.piece
         shape = store.info(piece.name).shape
         if shape != piece.global_shape:
             raise CheckpointError(
-                f"{store.folder}: {piece.name} has shape {shape}, "
+                f"{store.folder}: {piece.name} has shape {shape}, but "
                 f"the model in config.json needs {piece.global_shape}"
             )
         shard.write(store.read(piece.name, piece.region))
 
 
 def checked_tensors(
-    folder: Path, found: Mapping[str, TensorInfo], arch: Architecture
+    folder: Path, stored: Mapping[str, TensorInfo], arch: Architecture
 ) -> dict[str, TensorInfo]:
-    """Return the tensors in the model's order. Raises CheckpointError unless they are exactly those
-    of the model in config.json."""
+    """Return the stored tensors in the model's order.
+
+    Raises CheckpointError unless they are exactly those of the model in config.json, with at least
+    16 bits per element.
+    """
     wanted = hf_tensors(arch)
     for name, shape in wanted.items():
-        if name not in found:
+        if name not in stored:
             raise CheckpointError(
                 f"{folder}: the tensor {name} is missing, which the model in config.json has; "
                 "copy or download the folder again"
             )
-        if found[name].shape != shape:
+        info = stored[name]
+        if info.shape != shape:
             raise CheckpointError(
-                f"{folder}: {name} has shape {found[name].shape}, the model in config.json "
-                f"needs {shape}"
+                f"{folder}: {name} has shape {info.shape}, but the model in config.json needs "
+                f"{shape}"
             )
-        if not found[name].dtype.is_floating_point or found[name].dtype.itemsize < 2:
+        if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
             raise CheckpointError(
-                f"{folder}: {name} is {dtype_name(found[name].dtype)}; weights of 16 bits or more "
-                "are read, not quantised ones"
+                f"{folder}: {name} is {dtype_name(info.dtype)}; quantized weights cannot be read, "
+                "use weights of 16 bits or more"
             )
-    if extra := sorted(found.keys() - wanted.keys()):
+    if extra := sorted(stored.keys() - wanted.keys()):
         raise CheckpointError(
             f"{folder}: {extra[0]} is no tensor of this model ({arch.family})"
             + (f", nor are {len(extra) - 1} more" if extra[1:] else "")
         )
-    return {name: found[name] for name in wanted}
+    return {name: stored[name] for name in wanted}
 
 
 def disjoint(
     folder: Path, file_slices: Iterable[FileSlice], tensors: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, list[FileSlice]], list[tuple[FileSlice, FileSlice]]]:
-    """Return slices by tensor, and pairs of equal ones.
+    """Return one slice per region, by tensor, and pairs of slices with the same region.
 
-    Raises CheckpointError naming a tensor of which an element is in no file, or of which slices
-    overlap without being equal.
+    Raises CheckpointError naming a tensor that is not completely covered, or whose slices overlap
+    without being the same region.
     """
     by_name: dict[str, dict[Region, FileSlice]] = {}
     replicas = []
@@ -173,13 +179,14 @@ def disjoint(
         if pair := overlap(list(boxes)):
             files = " and ".join(list(boxes.values())[index].file for index in sorted(pair))
             raise CheckpointError(
-                f"{folder}: {files} hold overlapping parts of {name}; they are not of one layout"
+                f"{folder}: {files} contain overlapping parts of {name}, so they are from "
+                "different layouts"
             )
-        held, size = sum(region.numel for region in boxes), tensors[name].numel
-        if held != size:
+        num_stored, size = sum(region.numel for region in boxes), tensors[name].numel
+        if num_stored != size:
             raise CheckpointError(
-                f"{folder}: of {name} only {held:,} of {size:,} elements are there; "
-                "a file of another rank is missing"
+                f"{folder}: only {num_stored:,} of {size:,} elements of {name} exist; a file of "
+                "another rank is missing"
             )
     return {name: list(boxes.values()) for name, boxes in by_name.items()}, replicas
 
@@ -211,7 +218,7 @@ def describe(store: Store) -> dict[str, Any]:
 
 @dataclass
 class FilePlan:
-    """A file to write: its tensors as stored, the slices that fill them, its metadata."""
+    """Plan of a file to write: its tensors, the slices that fill them, and its metadata."""
 
     name: str
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
@@ -220,10 +227,10 @@ class FilePlan:
 
 
 class StoreWriter:
-    """Writes the planned files into a folder.
+    """Writes planned files into a folder.
 
-    One process calls `create`, then any process writes what it has. When all have, one calls
-    `finish`. Only then can the files be read.
+    One process calls `create`. Then many processes may write concurrently. At last one process
+    calls `finish`, which makes the files readable.
     """
 
     def __init__(self, folder: Path, plans: Sequence[FilePlan]) -> None:
@@ -237,18 +244,19 @@ class StoreWriter:
         for file_slice in self.file_slices:
             self._by_name.setdefault(file_slice.name, []).append(file_slice)
         self.nbytes = sum(file.nbytes for file in self._files.values())
-        """Bytes of all files."""
+        """Total size of the files in bytes."""
 
     def create(self) -> None:
-        """Create the files in their final size. Raises CheckpointError if the disk has no room."""
+        """Create the files in their final size. Raises CheckpointError if the disk is too full."""
         check_room(self.folder, self.nbytes)
         for file in self._files.values():
             file.create()
 
     def write(self, name: str, value: Tensor, box: Region | None = None) -> None:
-        """Write an HF tensor, or a box of it, into each file that has a part of it.
+        """Write an HF tensor, or a box of it, into every file that contains a part of it.
 
-        Raises CheckpointError on a full disk. The caller removes the folder, as `publish` does.
+        Raises CheckpointError on a full disk. The caller then removes the folder, as `publish`
+        does.
         """
         box = whole(value.shape) if box is None else box
         for file_slice in self._by_name[name]:
@@ -256,22 +264,25 @@ class StoreWriter:
                 self.write_slice(file_slice, part, value[part.within(box).slices])
 
     def write_slice(self, file_slice: FileSlice, box: Region, value: Tensor) -> None:
-        """Write `box` of an HF tensor into one of its slices, in the dtype of the file."""
+        """Write `box` of an HF tensor into one slice, converted to the dtype of the file."""
         file = self._files[file_slice.file]
         dtype = file.tensors[file_slice.key].dtype
         file.write(file_slice.key, value.detach().to(dtype), file_slice.stored(box))
 
     def finish(self, source: Path, dtype: torch.dtype | None = None) -> None:
-        """Make the files valid, and copy the other files of `source`: config.json (with its dtype
-        set to `dtype`, if given), tokenizer, chat template, generation config."""
+        """Make the files readable, and copy the companion files of the folder `source`:
+        config.json (with its dtype set to `dtype`, if given), tokenizer, chat template, generation
+        config."""
         for file in self._files.values():
             file.finish()
         copy_companions(source, self.folder, dtype)
 
 
 def fill(target: StoreWriter, source: Store, progress: Callable[[int], object]) -> None:
-    """Write all of `source`, block by block. `progress` gets the bytes that were read of each."""
-    # In the order of the source, so that a tensor of several ranks is read while it is cached.
+    """Write all of `source` into `target`, block by block. `progress` is called with the number of
+    bytes read for each block."""
+    # In the order of the source, so that a tensor that several files need is read while the page
+    # cache still has it.
     order = {name: number for number, name in enumerate(source.tensors)}
     for file_slice in sorted(
         target.file_slices, key=lambda part: (order[part.name], part.region.start)

@@ -16,4 +16,4 @@ from dapo_megatron.model.families.qwen3_moe import QWEN3_MOE
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)}
 )
-"""Families by the model_type of their config.json."""
+"""Families by `model_type` in config.json."""

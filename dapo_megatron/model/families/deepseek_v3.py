@@ -1,8 +1,8 @@
-"""DeepSeek-V3 and R1: latent attention; a few dense layers, then experts, some of them shared, with
-a biased router.
+"""DeepSeek-V3 and R1: latent attention, a few dense layers, then layers with routed and shared
+experts and a biased router.
 
-Layers of multi-token prediction, which published checkpoints have behind the others, are neither
-trained nor written: a store refuses their tensors by name.
+Multi-token prediction layers, which published checkpoints have after the others, are not supported:
+opening a checkpoint with their tensors raises an error that names one.
 """
 
 from __future__ import annotations
@@ -110,19 +110,19 @@ DEEPSEEK_V3 = Family(
         "attention_bias": False,
         "pretraining_tp": 1,
         "moe_layer_freq": 1,
-        # Rope turns neighbouring columns, as Megatron and vLLM take for granted.
+        # Rope rotates pairs of adjacent columns; Megatron and vLLM assume this.
         "rope_interleave": True,
-        # In transformers that of the norms inside attention, whatever config.json says; vLLM and
-        # Megatron have one for all.
+        # transformers uses this value for the norms inside attention and ignores config.json there.
+        # vLLM and Megatron use one value for all norms.
         "rms_norm_eps": 1e-6,
     },
     harmless=frozenset(
         {
             "auto_map",
             "ep_size",
-            # Layers that generation may use, and training does not.
+            # Layers for speculative decoding, which training does not use.
             "num_nextn_predict_layers",
-            # Of HF's training alone: what balances experts here is policy.moe_aux_loss.
+            # Used by HF's training only. Here policy.moe_aux_loss balances experts.
             "aux_loss_alpha",
             "seq_aux",
             "output_router_logits",

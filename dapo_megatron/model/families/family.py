@@ -1,4 +1,4 @@
-"""What a family's file declares, and the parameters that the decoder families share."""
+"""Declaration of a model family, and the parameters that the decoder families share."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ def _in_all(_arch: Architecture, _layer: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter by its name in Megatron's own layers, and in Transformer Engine's if `fused`
-    gives another. `{expert}` is numbered from 0 on each rank in these names, over the whole layer
-    in HF's. Only those layers have it for which `only` says so, by their number in the model."""
+    """A parameter of a layer. `name` is its name in Megatron's own layers, and `fused` its name in
+    Transformer Engine's layers if that differs. In both, `{expert}` is the expert's index on its
+    rank; in HF names it is the index in the layer. `only(arch, layer)` returns whether a layer, by
+    its index in the model, has the parameter."""
 
     name: str
-    cut: ShardSpec
+    spec: ShardSpec
     fused: str | None = None
     only: Callable[[Architecture, int], bool] = _in_all
 
     def local_name(self, fused: bool) -> str:
-        """Its name without the prefix of its layer."""
+        """Return the name without the prefix of the layer."""
         return self.fused if fused and self.fused else self.name
 
 
@@ -42,10 +43,12 @@ class Family:
     """A family of decoders: the parameters of its layers and of each expert in them, and the fields
     of its config.json.
 
-    What all families share (below, and hf_fields.py) is not repeated. `required`: fields that must
-    have this value, or be absent; `harmless`: fields that do not change what the model computes;
-    `defaults`: what HF takes for an absent field, where the families differ. `has_window`: all
-    layers see the last `sliding_window` tokens alone, unless that is null.
+    Parameters and fields common to all families are below and in hf_fields.py.
+
+    required    fields that must have this value or be absent
+    harmless    fields that do not change what the model computes
+    defaults    HF's values of absent fields, if they differ between families
+    has_window  all layers attend to the last `sliding_window` tokens only, unless it is null
     """
 
     model_type: str
@@ -57,17 +60,17 @@ class Family:
     has_window: bool = False
 
     def has(self, name: str) -> bool:
-        """Whether its layers have this parameter."""
+        """Return whether some layer has the parameter `name`."""
         return any(parameter.name == name for parameter in self.layer)
 
     @property
     def has_latent(self) -> bool:
-        """Whether its attention is latent."""
+        """Whether attention is multi-head latent attention."""
         return self.has("self_attention.linear_kv_up_proj.weight")
 
     @property
     def has_grouped_routing(self) -> bool:
-        """Whether its router has a bias instead of an auxiliary loss."""
+        """Whether routers have a bias instead of an auxiliary loss."""
         return self.has("mlp.router.expert_bias")
 
 
@@ -79,7 +82,7 @@ FINAL_NORM = Parameter(
 )
 HEAD = Parameter("output_layer.weight", VocabParallel("lm_head.weight"))
 TIED_HEAD = Parameter("output_layer.weight", VocabParallel("model.embed_tokens.weight"))
-"""The last pipeline stage's own copy of a tied embedding."""
+"""Copy of a tied embedding on the last pipeline stage."""
 
 ATTENTION = (
     Parameter(

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and what publishes itself as one (SmolLM2, TinyLlama, ...)."""
+"""Llama 2 and 3.x, and other models published with this model_type (SmolLM2, TinyLlama, ...)."""
 
 from dapo_megatron.model.families.family import ATTENTION, DENSE_MLP, Family
 
@@ -7,7 +7,7 @@ LLAMA = Family(
     layer=(*ATTENTION, *DENSE_MLP),
     required={
         "attention_bias": False,
-        # vLLM's other names for biases in attention.
+        # Other names that vLLM reads for biases in attention.
         "bias": False,
         "qkv_bias": False,
         "rope_interleaved": False,

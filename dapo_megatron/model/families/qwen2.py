@@ -6,6 +6,6 @@ QWEN2 = Family(
     model_type="qwen2",
     layer=(*ATTENTION, *QKV_BIAS, *DENSE_MLP),
     required={"use_sliding_window": False, "qk_norm": False},
-    # The biases are always there; the windows matter with use_sliding_window alone.
+    # The biases always exist; the window fields have no effect without use_sliding_window.
     harmless=frozenset({"attention_bias", "max_window_layers", "sliding_window"}),
 )

@@ -1,4 +1,4 @@
-"""Qwen3: norm on query and key, and heads whose size is a field of its own."""
+"""Qwen3: norm on query and key, and an explicit `head_dim`."""
 
 from dapo_megatron.model.families.family import ATTENTION, DENSE_MLP, QK_NORM, Family
 
@@ -6,7 +6,7 @@ QWEN3 = Family(
     model_type="qwen3",
     layer=(*ATTENTION, *QK_NORM, *DENSE_MLP),
     required={"attention_bias": False, "use_sliding_window": False},
-    # Of no effect without use_sliding_window.
+    # No effect without use_sliding_window.
     harmless=frozenset({"max_window_layers", "sliding_window"}),
     defaults={"head_dim": 128},
 )

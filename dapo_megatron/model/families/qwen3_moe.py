@@ -11,17 +11,17 @@ QWEN3_MOE = Family(
         "use_sliding_window": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        # Published with some Qwen3-MoE models, always so.
+        # Some published Qwen3-MoE models have these fields, always with these values.
         "qkv_bias": False,
         "use_qk_norm": True,
         "shared_expert_intermediate_size": 0,
     },
     harmless=frozenset(
         {
-            # Of no effect without use_sliding_window.
+            # No effect without use_sliding_window.
             "max_window_layers",
             "sliding_window",
-            # Of HF's training alone: what balances experts here is policy.moe_aux_loss.
+            # Used by HF's training only. Here policy.moe_aux_loss balances experts.
             "router_aux_loss_coef",
             "output_router_logits",
         }
