@@ -124,7 +124,7 @@ def test_wrong_columns_are_refused_with_those_of_the_file_and_the_likely_pair(
         columns_read(names, columns, "mine.parquet")
     message = str(refused.value)
     assert message.startswith("mine.parquet, column ")
-    assert f"is missing; there are {', '.join(names)}; " in message
+    assert f"is missing; the columns are {', '.join(names)}; " in message
     assert f"columns: {suggestion}" in message
 
 
@@ -133,7 +133,9 @@ def test_wrong_columns_are_refused_with_those_of_the_file_and_the_likely_pair(
 )
 def test_a_dozen_columns_are_listed(num_names: int, listed: str) -> None:
     names = [f"c{number}" for number in range(num_names)]
-    with pytest.raises(DataError, match=f" is missing; there are {listed}; name those of "):
+    with pytest.raises(
+        DataError, match=f" is missing; the columns are {listed}; name the columns of "
+    ):
         columns_read(names, Columns(), "mine.parquet")
 
 
@@ -244,7 +246,7 @@ def test_archives_and_media_are_refused_unread(tmp_path: Path) -> None:
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("question,solution\n1,2\n")
-    with pytest.raises(DataError, match=r"rows.csv: is a file of another kind; save it as .jsonl"):
+    with pytest.raises(DataError, match=r"rows.csv: unsupported kind of file; save it as .jsonl"):
         load(str(tmp_path / "rows.csv"))
 
 

@@ -264,7 +264,7 @@ def test_other_columns_are_ignored(tmp_path: Path, tokenizer: Any) -> None:
         (b'{"prompt": \n', "line 1: not valid JSON"),
         (b"\n[1, 2]\n", "line 2: must be a mapping of columns, found list"),
         (b'{"prompt": "\xff"}\n', "line 1: not valid JSON"),
-        (b"", "it is empty; name other data"),
+        (b"", "is empty; use other data"),
     ],
 )
 def test_files_that_are_not_jsonl(
