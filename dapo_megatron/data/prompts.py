@@ -1,5 +1,5 @@
-"""Prompts from reasoning-gym, files or data sets (docs/data.md), and the resumable stream that hands
-them out."""
+"""Prompts from reasoning-gym, files or data sets (docs/data.md), and the resumable prompt
+stream."""
 
 from __future__ import annotations
 

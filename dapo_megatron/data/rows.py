@@ -260,7 +260,7 @@ def _check_plain(value: Any, where: str, column: str) -> None:
         except UnicodeEncodeError as error:
             raise DataError(
                 f"{where}, column {column}: half a character (a lone surrogate) at {error.start}; "
-                "write the complete character"
+                "write the whole character"
             ) from error
     elif isinstance(value, dict):
         prefix = f"{column}." if column else ""
