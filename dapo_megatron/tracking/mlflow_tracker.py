@@ -192,8 +192,8 @@ def _start_mirror(
 ) -> subprocess.Popen[bytes] | None:
     """Start the mirror process; return None, with a warning, if it cannot be started.
 
-    The caller closes its standard input when start `number` writes no more. `is_over` means that the
-    start has then ended.
+    The caller closes its standard input when start `number` writes no more. `is_over` means that
+    the start has then ended.
     """
     # The mirror ignores these signals, but only once Python has started: block them until then.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
