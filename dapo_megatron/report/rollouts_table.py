@@ -51,7 +51,7 @@ class Column:
         texts = {self.cell(row) for row in rows}
         if self.name == "why":
             texts = {reason for text in texts for reason in text.split(", ")}
-        return sorted(text for text in texts if not text.startswith("beside "))
+        return sorted(text for text in texts if not text.startswith("sibling of "))
 
     def bounds(self, rows: Sequence[Row]) -> tuple[float, float] | None:
         """Return the lowest and the highest value, if there are any."""

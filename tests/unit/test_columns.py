@@ -153,7 +153,7 @@ def test_chat_messages_stand_in_a_column_of_any_name(tmp_path: Path) -> None:
     rows = [{"question": messages, "solution": "3"}]
     assert load(write(tmp_path / "chat.jsonl", rows)).prompts[0].text == "Be brief."
     rows.append({"question": messages[:1], "solution": "3"})
-    with pytest.raises(DataError, match=r"line 2, column question: the last message must be"):
+    with pytest.raises(DataError, match=r"line 2, column question: the last message must have"):
         load(write(tmp_path / "chat.jsonl", rows))
 
 
@@ -240,7 +240,7 @@ def test_nothing_of_a_data_set_is_executed(tmp_path: Path) -> None:
 
 def test_archives_and_media_are_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "train.xml").write_text("<a/>")
-    with pytest.raises(DataError, match="its files are of the kind xml"):
+    with pytest.raises(DataError, match="its files are of kind xml"):
         load(str(tmp_path))
 
 

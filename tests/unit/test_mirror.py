@@ -598,7 +598,7 @@ def test_a_wrong_address_does_not_end_the_run_and_is_told_of(
     wait_until(lambda: read_cursor(made.folder).error != "")
     tracker.log(1, {"reward/mean": 0.5})
     tracker.finish("FINISHED")
-    assert "the run goes on" in said[0]
+    assert "the run continues" in said[0]
     assert "track" in said[1]
     written = "".join(path.read_text() for path in (made.folder / "mlflow").iterdir())
     assert "secret" not in "".join([*said, written])
