@@ -241,7 +241,7 @@ FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
     ),
     "gap grows": (
         {"mismatch/gap_mean": noisy(ramp(1e-6, 2e-5))},
-        "gap of engine and policy grows",
+        "gap between engine and policy grows",
         "warn",
         "mismatch/gap_mean",
     ),
