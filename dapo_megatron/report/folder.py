@@ -250,11 +250,11 @@ def finite(value: Any) -> float | None:
     return float(value) if abs(value) <= MAX_NUMBER else None  # false for NaN
 
 
-def clock(seconds: float | None, form: str = "%Y-%m-%d %H:%M:%S") -> str | None:
+def clock(seconds: float | None, time_format: str = "%Y-%m-%d %H:%M:%S") -> str | None:
     """Format a recorded time.time() in local time. None without one, or if it is out of range."""
     if seconds is not None:
         with suppress(OverflowError, ValueError, OSError):  # year out of range
-            return time.strftime(form, time.localtime(seconds))
+            return time.strftime(time_format, time.localtime(seconds))
     return None
 
 
@@ -321,24 +321,24 @@ def _yaml(text: str, warnings: list[str]) -> dict[str, Any]:
     return value
 
 
-def _json(path: Path, form: type[T], warnings: list[str]) -> T | None:
+def _json(path: Path, schema: type[T], warnings: list[str]) -> T | None:
     if not path.exists():
         return None  # an older version, or not written yet
     try:
-        return decode(_text(path, warnings), form)
+        return decode(_text(path, warnings), schema)
     except ValueError as error:
         warnings.append(f"{path.name}: skipped ({error})")
         return None
 
 
-def _json_lines(path: Path, form: type[T], warnings: list[str]) -> list[T]:
+def _json_lines(path: Path, schema: type[T], warnings: list[str]) -> list[T]:
     """Return the records of a JSONL file. Corrupt lines are skipped with a warning, except a last
     line without a newline, which is still being written."""
     lines = _text(path, warnings).split("\n")
     values, damaged = [], []
     for number, line in enumerate(lines, start=1):
         try:
-            values += [decode(line, form)] if line.strip() else []
+            values += [decode(line, schema)] if line.strip() else []
         except ValueError:
             damaged += [number] if number < len(lines) else []
     if damaged:

@@ -133,6 +133,6 @@ class StepIndex(TypedDict):
     completions: IndexCompletions
 
 
-def decode(text: str | bytes, form: type[T]) -> T:
+def decode(text: str | bytes, schema: type[T]) -> T:
     """Parse JSON and validate it against a schema. Raises ValueError if it does not match."""
-    return msgspec.convert(parse_json(text), form)
+    return msgspec.convert(parse_json(text), schema)

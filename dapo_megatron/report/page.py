@@ -121,12 +121,12 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
     blobs: dict[str, bytes] = {}
     views: list[View] = []
     for index, run in enumerate(runs):
-        kept = rollouts(run, share, options.tickets, options.steps)
-        views.append(_view(run, shown, kept))
-        if kept is not None:
-            blobs |= {f"{index}-{ticket}": blob for ticket, blob in kept.blobs.items()}
+        selected = rollouts(run, share, options.tickets, options.steps)
+        views.append(_view(run, shown, selected))
+        if selected is not None:
+            blobs |= {f"{index}-{ticket}": blob for ticket, blob in selected.blobs.items()}
     looks = curves.looks(runs)
-    drawn = [
+    run_curves = [
         RunCurves(
             run.name,
             curves.thin(frame),
@@ -141,7 +141,7 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
     data = {
         "refresh_seconds": options.refresh_seconds,
         "templates": figures.TEMPLATES,
-        "charts": {chart.id: figures.draw(chart, drawn) for chart in shown},
+        "charts": {chart.id: figures.draw(chart, run_curves) for chart in shown},
         "timelines": {
             f"timeline-{index}-{step.step}": [step.figure]
             for index, view in enumerate(views)
@@ -152,7 +152,7 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
     return Payload(data, blobs, views, looks, shown, missing)
 
 
-def _view(run: RunData, charts: Sequence[Chart], kept: Rollouts | None) -> View:
+def _view(run: RunData, charts: Sequence[Chart], selected: Rollouts | None) -> View:
     notes = {"groups": groups.note(run), "time": phases.note(run)}
     return View(
         run=run,
@@ -163,13 +163,13 @@ def _view(run: RunData, charts: Sequence[Chart], kept: Rollouts | None) -> View:
             for finding in findings(run)
         ],
         provenance=provenance(run),
-        warnings=[*run.warnings, *(kept.warnings if kept is not None else ())],
+        warnings=[*run.warnings, *(selected.warnings if selected is not None else ())],
         stride=curves.stride_of(len(run.metrics.steps)),
         totals=groups.totals_table(run),
         notes={section: note for section, note in notes.items() if note},
         timelines=timeline.timelines(run),
         timeline_note=timeline.note(run),
-        rollouts=kept,
+        rollouts=selected,
     )
 
 

@@ -35,8 +35,8 @@ def derived(run: RunData) -> dict[str, pd.Series]:
     def time(name: str) -> pd.Series:
         return run.metrics.series(f"time/{name}")
 
-    def without(whole: str, *parts: str) -> pd.Series:
-        return (time(whole) - sum(time(part).fillna(0) for part in parts)).clip(lower=0)
+    def without(total: str, *parts: str) -> pd.Series:
+        return (time(total) - sum(time(part).fillna(0) for part in parts)).clip(lower=0)
 
     series = {
         GENERATE: without("generate", "grade"),

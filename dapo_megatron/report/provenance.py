@@ -66,11 +66,11 @@ def _facts(run: RunData) -> Iterator[tuple[str, str]]:
     if prompts is not None and samples is not None and limit is not None:
         yield "per step", f"{prompts} prompts, {samples} answers each, of up to {limit} tokens"
     yield "optimizer", _optimizer(run)
-    made, summary = run.provenance or _NO_PROVENANCE, run.summary or _NO_SUMMARY
-    processes = made.num_processes or summary.num_processes or run.count("run.processes") or 0
+    recorded, summary = run.provenance or _NO_PROVENANCE, run.summary or _NO_SUMMARY
+    processes = recorded.num_processes or summary.num_processes or run.count("run.processes") or 0
     processes_text = f"{processes} process{'' if processes == 1 else 'es'}" if processes else ""
-    yield "on", ", ".join(filter(None, (processes_text, made.devices)))
-    yield "layout", made.facts.get("policy", "")
+    yield "on", ", ".join(filter(None, (processes_text, recorded.devices)))
+    yield "layout", recorded.facts.get("policy", "")
     started = clock(run.attempts[0].time, "%Y-%m-%d %H:%M") if run.attempts else None
     if started is not None:
         starts = f", {len(run.attempts)} starts" if len(run.attempts) > 1 else ""
@@ -128,13 +128,13 @@ def _code(run: RunData) -> Rows:
 
 
 def _machines(run: RunData) -> Rows:
-    made = run.provenance or _NO_PROVENANCE
-    rows = [*made.facts.items()]
-    rows += [("devices", made.devices)] if made.devices else []
-    rows += [("processes", str(made.num_processes))] if made.num_processes else []
+    recorded = run.provenance or _NO_PROVENANCE
+    rows = [*recorded.facts.items()]
+    rows += [("devices", recorded.devices)] if recorded.devices else []
+    rows += [("processes", str(recorded.num_processes))] if recorded.num_processes else []
     # The fact "computed by" already contains the chosen.* tags.
     shown = ("host", "slurm.") if rows else ("host", "slurm.", "chosen.")
-    rows += [(key, value) for key, value in made.tags.items() if key.startswith(shown)]
+    rows += [(key, value) for key, value in recorded.tags.items() if key.startswith(shown)]
     if not rows and run.knob("policy.tensor_parallel") is not None:
         parallel = [f"{kind}_parallel" for kind in ("tensor", "pipeline", "context")]
         rows = [(key, str(run.knob(f"policy.{key}"))) for key in parallel]
@@ -145,10 +145,10 @@ def _starts(run: RunData) -> Rows:
     rows = []
     for start in run.attempts:
         end = start.end or (run.state.word if start is run.attempts[-1] else "cut short")
-        at = clock(start.time) or "?"
+        when = clock(start.time) or "?"
         job = f", Slurm job {start.job}" if start.job else ""
         step = "?" if start.step is None else start.step
-        text = f"from step {step}; {'ended' if start.end else 'started'} {at}{job}; {end}"
+        text = f"from step {step}; {'ended' if start.end else 'started'} {when}{job}; {end}"
         rows.append((start.attempt, text))
     return rows
 

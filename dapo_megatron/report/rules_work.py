@@ -259,8 +259,8 @@ def leak(phase: Phase) -> Rule:
 
     def leaks(memory: Case) -> bool:
         half = memory.half
-        least = max(_LEAST_GIB, MEMORY_LEAK * half.early)
-        return half.rises and half.change >= least and half.half.change >= least / 4
+        threshold = max(_LEAST_GIB, MEMORY_LEAK * half.early)
+        return half.rises and half.change >= threshold and half.half.change >= threshold / 4
 
     return Rule(
         f"memory/{phase}_gib",

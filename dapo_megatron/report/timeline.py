@@ -238,7 +238,7 @@ def _requests(spans: pd.DataFrame, replicas: dict[int, list[Point]]) -> go.Heatm
 
 
 def cells(points: list[Point], begin: float, end: float, count: int = CELLS) -> list[float]:
-    """Return the means of a step function over `count` equal parts of begin..end. The function is 0
+    """Return the means of a step function over `count` equal parts of begin to end. It is 0
     before its first point and from its last point on."""
     if end <= begin or len(points) < 2:
         return [0.0] * count

@@ -37,8 +37,8 @@ def named(steps: Sequence[int]) -> str:
     if len(steps) == 1:
         return f"step {steps[0]}"
     shown = ", ".join(map(str, steps[:_SHOWN]))
-    left = len(steps) - _SHOWN
-    return f"steps {shown}{f' and {left} more' if left > 0 else ''}"
+    num_more = len(steps) - _SHOWN
+    return f"steps {shown}{f' and {num_more} more' if num_more > 0 else ''}"
 
 
 def times(count: int, noun: str) -> str:

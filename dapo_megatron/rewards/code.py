@@ -111,12 +111,12 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
 
 
 def _passes(program: str, test: Case, deadline: float) -> bool:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    seconds_left = deadline - time.monotonic()
+    if seconds_left <= 0:
         return False
     expected = test.stdout.encode()
     # More output than this can differ only in trailing blanks: kill the program.
-    run = sandbox.run(program, test.stdin, left, len(expected) + sandbox.OUTPUT_BYTES)
+    run = sandbox.run(program, test.stdin, seconds_left, len(expected) + sandbox.OUTPUT_BYTES)
     return not run.failure and _lines(run.output) == _lines(expected)
 
 

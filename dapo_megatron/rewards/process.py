@@ -184,8 +184,8 @@ class WorkerProcess:
     def _wait(self, event: int, deadline: float) -> bool:
         """Wait until the socket is ready. Return True if it was before the deadline."""
         self._poll.modify(self._socket, event)
-        left = max(0.0, deadline - time.monotonic())
-        ready = self._poll.poll(1000 * left)
+        seconds_left = max(0.0, deadline - time.monotonic())
+        ready = self._poll.poll(1000 * seconds_left)
         if any(descriptor == self._closing.fileno() for descriptor, _ in ready):
             raise PoolClosed
         return bool(ready)
@@ -206,8 +206,8 @@ class WorkerProcess:
             ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 exited = ended.si_code == os.CLD_EXITED
-                how = "exited with" if exited else "was killed by signal"
-                return f"its process {how} {ended.si_status}"
+                verb = "exited with" if exited else "was killed by signal"
+                return f"its process {verb} {ended.si_status}"
             time.sleep(0.01)
         return "its process closed the connection"
 

@@ -209,10 +209,10 @@ class _Bwrap:
         for descriptor in buffers:
             poll.register(descriptor, select.POLLIN)
         while buffers:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
                 return _TOO_LATE
-            for descriptor, _ in poll.poll(1000 * left):
+            for descriptor, _ in poll.poll(1000 * seconds_left):
                 block = os.read(descriptor, 2**16)
                 buffers[descriptor] += block
                 if not block:

@@ -196,7 +196,7 @@ _COLUMNS = (
 
 
 def _step_line(step: int, num_steps: int, metrics: Mapping[str, float], eta: float) -> str:
-    cells = [f"{label} {_number(metrics.get(name), form)}" for label, name, form in _COLUMNS]
+    cells = [f"{label} {_number(metrics.get(name), spec)}" for label, name, spec in _COLUMNS]
     counter = f"step {step:>{len(str(num_steps))}}/{num_steps}"
     return "  ".join([counter, *cells, f"{metrics['time/step']:.1f} s", f"left {clock(eta)}"])
 
@@ -234,5 +234,5 @@ def _evaluation_lines(metrics: Mapping[str, float]) -> Iterator[str]:
         yield "  ".join([f"  eval {set_name}", *values])
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

@@ -135,12 +135,12 @@ class LiveView:
         phase, since = self._phase
         style = COLOURS.get(phase, "")
         yield Text(f"{phase} {clock(self._now() - since)}", style=style)
-        at, seconds = self._eta
+        set_at, seconds = self._eta
         if math.isfinite(seconds):
-            left = max(seconds - (self._now() - at), 0.0)
-            yield Text(f"left {clock(left)}")
-            if left < YEAR_SECONDS:
-                yield Text(f"done at {_time_of_day(left)}")
+            seconds_left = max(seconds - (self._now() - set_at), 0.0)
+            yield Text(f"left {clock(seconds_left)}")
+            if seconds_left < YEAR_SECONDS:
+                yield Text(f"done at {_time_of_day(seconds_left)}")
 
     def _accuracy(self, width: int, levels: str) -> Text:
         head = f"{'accuracy':<{_LABEL}} {_number(self._metrics.get('accuracy/raw'), '.3f')}  "
@@ -261,9 +261,9 @@ def _line(cells: Iterable[Text]) -> Text:
 
 
 def _time_of_day(seconds_left: float) -> str:
-    form = "%H:%M" if seconds_left < 20 * 3600 else "%a %d %b %H:%M"
-    return time.strftime(form, time.localtime(time.time() + seconds_left))
+    time_format = "%H:%M" if seconds_left < 20 * 3600 else "%a %d %b %H:%M"
+    return time.strftime(time_format, time.localtime(time.time() + seconds_left))
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

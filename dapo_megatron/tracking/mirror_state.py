@@ -161,26 +161,26 @@ class MirrorState:
         """Return the next rows of metrics.jsonl, and the cursor changes to apply after MLflow has
         received them."""
         cursor, starts, path = self.cursor, self.starts()[: self.number], self.folder / METRICS
-        place = {"offset": cursor.offset, "step": cursor.step, "time": cursor.time}
+        position = {"offset": cursor.offset, "step": cursor.step, "time": cursor.time}
         size, _ = stamp_of(path)
         if size < cursor.offset:  # truncated without a recorded start
-            place = {"offset": 0, "step": -1, "time": 0}
+            position = {"offset": 0, "step": -1, "time": 0}
         rows: list[Row] = []
         num_values = 0
         with path.open("rb") if size else nullcontext(io.BytesIO()) as file:
-            file.seek(place["offset"])
+            file.seek(position["offset"])
             while num_values < MAX_METRICS and (line := file.readline()).endswith(b"\n"):
-                if (row := self._parse(line, place, starts)) is not None:
-                    place["time"] = row.time
-                    if row.step > place["step"]:
+                if (row := self._parse(line, position, starts)) is not None:
+                    position["time"] = row.time
+                    if row.step > position["step"]:
                         rows.append(row)
-                        place["step"] = row.step
+                        position["step"] = row.step
                         num_values += len(row.values)
-                place["offset"] += len(line)
-        return rows, place
+                position["offset"] += len(line)
+        return rows, position
 
     def _parse(
-        self, line: bytes, place: dict[str, int], starts: list[dict[str, Any]]
+        self, line: bytes, position: dict[str, int], starts: list[dict[str, Any]]
     ) -> Row | None:
         """Return the row of a line; None, with a log line, if the line is corrupt.
 
@@ -192,12 +192,12 @@ class MirrorState:
             values = {k: math.nan if v is None else float(v) for k, v in values.items()}
             began = [start["began"] for start in starts if (start["step"] or -1) < step]
         except (ValueError, TypeError, KeyError, AttributeError):
-            if place["offset"] not in self._damaged:
-                self._damaged.add(place["offset"])
+            if position["offset"] not in self._damaged:
+                self._damaged.add(position["offset"])
                 self.cursor.left_out += 1
-                self.log(f"NOT SENT: {METRICS}, byte {place['offset']}: not a line of metrics")
+                self.log(f"NOT SENT: {METRICS}, byte {position['offset']}: not a line of metrics")
             return None
-        time = max(place["time"], int(1000 * began[-1]) if began else 0)
+        time = max(position["time"], int(1000 * began[-1]) if began else 0)
         seconds = values.get("time/step", 0.0)
         return Row(step, time + int(1000 * seconds) if math.isfinite(seconds) else time, values)
 

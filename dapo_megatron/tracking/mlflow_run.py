@@ -169,10 +169,10 @@ class MlflowRun:
         cursor = self._state.cursor
         if was_open := cursor.begun > cursor.closed:
             self.end()
-        now, known_params = parameters(self._config), run.data.params
-        params = now | cursor.params | known_params
+        current, known_params = parameters(self._config), run.data.params
+        params = current | cursor.params | known_params
         tags = self._tags | {
-            f"resumed.{key}": value for key, value in now.items() if params[key] != value
+            f"resumed.{key}": value for key, value in current.items() if params[key] != value
         }
         self._send(
             [Param(key[:MAX_NAME], params[key]) for key in params.keys() - known_params.keys()],

@@ -72,10 +72,10 @@ def commit() -> str | None:
 
     Return None if git fails, or if the package is not tracked by the repository around it.
     """
-    here = Path(dapo_megatron.__file__).parent
-    if _git(here, "ls-files", "--error-unmatch", "__init__.py") is None:
+    package = Path(dapo_megatron.__file__).parent
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    return _git(here, "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*")
+    return _git(package, "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*")
 
 
 def facts() -> dict[str, str]:

@@ -95,7 +95,7 @@ class RunRecorder:
             self.speedometer.trained(lengths, num_scored)
 
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
-        """Write the step's rollouts, each group with its fate. On a disk error, warn and go on."""
+        """Write the step's rollouts, each group with its fate. Disk errors are only warnings."""
         if self.samples_folder is None:
             return
         with self._warn_on_error(f"samples of step {step}"):
@@ -105,14 +105,14 @@ class RunRecorder:
 
     def inspected(self, step: int, sequences: Iterable[Inspected]) -> None:
         """Write the policy's log-probs of the step's training sequences next to its rollouts. On a
-        disk error, warn and go on."""
+        disk error, warn and continue."""
         if self.samples_folder is None:
             return
         with self._warn_on_error(f"policy log-probs of step {step}"):
             write_policy(self.samples_folder, step, sequences, self.inspected_groups)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
-        """Write the step's timeline (cluster/instruments.py). On a disk error, warn and go on."""
+        """Write the step's timeline (cluster/instruments.py). Disk errors are only warnings."""
         if self.timeline_folder is None:
             return
         try:
