@@ -1,2 +1,2 @@
-"""Prompt sources, the resumable prompt stream, and the way from graded groups to token batches:
-assembling, splitting into mini-batches, packing into micro-batches balanced over ranks."""
+"""Prompt sources, the resumable prompt stream, and token batches: assembled from graded groups,
+split into mini-batches, and packed into micro-batches that balance work over ranks."""

@@ -1,6 +1,6 @@
-"""From graded groups to the token batch of a rollout step, and from there to its mini-batches.
+"""Assembles the token batch of a rollout step from graded groups, and splits it into mini-batches.
 
-T tokens (all sequences end to end), S sequences.
+Shapes: T is the number of tokens (all sequences concatenated), S the number of sequences.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dapo_megatron.types import Completion, Finish, Group, Inspected, LogProbs, 
 
 
 def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion]:
-    """Return the completions that enter their group's verdict, its mean and the batch.
+    """Return the completions that count for their group's verdict, its mean and the batch.
 
-    All of them, except truncated ones with `overlong.filter` and without
-    `overlong.filtered_in_mean`.
+    With `overlong.filter` and without `overlong.filtered_in_mean`, truncated completions do not
+    count. Otherwise all completions do.
     """
     if not overlong.filter or overlong.filtered_in_mean:
         return list(group.completions)
-    return [one for one in group.completions if one.finish is not Finish.LENGTH]
+    return [c for c in group.completions if c.finish is not Finish.LENGTH]
 
 
 def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
@@ -45,19 +45,19 @@ def reward(completion: Completion, overlong: OverlongConfig) -> Reward | None:
 
 
 def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -> TokenBatch:
-    """Return one batch of the valid completions of `groups`, in their order; weights are 1.
+    """Return a batch of the valid completions of `groups`, in order. All loss weights are 1.
 
-    The advantage of a completion is relative to the valid ones of its group. Truncated completions
-    that are filtered but valid stay out of the loss mask. No sequence at all gives an empty batch
-    (T = S = 0). Raises ValueError naming a completion that has no grade, or whose log-probs do not
-    cover its tokens.
+    The advantage of a completion is relative to the valid completions of its group. Truncated
+    completions that are filtered but valid are excluded from the loss mask. Without sequences the
+    batch is empty (T = S = 0). Raises ValueError naming a completion that has no grade, or whose
+    number of log-probs differs from its number of tokens.
     """
     sequences = _sequences(groups, overlong)
     rewards: list[float] = []
     for group, completion in sequences:
         shaped = reward(completion, overlong)
         if shaped is None:
-            raise ValueError(f"{_name(group, completion)}: no grade; such a group abstains")
+            raise ValueError(f"{_name(group, completion)}: no grade; its group must abstain")
         rewards.append(shaped.total)
     group_ids = torch.tensor([group.ticket for group, _ in sequences], dtype=torch.int64)
     advantages = group_advantage(
@@ -93,33 +93,37 @@ def assemble(groups: Sequence[Group], *, overlong: OverlongConfig, eps: float) -
 
 
 def fresh_mask(groups: Sequence[Group], *, version: int, overlong: OverlongConfig) -> Tensor:
-    """bool [T] over the batch that `assemble` makes of the same groups: response tokens sampled by
-    weights `version`.
+    """Return a bool mask [T] over the batch that `assemble` makes of the same groups: True for
+    response tokens sampled by weights `version`.
 
-    The gap between engine and policy is measured on these alone: older ones differ because the
-    weights do. Raises ValueError if the segments of a completion do not add up to its tokens.
+    The gap between engine and policy is measured on these tokens only, because log-probs of older
+    weights differ anyway. Raises ValueError if the segments of a completion do not add up to its
+    tokens.
     """
     rows: list[list[bool]] = []
     for group, completion in _sequences(groups, overlong):
-        if sum(part.num_tokens for part in completion.segments) != len(completion.tokens):
+        if sum(segment.num_tokens for segment in completion.segments) != len(completion.tokens):
             raise ValueError(
-                f"{_name(group, completion)}: {completion.segments} for "
+                f"{_name(group, completion)}: segments {completion.segments} for "
                 f"{len(completion.tokens)} tokens"
             )
         rows.append([False] * len(group.prompt.tokens))
-        rows += [[part.version == version] * part.num_tokens for part in completion.segments]
+        rows += [[seg.version == version] * seg.num_tokens for seg in completion.segments]
     return _flat(rows, torch.bool)
 
 
 def inspect(
-    groups: Sequence[Group], batch: TokenBatch, found: LogProbs, *, overlong: OverlongConfig
+    groups: Sequence[Group], batch: TokenBatch, policy: LogProbs, *, overlong: OverlongConfig
 ) -> Iterator[Inspected]:
-    """What the policy `found` of each sequence of the batch that `assemble` made of `groups`, in
-    its order; nothing is computed before it is asked for."""
+    """Yield the diagnostics of each sequence of `batch`, in order, computed lazily.
+
+    groups   the groups that `assemble` made `batch` from
+    policy   log-probs and entropy [T] of the policy
+    """
     ends = batch.lengths.cumsum(0).tolist()
     for (group, completion), end in zip(_sequences(groups, overlong), ends, strict=True):
         response = slice(end - len(completion.tokens), end)
-        logprobs = found.logprobs[response]
+        logprobs = policy.logprobs[response]
         gap = (logprobs - batch.engine_logprobs[response]).abs()
         yield Inspected(
             ticket=group.ticket,
@@ -128,20 +132,21 @@ def inspect(
             gap_mean=float(gap.mean()),
             gap_max=float(gap.amax()) if completion.tokens else math.nan,
             logprobs=logprobs,
-            entropy=found.entropy[response],
+            entropy=policy.entropy[response],
         )
 
 
 def split(batch: TokenBatch, num_updates: int, aggregation: Aggregation) -> list[TokenBatch]:
-    """The mini-batches of a step: runs of sequences whose numbers differ by at most one.
+    """Return the mini-batches of a step: consecutive sequences, in numbers that differ by at most
+    one.
 
-    Fewer parts than `num_updates` if there are fewer sequences; never an empty one. The weights
-    of a part follow `aggregation`, whose denominators are those of the part.
+    There are `num_updates` mini-batches, or one per sequence if there are fewer sequences; none is
+    empty. Loss weights follow `aggregation`, with the denominators of each mini-batch.
     """
-    num_parts = min(num_updates, batch.num_sequences)
-    if num_parts == 0:
+    num_minis = min(num_updates, batch.num_sequences)
+    if num_minis == 0:
         return []
-    bounds = [part * batch.num_sequences // num_parts for part in range(num_parts + 1)]
+    bounds = [mini * batch.num_sequences // num_minis for mini in range(num_minis + 1)]
     return [_reweigh(_slice(batch, first, last), aggregation) for first, last in pairwise(bounds)]
 
 
@@ -150,7 +155,7 @@ def _name(group: Group, completion: Completion) -> str:
 
 
 def _sequences(groups: Sequence[Group], overlong: OverlongConfig) -> list[tuple[Group, Completion]]:
-    return [(group, one) for group in groups for one in valid_completions(group, overlong)]
+    return [(group, c) for group in groups for c in valid_completions(group, overlong)]
 
 
 def _flat(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -> Tensor:
@@ -158,7 +163,7 @@ def _flat(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -
 
 
 def _slice(batch: TokenBatch, first: int, last: int) -> TokenBatch:
-    """Sequences first..last-1 of `batch`."""
+    """Return sequences first..last-1 of `batch`."""
     starts = [0, *batch.lengths.cumsum(0).tolist()]
     tokens, rows = slice(starts[first], starts[last]), slice(first, last)
     old = batch.old_logprobs

@@ -1,7 +1,7 @@
-"""Rows of data sets through the library `datasets`: folders, and names of the hub.
+"""Rows of data sets read with the library `datasets`: local folders, and names on the hub.
 
-Nothing of a data set is executed. Scripts are refused by the library, and of its readers only those
-of plain tables are used.
+No code of a data set is executed: the library refuses scripts, and only its readers of plain tables
+are used.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     import pyarrow
 
 READERS = ("arrow", "csv", "json", "parquet", "text")
-"""Readers of `datasets` that make rows of plain values. Others unpack archives and media."""
+"""Readers of `datasets` that yield rows of plain values. Other readers unpack archives and
+media."""
 
 
 def read_dataset(source: DatasetsSource, columns: Columns) -> Iterator[tuple[int, str, Any]]:
-    """Yield (index from 0, "path, split S, row N" from 0, value), only what a run reads."""
+    """Yield (index, "path, split S, row N", value); index and N count from 0. A value has only the
+    columns that a run reads."""
     where = name_of(source.path, source.split)
     first = 0
     for batch in dataset_batches(
@@ -42,19 +44,19 @@ def name_of(path: str, split: str) -> str:
 def dataset_batches(
     path: str, subset: str | None, split: str, revision: str | None, batch_rows: int
 ) -> Iterator[pyarrow.RecordBatch]:
-    """Yield a data set in order. Raises DataError saying what cannot be read and what to do."""
+    """Yield the batches of a data set in order. Raises DataError if it cannot be read."""
     try:
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DataError(
             f"{path}: the library `datasets` is not installed ({error}); install it, or save the "
-            "data as a .jsonl or .parquet file and name that"
+            "data as a .jsonl or .parquet file and name that file"
         ) from error
     if Path(path).is_file():
         raise DataError(
-            f"{path}: is a file of another kind; save it as .jsonl or .parquet, or name the folder "
-            "that it is in"
+            f"{path}: unsupported kind of file; save it as .jsonl or .parquet, or name the folder "
+            "that contains it"
         )
     try:
         opened = _open(datasets, path, subset, split, revision).with_format("arrow")
@@ -71,22 +73,22 @@ def _open(datasets: Any, path: str, subset: str | None, split: str, revision: st
     if (folder / "dataset_dict.json").exists():
         saved = datasets.load_from_disk(path)
         if split not in saved:
-            raise ValueError(f"unknown split; it has {', '.join(saved)}")
+            raise ValueError(f"unknown split; the splits are {', '.join(saved)}")
         return saved[split]
     if (folder / "state.json").exists():
         return datasets.load_from_disk(path)
     builder = datasets.load_dataset_builder(path, name=subset, revision=revision)
     reader = type(builder).__module__.rpartition(".")[2]
     if reader not in READERS:
-        raise ValueError(f"its files are of the kind {reader}, not of {', '.join(READERS)}")
+        raise ValueError(f"its files are of kind {reader}; supported are {', '.join(READERS)}")
     builder.download_and_prepare()
     return builder.as_dataset(split=split)
 
 
 def _advice(path: str) -> str:
     if Path(path).exists():
-        return "set `subset` and `split` to what it has"
+        return "set `subset` and `split` to values that it has"
     return (
-        "there is no such folder here; for a name of the hub, check it, `subset` and `split`. "
-        "Without a network, download it elsewhere and name its folder"
+        "there is no such folder here; if it is a name on the hub, check the name, `subset` and "
+        "`split`. Without a network, download it elsewhere and name its folder"
     )

@@ -1,9 +1,9 @@
-"""Which sequence runs in which micro-batch of which rank.
+"""Assigns sequences to micro-batches and data-parallel ranks.
 
-Packed, a micro-batch is one row of sequences end to end: their work is shared out over the
-data-parallel ranks, then over the micro-batches of each rank, both by `partition`. Padded, it is a
-row per sequence, all as long as the longest: neighbours in length make a micro-batch, and those are
-dealt out to the ranks.
+A packed micro-batch is one row of concatenated sequences. `partition` balances their work first
+over the ranks, then over the micro-batches of each rank. A padded micro-batch has a row per
+sequence, all padded to the longest. It takes sequences of similar length, and whole micro-batches
+are then distributed over the ranks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 LINEAR_TOKENS = 24_576
-"""Length at which attention costs as much as the rest of a layer: 6 hidden sizes (of 4096)."""
+"""Sequence length at which attention costs as much as the rest of a layer: 6 times a hidden size of
+4096."""
 
 Plan = list[list[list[int]]]
 """Indices of sequences as [data-parallel rank][micro-batch][sequence]."""
 
 Tokens = Callable[[Sequence[int]], int]
-"""Sequences of one micro-batch, by index -> the tokens of it, padding included."""
+"""Indices of the sequences of a micro-batch -> its tokens, padding included."""
 
 
 def plan_microbatches(
@@ -32,25 +33,26 @@ def plan_microbatches(
     row_multiple: int = 1,
     num_multiple: int = 1,
 ) -> Plan:
-    """Share sequences of `lengths` tokens out; protocols.Planner once bound.
+    """Distribute sequences of `lengths` tokens over ranks and micro-batches. With its options bound
+    it is a protocols.Planner.
 
-    Guaranteed: every sequence once; `padded_tokens` of each micro-batch at most `max_tokens`; as
-    many micro-batches on every rank, a multiple of `num_multiple`; the same plan from the same
-    lengths. Each rank runs its micro-batches costliest first, so that the j-th of all ranks are
-    alike, and empty ones, where sequences are too few, last.
+    Guarantees: each sequence occurs once. Each micro-batch has at most `max_tokens` tokens. All
+    ranks have the same number of micro-batches, a multiple of `num_multiple`. Equal lengths give
+    equal plans. Each rank runs its micro-batches costliest first, so the j-th micro-batches of all
+    ranks have similar cost. With too few sequences, the last micro-batches are empty.
 
-    Packed, ranks differ by at most the work of one sequence, and the slowest has at most
-    4/3 - 1/(3 num_ranks) of the least work possible (see `partition`); the number of micro-batches
-    need not be the smallest. Padded, it is the smallest that this order of sequences allows, and
-    ranks are only in practice alike (docs/results.md).
+    Packed: the work of two ranks differs by at most the work of one sequence, and the slowest rank
+    has at most 4/3 - 1/(3 num_ranks) times the optimum (see `partition`). The number of
+    micro-batches may exceed the minimum. Padded: the number is minimal for sequences sorted by
+    length, and the balance of ranks is good in practice (docs/results.md) but not bounded.
 
     Args:
-        max_tokens: bound of one micro-batch, padding included.
-        packed: sequences end to end in one row; False: one row each.
+        max_tokens: maximum tokens of a micro-batch, padding included.
+        packed: concatenate sequences in one row. False: one padded row per sequence.
         sequence_multiple, row_multiple: see `padded_tokens`.
         num_multiple: the interleaved pipeline schedule needs a multiple of the pipeline size.
 
-    Raises ValueError naming a sequence that fits into no micro-batch.
+    Raises ValueError naming a sequence that exceeds `max_tokens`.
     """
 
     def tokens(sequences: Sequence[int]) -> int:
@@ -67,7 +69,7 @@ def plan_microbatches(
     for index, length in enumerate(lengths):
         if tokens([index]) > max_tokens:
             raise ValueError(
-                f"sequence {index} has {length} tokens, with padding {tokens([index])}: more than "
+                f"sequence {index} has {length} tokens, {tokens([index])} with padding: more than "
                 f"the {max_tokens} of a micro-batch; raise train.max_tokens_per_microbatch"
             )
     if packed:
@@ -78,12 +80,13 @@ def plan_microbatches(
 
 
 def work(length: int) -> int:
-    """What a sequence of `length` tokens costs: quadratic attention, and the linear rest."""
+    """Return the relative cost of a sequence of `length` tokens: quadratic attention plus the
+    linear rest of a layer."""
     return length * (length + LINEAR_TOKENS)
 
 
 def microbatch_work(lengths: Sequence[int], *, packed: bool = True) -> int:
-    """What a micro-batch of such sequences costs; padded rows cost as much as the longest."""
+    """Return the relative cost of a micro-batch. Each padded row costs as much as the longest."""
     if packed:
         return sum(map(work, lengths))
     return len(lengths) * work(max(lengths, default=0))
@@ -96,11 +99,11 @@ def padded_tokens(
     sequence_multiple: int = 1,
     row_multiple: int = 1,
 ) -> int:
-    """Tokens of a micro-batch of such sequences, padding included.
+    """Return the tokens of a micro-batch of sequences of `lengths` tokens, padding included.
 
-    Packed: each sequence is rounded up to `sequence_multiple` (context parallelism cuts each one),
-    their row to `row_multiple` (sequence parallelism cuts the row). Padded: a row per sequence, as
-    long as the longest rounded up to `row_multiple`. None: 0.
+    Packed: each sequence is rounded up to `sequence_multiple`, because context parallelism splits
+    each sequence, and the row to `row_multiple`, because sequence parallelism splits the row.
+    Padded: each row is as long as the longest sequence, rounded up to `row_multiple`.
     """
     if packed:
         row = sum(_round_up(length, sequence_multiple) for length in lengths)
@@ -109,70 +112,73 @@ def padded_tokens(
 
 
 def partition(weights: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices of `weights` in `num_parts` parts of nearly equal sums: largest differencing.
+    """Split the indices of `weights` into `num_parts` parts of nearly equal sums, by the largest
+    differencing method (Karmarkar-Karp).
 
-    Each weight starts as a partition of its own, with all parts but one empty. The two partitions
-    of largest spread (largest sum minus smallest) become one, the largest part of either joined to
-    the smallest of the other, until one is left. Its spread is at most the largest weight, its
-    largest sum at most 4/3 - 1/(3 num_parts) of the best possible, and in practice far closer.
+    Each weight starts as a partition with one nonempty part. The two partitions of largest spread
+    (largest sum minus smallest) are merged until one is left: the largest part of each is joined to
+    the smallest of the other. The final spread is at most the largest weight. The largest sum is at
+    most 4/3 - 1/(3 num_parts) times the optimum, and in practice far closer.
 
-    Source: Karmarkar and Karp, The differencing method of set partitioning (1982); the bound:
-    Michiels, Korst, Aarts and van Leeuwen, doi:10.1007/s10878-006-9010-z.
+    Source: Karmarkar and Karp, The differencing method of set partitioning (1982). Bound: Michiels,
+    Korst, Aarts and van Leeuwen, doi:10.1007/s10878-006-9010-z.
     """
-    # (-spread, tie-break, parts that are not empty as (sum, indices), largest first)
+    # (-spread, tie-break, nonempty parts as (sum, indices), largest first)
     heap = [(-weight, index, [(weight, [index])]) for index, weight in enumerate(weights)]
     heapify(heap)
     while len(heap) > 1:
-        _, tie, one = heappop(heap)
-        _, _, other = heappop(heap)
-        joined = max(len(one) + len(other) - num_parts, 0)
-        keep_one, keep_other = len(one) - joined, len(other) - joined
-        parts = one[:keep_one] + other[:keep_other]
-        for (sum_one, indices_one), (sum_other, indices_other) in zip(
-            one[keep_one:], reversed(other[keep_other:])
+        _, tie, first = heappop(heap)
+        _, _, second = heappop(heap)
+        joined = max(len(first) + len(second) - num_parts, 0)
+        keep_first, keep_second = len(first) - joined, len(second) - joined
+        parts = first[:keep_first] + second[:keep_second]
+        for (sum_first, indices_first), (sum_second, indices_second) in zip(
+            first[keep_first:], reversed(second[keep_second:])
         ):
-            parts.append((sum_one + sum_other, indices_one + indices_other))
+            parts.append((sum_first + sum_second, indices_first + indices_second))
         parts.sort(key=lambda part: -part[0])
         smallest = parts[-1][0] if len(parts) == num_parts else 0
         heappush(heap, (smallest - parts[0][0], tie, parts))
-    found = [indices for _, indices in heap[0][2]] if heap else []
-    return found + [[] for _ in range(num_parts - len(found))]
+    nonempty = [indices for _, indices in heap[0][2]] if heap else []
+    return nonempty + [[] for _ in range(num_parts - len(nonempty))]
 
 
 def _plan_packed(
     lengths: Sequence[int], num_ranks: int, tokens: Tokens, max_tokens: int, num_multiple: int
 ) -> Plan:
-    """Shares of nearly equal work, each in micro-batches of nearly equal work.
+    """Return ranks of nearly equal work, each with micro-batches of nearly equal work.
 
-    Balanced work is not balanced tokens, so the number of micro-batches that the tokens alone ask
-    for can be too small. It grows by a sixteenth until all fit; one for each sequence does.
+    Balanced work does not balance tokens, so the number of micro-batches computed from the tokens
+    may be too small. It grows by a sixteenth until every micro-batch fits. One sequence per
+    micro-batch always fits.
     """
     works = [work(length) for length in lengths]
     shares = partition(works, num_ranks)
-    most = max(map(len, shares))
+    max_num = max(map(len, shares))
     num = max(-(-max(map(tokens, shares)) // max_tokens), 1)
     while True:
         num = _round_up(num, num_multiple)
         plan: Plan = []
         for share in shares:
             parts = partition([works[index] for index in share], num)
-            micros = [[share[place] for place in part] for part in parts]
+            micros = [[share[position] for position in part] for part in parts]
             if max(map(tokens, micros)) > max_tokens:
                 break
             plan.append(micros)
         else:
             return plan
-        num = min(num + num // 16 + 1, most)
+        num = min(num + num // 16 + 1, max_num)
 
 
 def _plan_padded(
     lengths: Sequence[int], num_ranks: int, tokens: Tokens, max_tokens: int, num_multiple: int
 ) -> Plan:
-    """Runs of neighbours in length. The costliest are the first of the ranks, the next ones the
-    second, and so on, each time the costliest to the rank with the least so far.
+    """Return padded micro-batches: consecutive runs of the sequences sorted by length.
 
-    Cutting after sharing out would pad seven times as much at 32 sequences per rank: there, the
-    next longest sequence of the same rank is far shorter.
+    Runs are distributed in rounds, costliest first. In each round every rank gets one run, and the
+    costliest run goes to the rank with the least work so far. Distributing sequences to ranks first
+    would cost seven times the padding at 32 sequences per rank, because sequences of one rank then
+    differ more in length.
     """
     rows = [tokens([index]) for index in range(len(lengths))]
     ordered = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -194,15 +200,15 @@ def _plan_padded(
 def _cut_evenly(
     ordered: Sequence[int], rows: Sequence[int], max_tokens: int, num: int
 ) -> list[list[int]]:
-    """At most `num` runs whose largest is as small as can be: that bound, by bisection."""
+    """Return at most `num` runs with the smallest possible token bound, found by bisection."""
     bounds = range(max_tokens)
     bound = bisect_left(bounds, True, key=lambda bound: len(_cut(ordered, rows, bound)) <= num)
     return _cut(ordered, rows, bound)
 
 
 def _cut(ordered: Sequence[int], rows: Sequence[int], bound: int) -> list[list[int]]:
-    """Consecutive runs of `ordered`, longest first, each as large as `bound` padded tokens allow;
-    a row longer than `bound` is a run of its own. No cut of this order has fewer."""
+    """Split `ordered` (longest first) greedily into runs of at most `bound` padded tokens. This
+    gives the fewest runs for the order. A row longer than `bound` is a separate run."""
     runs: list[list[int]] = []
     for index in ordered:
         if runs and (len(runs[-1]) + 1) * rows[runs[-1][0]] <= bound:

@@ -1,5 +1,5 @@
-"""Prompts from reasoning-gym, from files or from data sets (docs/data.md), and the resumable order
-in which a run takes them."""
+"""Prompts from reasoning-gym, files or data sets (docs/data.md), and the resumable prompt
+stream."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DRAWS = 4
-"""Problems drawn at most from a reasoning-gym data set, per problem wanted."""
+"""Maximum number of problems to draw from a reasoning-gym data set, per problem wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSource:
-    """The prompts of a source, in its order, and what was left out of them."""
+    """The prompts of a source, in order, and the numbers of dropped prompts."""
 
     prompts: tuple[Prompt, ...]
     num_dropped_long: int
-    """More tokens than rollout.max_prompt_tokens."""
+    """Prompts with more tokens than rollout.max_prompt_tokens."""
     num_duplicates: int = 0
-    """Asked before in the same reasoning-gym source. Rows of a file are never merged."""
+    """Repeated questions of a reasoning-gym source. Rows of a file are never deduplicated."""
     num_held_out: int = 0
-    """Among the texts to exclude."""
+    """Prompts among the texts to exclude."""
 
 
 @dataclass(slots=True)
@@ -61,15 +61,16 @@ def load_source(
     columns: Columns = DAPO_MATH_COLUMNS,
     exclude: Collection[str] = frozenset(),
 ) -> LoadedSource:
-    """Return all prompts of `source`, through the tokenizer's chat template.
+    """Return all prompts of `source`, rendered with the tokenizer's chat template.
 
-    `columns` are those of the section, for a source that names none of its own. `exclude` holds
-    prompt texts to leave out: those of the held-out sets. A reasoning-gym source draws on until it
-    has `size` prompts (at most DRAWS times as many problems); the limit of other sources is of rows
-    read, and what is left out is not made up for.
+    columns   columns of the config section, used if the source names none
+    exclude   prompt texts to drop: those of the held-out sets
+
+    A reasoning-gym source draws until it has `size` prompts, at most DRAWS times as many problems.
+    For other sources, `limit` counts the rows read, and dropped rows are not replaced.
 
     Raises DataError naming file, row and column, or the source, also for a row that its grader can
-    never grade; ConfigError for an unknown reasoning-gym data set or option.
+    never grade. Raises ConfigError for an unknown reasoning-gym data set or option.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -92,19 +93,19 @@ def load_source(
         else:
             prompts.append(prompt)
     if not prompts and dropped == _Dropped():
-        raise DataError(f"source {source.name!r}: it is empty; name other data")
+        raise DataError(f"source {source.name!r} is empty; use other data")
     if not prompts:
         raise DataError(
             f"source {source.name!r}: no prompt left ({dropped.long} longer than "
             f"rollout.max_prompt_tokens = {max_prompt_tokens}, {dropped.held_out} held out, "
-            f"{dropped.duplicates} duplicates); raise max_prompt_tokens or name other data"
+            f"{dropped.duplicates} duplicates); raise max_prompt_tokens or use other data"
         )
     return LoadedSource(tuple(prompts), dropped.long, dropped.duplicates, dropped.held_out)
 
 
 def _gradable(rows: Iterator[Row], source: Source) -> Iterator[Row]:
-    """Yield the rows after a check by their graders. A row that can never be graded is refused
-    here; while training it would fail at every completion."""
+    """Yield the rows after checking that their grader can grade them. Raises DataError, because a
+    row that cannot be graded would fail for every completion during training."""
     checks = {name: row_check(name) for name in grader_names(source.grader)}
     for row in rows:
         grader = source.grader
@@ -121,12 +122,13 @@ def _gradable(rows: Iterator[Row], source: Source) -> Iterator[Row]:
             try:
                 check(row.truth, row.extra)
             except ValueError as error:
-                raise DataError(f"{row.where}, for the grader {grader!r}: {error}") from error
+                raise DataError(f"{row.where}, grader {grader!r}: {error}") from error
         yield row
 
 
 def render(rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, name: str) -> Iterator[Prompt]:
-    """Chat template, then tokens. The template writes the special tokens; none are added."""
+    """Yield the prompts of `rows`: chat template, then tokenizer. The tokenizer adds no special
+    tokens, because the template contains them."""
     from jinja2 import TemplateError
 
     while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -138,7 +140,7 @@ def render(rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, name: str) -
                 )
             except TemplateError as error:
                 raise DataError(
-                    f"{row.where}, column prompt: the chat template: {error}"
+                    f"{row.where}, column prompt: the chat template failed: {error}"
                 ) from error
             texts.append(str(text))
         encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -150,18 +152,18 @@ def render(rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, name: str) -
 
 
 def _problems(source: ReasoningGymSource, dropped: _Dropped) -> Iterator[Row]:
-    asked: set[str] = set()
+    questions: set[str] = set()
     for index, entry in enumerate(_entries(source)):
         question = entry["question"]
-        if question in asked:
+        if question in questions:
             dropped.duplicates += 1
         else:
-            asked.add(question)
+            questions.add(question)
             yield Row(
                 index=index,
                 where=f"source {source.name!r}, problem {index}",
                 messages=[{"role": "user", "content": question}],
-                # Some data sets have many right answers and give none; their scorer needs none.
+                # Data sets with many right answers give none; their scorers do not need it.
                 truth=entry["answer"] or "",
                 extra={
                     "dataset": source.dataset,
@@ -172,7 +174,7 @@ def _problems(source: ReasoningGymSource, dropped: _Dropped) -> Iterator[Row]:
 
 
 def _entries(source: ReasoningGymSource) -> Iterable[dict[str, Any]]:
-    """The package's own entries, made as they are asked for: {question, answer, metadata}."""
+    """Return the package's entries {question, answer, metadata}, generated lazily."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -199,7 +201,7 @@ def _entries(source: ReasoningGymSource) -> Iterable[dict[str, Any]]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name."""
+    """Return the end of a message about an unknown name: the nearest names, or all of them."""
     near = difflib.get_close_matches(name, known, n=3)
     return (
         f"; did you mean {' or '.join(map(repr, near))}?"
@@ -212,7 +214,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _rows(source: RowsSource, section_columns: Columns) -> Iterator[Row]:
-    """Yield checked rows. One without a data_source gets the source's name for it."""
+    """Yield checked rows. A row without data_source gets the name of the source."""
     columns = source.columns or section_columns
     if isinstance(source, DatasetsSource):
         rows = read_dataset(source, columns)
@@ -225,33 +227,31 @@ def _rows(source: RowsSource, section_columns: Columns) -> Iterator[Row]:
 
 
 def report_path(data: Path) -> Path:
-    """Return the path of the JSON report that tools/prepare_data.py writes of a data file."""
+    """Return the path of the JSON report that tools/prepare_data.py writes for a data file."""
     return data.with_suffix(".report.json")
 
 
 def report_of(path: str | Path) -> Path | None:
-    """Return the JSON report of a data file, or None if there is none or it is of another file.
-
-    Compares name and size only; the data is not read.
-    """
+    """Return the path of the JSON report of a data file, or None if there is none or it belongs to
+    another file. Compares name and size; the data is not read."""
     data, report = Path(path), report_path(Path(path))
     try:
         output = read_json(report)["output"]
-        fits = (output["name"], output["bytes"]) == (data.name, data.stat().st_size)
+        matches = (output["name"], output["bytes"]) == (data.name, data.stat().st_size)
     except (CheckpointError, OSError, KeyError, TypeError):
         return None
-    return report if fits else None
+    return report if matches else None
 
 
 # ---------------------------------------------------------------------------- order
 
 
 class PromptStream:
-    """Hands out prompts epoch after epoch; the order of epoch e depends on (seed, e) alone.
+    """Resumable stream of prompts, epoch after epoch.
 
-    Within an epoch each prompt comes once. A position is the number of prompts handed out since
-    the start of the run: `seek(position)` on an equal stream gives exactly the same continuation,
-    at the cost of one shuffle.
+    Each epoch yields each prompt once. The order of epoch e depends only on (seed, e). The position
+    is the number of prompts handed out since the start of the run. `seek(position)` on an equal
+    stream continues identically, at the cost of one shuffle.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
@@ -264,7 +264,7 @@ class PromptStream:
 
     @property
     def position(self) -> int:
-        """Prompts handed out so far."""
+        """Number of prompts handed out so far."""
         return self._position
 
     def seek(self, position: int) -> None:
@@ -275,20 +275,20 @@ class PromptStream:
         self._order = self._order_of(position // len(self._prompts))
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """The next `num_prompts` prompts; may cross into the next epoch."""
+        """Return the next `num_prompts` prompts, which may cross into the next epoch."""
         return [self._next() for _ in range(num_prompts)]
 
     def _next(self) -> Prompt:
-        place = self._position % len(self._prompts)
-        prompt = self._prompts[self._order[place]]
+        offset = self._position % len(self._prompts)
+        prompt = self._prompts[self._order[offset]]
         self._position += 1
-        if place + 1 == len(self._prompts):
+        if offset + 1 == len(self._prompts):
             self._order = self._order_of(self._position // len(self._prompts))
         return prompt
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         order = list(range(len(self._prompts)))
         if self._shuffle:
-            # A string seed is hashed with SHA-512: the same order on every machine.
+            # random hashes a string seed with SHA-512: the order is the same on every machine.
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order

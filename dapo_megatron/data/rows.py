@@ -1,7 +1,7 @@
-"""Rows of a JSONL or Parquet file, or of a data set (docs/data.md), read and checked.
+"""Reads and validates the rows of JSONL files, Parquet files and data sets (docs/data.md).
 
-Rows are checked strictly: a truth that was once a float, or a prompt without its question, would
-only show as a reward that never rises.
+Validation is strict. A truth that was once a float, or a prompt without its question, would
+otherwise show only as a reward that never rises.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 256
 MAX_LINE_BYTES = 64 * 2**20
-"""A longer line of a JSONL file is not a problem for a model but a damaged file."""
+"""Maximum length of a line of a JSONL file. A longer line means that the file is corrupt."""
 ROLES = ("system", "user", "assistant")
 DAPO_MATH_COLUMNS = Columns()
-"""The columns of DAPO-Math-17k."""
+"""Columns of DAPO-Math-17k."""
 _NO_MEMORY = "not enough memory to read it; free some, or split the file"
 _NOT_PLAIN = (ValueError, TypeError, OverflowError, RecursionError)
-"""Raised by Arrow where a value has no Python form: bad UTF-8, dates out of range, equal names."""
+"""Errors of Arrow for a value without a Python form: invalid UTF-8, a date out of range, a struct
+with duplicate field names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One problem before the chat template; `where` names it in an error."""
+    """One problem before the chat template. `where` identifies it in error messages."""
 
     index: int
     where: str
@@ -43,10 +44,10 @@ class Row:
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, str, Any]]:
-    """Yield (index from 0, "file, line N" from 1, value); blank lines are skipped.
+    """Yield (index from 0, "file, line N" with N from 1, value). Blank lines are skipped.
 
-    Raises DataError for a line that is not JSON, repeats a key, is nested too deeply, or is longer
-    than MAX_LINE_BYTES, of which no more than that is read.
+    Raises DataError for a line that is not JSON, has a duplicate key, is nested too deeply, or is
+    longer than MAX_LINE_BYTES. At most MAX_LINE_BYTES + 1 bytes of a line are read.
     """
     where = path
     try:
@@ -67,19 +68,19 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str, Any]]:
 def _parse_line(line: bytes, where: str) -> Any:
     if len(line) > MAX_LINE_BYTES:
         raise DataError(
-            f"{where}: longer than {MAX_LINE_BYTES:,} bytes; write one problem per line, and leave "
-            "out what no grader reads"
+            f"{where}: longer than {MAX_LINE_BYTES:,} bytes; write one problem per line, and drop "
+            "fields that no grader reads"
         )
     try:
-        # A byte order mark stands at the start of what Windows programs write.
+        # utf-8-sig: Windows programs write a byte order mark at the start of a file.
         return parse_json(line.decode("utf-8-sig"), unique_keys=True)
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON: {error}") from error
 
 
 def read_parquet(path: str, columns: Columns = DAPO_MATH_COLUMNS) -> Iterator[tuple[int, str, Any]]:
-    """Yield (index from 0, "file, row N" from 0, value); a row group at a time, and only the
-    columns that a run reads."""
+    """Yield (index, "file, row N", value); index and N count from 0. Only the columns that a run
+    reads are read."""
     first = 0
     for batch in parquet_batches(path, CHUNK_ROWS, columns, only_read=True):
         yield from plain_rows(batch, path, first)
@@ -89,8 +90,8 @@ def read_parquet(path: str, columns: Columns = DAPO_MATH_COLUMNS) -> Iterator[tu
 def parquet_batches(
     path: str, batch_rows: int, columns: Columns = DAPO_MATH_COLUMNS, *, only_read: bool = False
 ) -> Iterator[pyarrow.RecordBatch]:
-    """Yield the rows of a Parquet file in order, with `only_read` only what a run reads. Raises
-    DataError naming the file."""
+    """Yield the rows of a Parquet file in order. `only_read` selects only the columns that a run
+    reads. Raises DataError naming the file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -100,12 +101,12 @@ def parquet_batches(
             yield from file.iter_batches(
                 batch_rows, columns=names if only_read else None, use_threads=False
             )
-    # Before OSError: out of memory, Arrow's error is a MemoryError too.
+    # Before ArrowException: Arrow's out-of-memory error is both.
     except MemoryError as error:
         raise DataError(f"{path}: {_NO_MEMORY}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    # ValueError: names of columns that are not UTF-8.
+    # ValueError: a column name that is not UTF-8.
     except (pyarrow.lib.ArrowException, ValueError) as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
@@ -116,8 +117,8 @@ def plain_rows(
     """Yield (N, "name, row N", plain values) of an Arrow batch that starts at row `first` of
     `name`.
 
-    Raises DataError naming row and column of a value that Python cannot represent, such as a string
-    that is not UTF-8: Parquet files are not checked for that when they are written.
+    Raises DataError naming row and column of a value that Python cannot represent. One example is a
+    string that is not UTF-8, because writers of Parquet files do not check that.
     """
     try:
         rows = batch.to_pylist()
@@ -146,8 +147,8 @@ def _first_not_plain(batch: pyarrow.RecordBatch, name: str, first: int) -> str |
 def checked_row(
     index: int, where: str, row: Any, columns: Columns = DAPO_MATH_COLUMNS, data_source: str = ""
 ) -> Row:
-    """Return one row. `data_source` is that of a row without one. Raises DataError naming row and
-    column."""
+    """Return `row` as a validated Row. `data_source` is the default of that column. Raises
+    DataError naming row and column."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be a mapping of columns, found {_shown(row)}")
     _check_plain(row, where, "")
@@ -166,7 +167,7 @@ def checked_row(
 
 
 def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
-    """Return chat messages. Text is one message of the user."""
+    """Return a prompt as chat messages. Plain text becomes one user message."""
     if isinstance(value, str):
         return [{"role": "user", "content": _string(value, where, column)}]
     if not isinstance(value, list) or not value:
@@ -175,8 +176,8 @@ def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
             f"found {_shown(value)}"
         )
     messages = []
-    for place, entry in enumerate(value):
-        message_column = f"{column}[{place}]"
+    for number, entry in enumerate(value):
+        message_column = f"{column}[{number}]"
         message = _mapping(entry, where, message_column)
         role = message.get("role")
         if role not in ROLES:
@@ -188,25 +189,25 @@ def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
         messages.append({"role": role, "content": content})
     if messages[-1]["role"] != "user":
         raise DataError(
-            f"{where}, column {column}: the last message must be the user's, "
+            f"{where}, column {column}: the last message must have the role user, "
             f"found {_shown(messages[-1]['role'])}"
         )
     return messages
 
 
 _REMEDIES: Sequence[tuple[type, str]] = (
-    (bool, "write the word that the grader is to compare with, as text"),
-    (float, "a float has lost how it was written (1.10 and 1.1 are one number); write it as text"),
-    (list, "write one answer as text; where several are right, a grader of yours can read them"),
+    (bool, "write the word that the grader should compare with, as text"),
+    (float, "a float does not keep its notation (1.10 becomes 1.1); write it as text"),
+    (list, "write one answer as text; if several are right, use a custom grader that reads a list"),
     (dict, "name one of its fields, as {column}.FIELD, or write the answer as text"),
     (type(None), "write the answer as text, or drop the row"),
     (str, "write the answer, or drop the row"),
 )
-"""What to do with an answer that is none, by its type."""
+"""Advice for an answer of an invalid type, by type."""
 
 
 def _truth(value: Any, where: str, column: str) -> str:
-    """Return an answer as text. An integer is its digits."""
+    """Return an answer as text. An integer becomes its digits."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -251,7 +252,8 @@ def _string(value: Any, where: str, column: str) -> str:
 
 
 def _check_plain(value: Any, where: str, column: str) -> None:
-    """Refuse what JSON and UTF-8 have no form for: graders get rows as JSON, in other processes."""
+    """Raise DataError for a value that JSON or UTF-8 cannot represent. Graders run in other
+    processes and get rows as JSON."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -266,8 +268,8 @@ def _check_plain(value: Any, where: str, column: str) -> None:
             _check_plain(key, where, f"{prefix}{key!r:.60}")
             _check_plain(child, where, f"{prefix}{key}")
     elif isinstance(value, list | tuple):
-        for place, child in enumerate(value):
-            _check_plain(child, where, f"{column}[{place}]")
+        for number, child in enumerate(value):
+            _check_plain(child, where, f"{column}[{number}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{where}, column {column}: must be a finite number or null, found {value}")
     elif not isinstance(value, int | float | None):

@@ -1,7 +1,7 @@
-"""`report RUN_FOLDER`: one HTML file that shows what a run did, and needs no network.
+"""`report RUN_FOLDER`: one HTML file about a run that needs no network.
 
-Python reads the data (folder.py) and makes all findings and Plotly figures of them. page/*.js shows
-the figures and knows no metric by name.
+Python reads the data (folder.py) and makes all findings and Plotly figures. page/*.js displays the
+figures and contains no metric names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report's charts: which metrics each shows, and what it means. figures.py draws them."""
+"""Definitions of the report's charts: metrics, labels and help texts. figures.py draws them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ Section = Literal["dynamics", "groups", "time"]
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn over the rollout steps, with a sentence for a newcomer."""
+    """A chart over the rollout steps, with a help text for newcomers."""
 
     section: Section
     id: str
     title: str
     help: str
     y: str
-    """Title of the axis, with its unit."""
+    """Title of the y axis, with its unit."""
     series: Mapping[str, str] = field(default_factory=dict)
     """Metric -> label."""
     tick: str = ""
-    """Format of d3 for values."""
+    """d3 format of the y axis."""
     ghosts: tuple[str, ...] = ()
-    """Keys of curves.GHOSTS, drawn when the reader asks for them."""
+    """Keys of curves.GHOSTS, drawn if the reader enables the paper's curves."""
     evaluations: tuple[str, ...] = ()
-    """Prefixes of evaluation figures ("avg@"): points with 95% intervals, a trace for each set."""
+    """Prefixes of evaluation metrics ("avg@"): points with 95% intervals, one trace per set."""
     stacked: bool = False
     lines: tuple[str, ...] = ()
-    """Metrics that are lines over what is stacked."""
+    """Metrics drawn as lines over the stack."""
     colors: Mapping[str, int] = field(default_factory=dict)
-    """Metric -> position in curves.PALETTE, if it is not its place in the chart."""
+    """Metric -> index in curves.PALETTE. Default: its position in the chart."""
     log: bool = False
 
     @property
     def overlay(self) -> bool:
-        """True if all runs are in one figure, not only the chosen one."""
+        """True if one figure shows all runs, False if each run has a figure."""
         return self.section == "dynamics"
 
     def draws(self, figure: str) -> bool:
-        """Return True for a figure of evaluations, such as avg@4, that the chart draws."""
+        """Return True if the chart draws an evaluation metric such as avg@4."""
         return bool(self.evaluations) and figure.startswith(self.evaluations)
 
 
@@ -65,8 +65,8 @@ CHARTS: list[Chart] = [
     _training(
         "evaluation",
         "Accuracy on held-out problems",
-        "The figure that counts: problems never trained on, each answered several times. Whiskers "
-        "are 95% intervals.",
+        "The metric that counts: accuracy on problems never trained on, each answered several "
+        "times. Whiskers are 95% intervals.",
         "mean accuracy",
         {},
         ".0%",
@@ -76,8 +76,8 @@ CHARTS: list[Chart] = [
     _training(
         "accuracy",
         "Accuracy while training",
-        "Share of sampled answers that are right, over all groups decided in the step; and of "
-        "groups where every answer is, which teach nothing.",
+        "Share of right answers over all groups decided in the step, and share of groups in which "
+        "every answer is right. Such groups have no gradient.",
         "share",
         {"accuracy/raw": "answers right", "accuracy/perfect_fraction": "groups all right"},
         ".0%",
@@ -86,7 +86,8 @@ CHARTS: list[Chart] = [
     _training(
         "evaluation_best_and_vote",
         "Best of k and majority of k",
-        "pass@k: at least one of k answers is right. cons@k: the answer most often given is.",
+        "pass@k: at least one of k answers is right. cons@k: the most frequent of k answers is "
+        "right.",
         "share of problems",
         {},
         ".0%",
@@ -96,7 +97,7 @@ CHARTS: list[Chart] = [
     _training(
         "reward",
         "Reward",
-        "Mean reward of the answers, penalties for length included: 1 is right, -1 is wrong.",
+        "Mean reward of the answers, including length penalties. 1 is right, -1 is wrong.",
         "reward",
         {"reward/mean": "mean reward"},
         "",
@@ -105,7 +106,8 @@ CHARTS: list[Chart] = [
     _training(
         "length",
         "Response length",
-        "Growth with accuracy is a good sign; growth without it, or up to the limit, is not.",
+        "Growth together with accuracy is a good sign. Growth without it, or up to the limit, is "
+        "not.",
         "tokens",
         {"response_tokens/mean": "mean", "response_tokens/max": "longest"},
         "",
@@ -114,20 +116,20 @@ CHARTS: list[Chart] = [
     _training(
         "too_long",
         "Answers too long",
-        "Share of answers cut off at the token limit, and of those that pay the soft penalty.",
+        "Share of answers truncated at the token limit, and of answers with a soft length penalty.",
         "share of answers",
         {
             "response_tokens/clipped_fraction": "cut off",
             "overlong/penalised_fraction": "penalised",
-            "overlong/filtered_fraction": "left out of the loss",
+            "overlong/filtered_fraction": "excluded from the loss",
         },
         ".1%",
     ),
     _training(
         "entropy",
         "Entropy",
-        "How undecided the policy is about its next token. A fall to nearly 0 means it explores no "
-        "more: the collapse that clip-higher is there to prevent.",
+        "Uncertainty of the policy about its next token. If it falls to nearly 0, the policy no "
+        "longer explores. Clip-higher prevents this collapse.",
         "nats per token",
         {"policy/entropy": "entropy"},
         "",
@@ -136,7 +138,7 @@ CHARTS: list[Chart] = [
     _training(
         "probability",
         "Probability of the sampled tokens",
-        "Mean probability that the policy gives to the tokens it sampled; the mirror of entropy.",
+        "Mean probability of the sampled tokens under the policy. It falls when entropy rises.",
         "probability",
         {"policy/mean_prob": "mean"},
         "",
@@ -145,8 +147,8 @@ CHARTS: list[Chart] = [
     _training(
         "clipping",
         "Clipped tokens",
-        "Share of tokens whose update was cut off because the policy had moved too far from the "
-        "one that sampled them: up (more likely) and down (less likely).",
+        "Share of tokens without gradient because their probability ratio left the clip range: up "
+        "(more likely than when sampled) and down (less likely).",
         "share of tokens",
         {
             "policy/clip_fraction_high": "up",
@@ -158,29 +160,30 @@ CHARTS: list[Chart] = [
     _training(
         "movement",
         "Movement of the policy",
-        "Approximate KL divergence between the policy that sampled and the one being updated.",
+        "Approximate KL divergence between the policy before the step's updates and the policy "
+        "being updated.",
         "nats per token",
         {"policy/approx_kl": "approx. KL"},
     ),
     _training(
         "gradient",
         "Gradient norm",
-        "Before clipping, mean over the step's updates. Peaks are updates to look at.",
+        "Norm before clipping, mean over the step's updates. Check updates with peaks.",
         "norm",
         {"policy/grad_norm": "gradient norm"},
     ),
     _training(
         "loss",
         "Loss",
-        "Policy-gradient losses stay near 0 and need not fall; a jump is what matters.",
+        "Policy-gradient losses stay near 0 and need not fall. Only jumps matter.",
         "loss",
         {"policy/loss": "loss"},
     ),
     _training(
         "mismatch",
         "Engine against policy",
-        "|log-probability by the engine - by the policy| of the same tokens under the same "
-        "weights. It should be rounding; if it grows, the engine samples from another policy.",
+        "|engine log-prob - policy log-prob| of the same tokens under the same weights. It should "
+        "be rounding error. If it grows, the engine samples from a different policy.",
         "nats, log scale",
         {
             "mismatch/gap_mean": "mean gap",
@@ -201,7 +204,7 @@ CHARTS: list[Chart] = [
     _training(
         "learning_rate",
         "Learning rate",
-        "At the step's last update.",
+        "Learning rate of the step's last update.",
         "learning rate",
         {"policy/lr": "learning rate"},
         ".1e",
@@ -209,8 +212,8 @@ CHARTS: list[Chart] = [
     _groups(
         "groups_fates",
         "What became of the prompts",
-        "Groups that ended in each step. Only mixed groups, with right and wrong answers, teach "
-        "anything. The line is what goes on in the next step.",
+        "Groups that ended in each step. Only mixed groups, with right and wrong answers, have a "
+        "gradient. The line shows groups carried to the next step.",
         "groups",
         {
             **{f"groups/{fate}": IN_WORDS[fate] for fate in groups.FATES},
@@ -222,17 +225,18 @@ CHARTS: list[Chart] = [
     _groups(
         "groups_keep_rate",
         "Keep rate",
-        "Share of decided groups that are mixed: what came, and the forecast from which prompts "
-        "are issued. At 0.25 a step samples four prompts for each that it trains on.",
+        "Share of decided groups that are mixed: the actual share, and the forecast that decides "
+        "how many prompts are issued. At 0.25, a step samples four prompts for each that it trains "
+        "on.",
         "share of decided groups",
-        {KEPT: "came", FORECAST: "forecast"},
+        {KEPT: "actual", FORECAST: "forecast"},
         ".0%",
     ),
     _groups(
         "groups_open",
         "Prompts in flight",
-        "Issued in the step and decided in it; carried to the next one, and how many of those are "
-        "mixed and only wait for their turn.",
+        "Groups issued in the step, decided in the step, and carried to the next step. Carried "
+        "groups that are ready are mixed and only wait for their turn.",
         "groups",
         {
             "groups/issued": "issued",
@@ -244,15 +248,15 @@ CHARTS: list[Chart] = [
     _groups(
         "groups_age",
         "Age of what is trained on",
-        "How many weight versions ago the groups of a step were started. 0 is on-policy; "
-        "rollout.lookahead sets the mean.",
+        "Weight versions since the groups of a step were started. 0 is on-policy; "
+        "rollout.lookahead controls the mean.",
         "versions",
         {"groups/age_mean": "mean", "groups/age_max": "oldest"},
     ),
     _groups(
         "groups_fresh",
         "Fresh tokens",
-        "Share of the trained tokens that the current weights sampled.",
+        "Share of the trained response tokens that were sampled by the current weights.",
         "share of tokens",
         {"groups/fresh_token_fraction": "fresh tokens"},
         ".0%",
@@ -260,7 +264,7 @@ CHARTS: list[Chart] = [
     _groups(
         "groups_interrupted",
         "Interrupted completions",
-        "Completions that go on in the next step.",
+        "Completions that continue in the next step.",
         "completions",
         {"groups/interrupted_completions": "interrupted"},
     ),
@@ -268,7 +272,7 @@ CHARTS: list[Chart] = [
         "groups_grading",
         "Completions without a grade, or without an answer",
         "timeout, memory, crash and error: the grader failed, and the group is not trained on. "
-        "The line: no answer was found in the text, which is graded wrong.",
+        "The line shows completions without an answer in the text; they are graded wrong.",
         "completions",
         {
             "grading/unparsed": "no answer found",
@@ -280,8 +284,8 @@ CHARTS: list[Chart] = [
     _time(
         "time_phases",
         "Where a step's time goes",
-        "Seconds of each phase, on top of each other. Sampling answers (generate) is usually the "
-        "most of it; what is in no phase is the rest.",
+        "Seconds of each phase, stacked. Sampling answers (generate) usually takes the most time. "
+        "Time outside all phases is the rest.",
         "seconds",
         {metric: LABELS.get(phase, phase) for metric, phase in _PHASES.items()},
         stacked=True,
@@ -290,7 +294,7 @@ CHARTS: list[Chart] = [
     _time(
         "time_tokens",
         "Tokens per second",
-        "Prompt and response tokens trained on, over the seconds of the whole step.",
+        "Prompt and response tokens trained on per second of the whole step.",
         "tokens per second",
         {
             "throughput/tokens_per_second": "all devices",
@@ -300,16 +304,16 @@ CHARTS: list[Chart] = [
     _time(
         "time_device",
         "Work per device",
-        "Floating-point operations of the model itself, over the whole step; divide them by the "
-        "device's peak for its utilisation.",
+        "Floating-point operations of the model per second of the update phase, without "
+        "recomputation. Divide by the device's peak to get its utilisation.",
         "TFLOP/s",
         {"throughput/model_tflops_per_device": "model operations"},
     ),
     _time(
         "time_engines",
         "Engines at work",
-        "Share of generation in which engines had nothing to run, and how many of their sequences "
-        "(engine.max_sequences) were running on average.",
+        "Share of generation in which engines had no request, and mean share of their sequence "
+        "slots (engine.max_sequences) that were in use.",
         "share",
         {IDLE: "idle", "throughput/running_mean": "running"},
         ".0%",
@@ -317,8 +321,8 @@ CHARTS: list[Chart] = [
     _time(
         "time_sync",
         "Bringing the weights to the engines",
-        "Seconds of each sync: moving weights, checking that they arrived (verify), and policy and "
-        "engine taking turns in memory.",
+        "Seconds of each sync: moving weights, verifying them, and switching accelerator memory "
+        "between policy and engine.",
         "seconds",
         {MOVED: "move", "time/sync_verify": "verify", "time/sync_turns": "turns in memory"},
         stacked=True,
@@ -326,16 +330,16 @@ CHARTS: list[Chart] = [
     _time(
         "time_sync_bytes",
         "Bytes of a sync",
-        "Bytes that moved between ranks.",
+        "Bytes received from other ranks, by the rank that received most.",
         "bytes",
-        {"sync/bytes": "bytes moved"},
+        {"sync/bytes": "bytes received"},
         ".3s",
     ),
     _time(
         "memory",
         "Memory",
-        "The most that each phase took, on the rank that took most: of the device, or on CPU of "
-        "the process. Dashed: what the plan said before the run, if there was one.",
+        "Peak memory of each phase, on the rank with the highest peak: device memory or, on CPU, "
+        "resident memory of the process. Dashed: the plan made before the run, if there was one.",
         "GiB",
         {f"memory/{phase}_gib": phase for phase in STEP_PHASES}
         | {PLANNED.format(phase): f"{phase}, planned" for phase in STEP_PHASES},
@@ -348,8 +352,8 @@ CHARTS: list[Chart] = [
     _time(
         "memory_tensors",
         "Memory of tensors",
-        "The same as far as torch allocated it; the rest is CUDA itself, its libraries and what "
-        "lies idle in between.",
+        "Peak memory allocated by torch. The rest of the peak is CUDA, its libraries and memory "
+        "that torch caches.",
         "GiB",
         {f"memory/{phase}_torch_gib": f"{phase}, tensors" for phase in STEP_PHASES},
         colors={f"memory/{phase}_torch_gib": COLORS[phase] for phase in STEP_PHASES},
@@ -358,15 +362,16 @@ CHARTS: list[Chart] = [
 
 
 def columns_of(run: RunData) -> pd.DataFrame:
-    """Return the metrics of a run by step, and the series derived from them."""
+    """Return the metrics of a run by step, including derived series."""
     columns = dict(run.metrics.frame.items()) | groups.derived(run) | phases.derived(run)
     return frame_of(run.metrics.steps, columns)
 
 
 def recorded(charts: Iterable[Chart], names: set[str], figures: set[str]) -> list[Chart]:
-    """Return the charts without the series that no run has. Those with nothing left are left out.
+    """Return the charts that have data, each without the series that no run has.
 
-    `names`: metrics that some run has a value of. `figures`: of evaluations, as avg@4.
+    names     metrics that some run has a value of
+    figures   evaluation metrics that some run has, such as avg@4
     """
     shown = []
     for chart in charts:
@@ -377,7 +382,8 @@ def recorded(charts: Iterable[Chart], names: set[str], figures: set[str]) -> lis
 
 
 def chart_of(metric: str | None, charts: Sequence[Chart]) -> str | None:
-    """Return the id of the first chart that shows a metric or, by its name, an evaluation."""
+    """Return the id of the first chart that shows a metric or an evaluation metric
+    (eval/<set>/<figure>); None without one."""
     prefix, _, figure = (metric or "").rpartition("/")
     is_evaluation = prefix.startswith("eval/")
     for chart in charts:

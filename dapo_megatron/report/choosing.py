@@ -1,6 +1,6 @@
-"""Choice of the completions in a report: the strange ones of the whole run, and an even spread.
+"""Selects the completions of a report: unusual ones of the whole run, and an even spread of steps.
 
-Groups are kept whole because a completion is judged against its siblings.
+Groups are kept complete, because a completion is compared with its siblings.
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ UNGRADED, UNPARSED = "no grade", "no answer found"
 LONE_WRONG, LONE_RIGHT = "wrong among right", "right among wrong"
 
 KEPT = 8
-"""Groups of each way to be strange."""
+"""Number of groups per measure of unusualness."""
 
 
 @dataclass(frozen=True)
 class Pick:
-    """A chosen group, its place in the samples, and why it was chosen."""
+    """A selected group, the byte offset of its line in the samples, and the reasons."""
 
     step: int
     ticket: int
     offset: int
     reasons: dict[int | None, list[str]] = field(default_factory=dict)
-    """Reasons by sample; None: of the group as a whole."""
+    """Sample -> reasons. None holds the reasons for the whole group."""
 
     @property
     def is_asked(self) -> bool:
-        """True if the reader asked for this ticket."""
+        """True if the user asked for this ticket."""
         return ASKED in self.reasons.get(None, [])
 
     def why(self, sample: int) -> str:
-        """Return the reasons for one of its completions, in words."""
-        own = [*self.reasons.get(sample, []), *self.reasons.get(None, [])]
-        extremes = sorted(place for place in self.reasons if place is not None)
-        return ", ".join(own) or "beside sample " + " and ".join(map(str, extremes))
+        """Return the reasons for a completion of the group, as text."""
+        reasons = [*self.reasons.get(sample, []), *self.reasons.get(None, [])]
+        siblings = sorted(other for other in self.reasons if other is not None)
+        return ", ".join(reasons) or "sibling of sample " + " and ".join(map(str, siblings))
 
 
 def frames(
     indexes: Mapping[int, StepIndex], inspected: int, policy_steps: Collection[int]
 ) -> tuple[DataFrame, DataFrame]:
-    """Return the groups and the completions of all steps. In `policy_steps` the first `inspected`
-    groups trained on have policy values by token."""
+    """Return tables of the groups and the completions of all steps.
+
+    The column `inspected` marks groups with per-token policy values: the first `inspected` trained
+    groups of each step in `policy_steps`.
+    """
     import pandas as pd
 
     groups = pd.DataFrame(
@@ -63,20 +66,20 @@ def frames(
     sizes = [len(index["groups"]["ticket"]) for index in indexes.values()]
     groups["step"] = pd.Series([*indexes], dtype=int).repeat(sizes).to_numpy()
     trained = groups["fate"] == "trained"
-    is_early = trained.groupby(groups["step"]).cumsum() <= inspected
-    groups["inspected"] = trained & is_early & groups["step"].isin(policy_steps)
+    is_among_first = trained.groupby(groups["step"]).cumsum() <= inspected
+    groups["inspected"] = trained & is_among_first & groups["step"].isin(policy_steps)
     columns = [index["completions"] for index in indexes.values()]
     numbers = ("score", "correct", "parsed", "age", "logprob_mean", "logprob_min")
     completions = pd.DataFrame(
         {
-            name: list(chain.from_iterable(of_step[name] for of_step in columns))  # type: ignore[literal-required]
+            name: list(chain.from_iterable(step_columns[name] for step_columns in columns))  # type: ignore[literal-required]
             for name in ("sample", "num_tokens", "finish", *numbers)
         }
     ).astype(dict.fromkeys(numbers, float))
     completions["ticket"] = [
-        index["groups"]["ticket"][place]
+        index["groups"]["ticket"][position]
         for index in indexes.values()
-        for place in index["completions"]["group"]
+        for position in index["completions"]["group"]
     ]
     return groups, completions
 
@@ -88,57 +91,60 @@ def choose(
     tickets: Collection[int] = (),
     gaps: Mapping[int, int] | None = None,
 ) -> list[Pick]:
-    """Choose groups of at most `num` completions in all, the most wanted first: `tickets`, which
-    are kept in any case, then in turn the next strange one and the next of the spread.
+    """Select groups with at most `num` completions in total, most important first.
 
-    `gaps` maps tickets to the sample with the largest gap, largest first. A first group is kept
-    even if it is larger than `num`.
+    `tickets` come first and are always kept. Then unusual groups and groups of the even spread
+    alternate. The first group is kept even if it has more than `num` completions.
+
+    gaps   ticket -> sample with the group's largest gap, in descending order of gap
     """
     groups = groups.drop_duplicates("ticket").set_index("ticket")
     sizes = completions["ticket"].value_counts().to_dict()
-    known = groups[["step", "offset"]].to_dict("index")
+    locations = groups[["step", "offset"]].to_dict("index")
     picks: dict[int, Pick] = {}
-    room = num
+    num_left = num
     asked = ((ASKED, ticket, None) for ticket in sorted(tickets))
     spread = ((RANDOM, ticket, None) for ticket in _spread(groups))
-    in_turn = zip_longest(_strange(groups, completions, gaps or {}), spread)
-    for reason, ticket, sample in filter(None, chain(asked, chain.from_iterable(in_turn))):
-        if reason != ASKED and room <= 0:
+    alternating = zip_longest(_unusual(groups, completions, gaps or {}), spread)
+    for reason, ticket, sample in filter(None, chain(asked, chain.from_iterable(alternating))):
+        if reason != ASKED and num_left <= 0:
             break
-        if ticket not in known or (ticket in picks and reason == RANDOM):
+        if ticket not in locations or (ticket in picks and reason == RANDOM):
             continue
         if ticket not in picks:
             size = sizes.get(ticket, 0)
-            if reason != ASKED and size > room and picks:
+            if reason != ASKED and size > num_left and picks:
                 continue
-            room -= size
-            place = known[ticket]
-            picks[ticket] = Pick(int(place["step"]), ticket, int(place["offset"]))
+            num_left -= size
+            location = locations[ticket]
+            picks[ticket] = Pick(int(location["step"]), ticket, int(location["offset"]))
         picks[ticket].reasons.setdefault(sample, []).append(reason)
     return list(picks.values())
 
 
-def _strange(
+def _unusual(
     groups: DataFrame, completions: DataFrame, gaps: Mapping[int, int]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """Yield (reason, ticket, sample): the strangest by each measure, then the second of each."""
+    """Yield (reason, ticket, sample): the most unusual by each measure, then the second of each,
+    and so on."""
     by_measure: list[list[tuple[str, int, int | None]]] = [
         [(GAP, ticket, sample) for ticket, sample in gaps.items()]
     ]
     for reason, values in _measures(groups, completions).items():
-        of_group = reason.startswith(("set ", "fate "))
+        is_of_group = reason.startswith(("set ", "fate "))
         by_measure.append(
             [
-                (reason, ticket, None if of_group else sample)
+                (reason, ticket, None if is_of_group else sample)
                 for ticket, sample in _largest(completions, values)
             ]
         )
-    for turn in zip_longest(*by_measure):
-        yield from filter(None, turn)
+    for rank in zip_longest(*by_measure):
+        yield from filter(None, rank)
 
 
 def _measures(groups: DataFrame, completions: DataFrame) -> dict[str, Series]:
-    """Return the ways to be strange: how strange each completion is, of those that are at all."""
+    """Return measure -> how unusual each completion is. Completions that do not qualify are
+    missing. Measures without an order use random values."""
     import numpy as np
     import pandas as pd
 
@@ -165,7 +171,7 @@ def _measures(groups: DataFrame, completions: DataFrame) -> dict[str, Series]:
 
 
 def _largest(completions: DataFrame, values: Series) -> list[tuple[int, int]]:
-    """Return (ticket, sample) of the largest values, at most one of each group."""
+    """Return (ticket, sample) of the KEPT largest values, at most one per group."""
     values = values.dropna()
     if values.empty:
         return []
@@ -175,13 +181,15 @@ def _largest(completions: DataFrame, values: Series) -> list[tuple[int, int]]:
 
 
 def _spread(groups: DataFrame) -> list[int]:
-    """Return all tickets: one of every step, then a second of every one, in turn one with policy
-    values by token and one without. Any beginning of the list is an even spread over the steps,
-    which are in the order of their places' bits read backwards (van der Corput's sequence)."""
+    """Return all tickets in an order of which any prefix is an even spread over the steps.
+
+    Each round takes one group of every step, alternating between groups with and without per-token
+    policy values. Within a round, steps are in bit-reversed order (van der Corput sequence).
+    """
     steps = enumerate(sorted(groups["step"].unique()))
-    backwards = {step: int(f"{place:032b}"[::-1], 2) for place, step in steps}
+    bit_reversed = {step: int(f"{position:032b}"[::-1], 2) for position, step in steps}
     order = groups.sample(frac=1, random_state=0)
-    turn = 2 * order.groupby(["step", "inspected"]).cumcount() + ~order["inspected"]
-    order = order.assign(turn=turn, place=order["step"].map(backwards))
-    tickets: list[int] = order.sort_values(["turn", "place"]).index.tolist()
+    round_of = 2 * order.groupby(["step", "inspected"]).cumcount() + ~order["inspected"]
+    order = order.assign(round=round_of, position=order["step"].map(bit_reversed))
+    tickets: list[int] = order.sort_values(["round", "position"]).index.tolist()
     return tickets

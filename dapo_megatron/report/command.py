@@ -1,4 +1,4 @@
-"""`report RUN_FOLDER...`: write the page, once or for as long as a run goes on."""
+"""`report RUN_FOLDER...`: writes the page once, or repeatedly while a run continues."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from dapo_megatron.types import ConfigError, DapoError
 
 NAME = "report.html"
 LIMIT_SECONDS = 600.0
-"""For a report that nobody waits for; a partial file that is older is nobody's."""
+"""Time limit of the process that writes a report after a run. Older partial files are garbage."""
 
 _WRITTEN = (*MARKS, "provenance.json", "plan.json", "samples", "samples/index", "timeline")
 
 
 def report(folders: Sequence[Path], output: Path | None, options: Options) -> None:
-    """Write the report of these runs and print where. `output`: by default report.html in the
-    first folder. Raises ConfigError for a folder that is not a run's, or an output that cannot be
+    """Write the report of these runs and print its path. `output` defaults to report.html in the
+    first folder. Raises ConfigError if a folder is not a run's, or if the output cannot be
     written."""
     _write([read_run(folder) for folder in folders], _target(folders, output), options)
 
 
 def report_of_ending(folder: Path, attempt: str) -> int:
-    """Do as `report`, in a process that a run leaves to itself at its end, which has a limit of its
-    own; the exit code. Another attempt that has taken the run's folder meanwhile gets no page of
-    this one; `attempt` "" is whoever's."""
+    """Write the report of a run that has ended, and return the exit code. Runs in a separate
+    process that ends itself after LIMIT_SECONDS.
+
+    attempt   id of the start that ended. If another start owns the folder by now, no page is
+              written. "" writes it in any case
+    """
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     try:
         _write([read_run(folder)], folder / NAME, Options(), attempt)
@@ -46,29 +49,29 @@ def report_of_ending(folder: Path, attempt: str) -> int:
 
 
 def watch(folders: Sequence[Path], output: Path | None, options: Options, every: float) -> None:
-    """Do as `report` after each `every` seconds in which something changed, until no run goes on;
-    then, or at Ctrl-C, once more without a page that loads itself again."""
+    """Write the report every `every` seconds if a run has changed, until all runs have ended. Then,
+    or at Ctrl-C, write it a last time without automatic reload."""
     target = _target(folders, output)
-    refreshed = replace(options, refresh_seconds=every)
-    seen = None
-    quiet = 0
+    reloading = replace(options, refresh_seconds=every)
+    written = None
+    num_ended = 0
     with suppress(KeyboardInterrupt):
         while True:
             runs = [read_run(folder) for folder in folders]
-            # A start that seems cut short may only have been slow to say that it lives.
-            quiet = quiet + 1 if all(run.state.has_ended for run in runs) else 0
-            if quiet > 1 or (quiet and seen is None):
+            # Poll twice: a start that seems to have ended may only be late with its heartbeat.
+            num_ended = num_ended + 1 if all(run.state.has_ended for run in runs) else 0
+            if num_ended > 1 or (num_ended and written is None):
                 break
-            now = [(run.state.word, _stamps(run.path)) for run in runs]
-            if now != seen:
-                _write(runs, target, refreshed)
-                seen = now
+            current = [(run.state.word, _stamps(run.path)) for run in runs]
+            if current != written:
+                _write(runs, target, reloading)
+                written = current
             time.sleep(every)
     _write([read_run(folder) for folder in folders], target, options)
 
 
 def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
-    """A:B, A: or :B as first and last step. Raises ConfigError."""
+    """Parse "A:B", "A:" or ":B" as first and last step. Raises ConfigError."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d*):(\d*)", text)
@@ -76,7 +79,7 @@ def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
         (int(step) if step else None for step in match.groups()) if match else (None, None)
     )
     if first is last is None or (first is not None and last is not None and first > last):
-        raise ConfigError(f"--steps: {text!r} is not FIRST:LAST; such as 10:20, 10: or :20")
+        raise ConfigError(f"--steps: {text!r} is not FIRST:LAST; write 10:20, 10: or :20")
     return first, last
 
 
@@ -101,7 +104,7 @@ def _write(runs: Sequence[RunData], target: Path, options: Options, attempt: str
 
 
 def _remove_partial(target: Path) -> None:
-    """Remove what a report that was killed left."""
+    """Remove partial files of reports that were killed."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > LIMIT_SECONDS:
@@ -109,7 +112,7 @@ def _remove_partial(target: Path) -> None:
 
 
 def _stamps(folder: Path) -> list[tuple[int, int] | None]:
-    """Times and sizes that change when the run writes something."""
+    """Return modification times and sizes of the files that a run writes; None if missing."""
     stamps: list[tuple[int, int] | None] = []
     for name in _WRITTEN:
         stamps.append(None)

@@ -1,4 +1,5 @@
-"""Curves of the charts: a run's (thinned), the DAPO paper's, and the looks that tell runs apart."""
+"""Curves of the charts: those of runs (thinned), those of the DAPO paper, and the line styles of
+runs."""
 
 from __future__ import annotations
 
@@ -16,35 +17,35 @@ import pandas as pd
 from dapo_megatron.report.folder import Evaluation, RunData
 
 MAX_POINTS = 2000
-"""Longest curve that is not thinned."""
+"""Maximum number of points of a curve. Longer curves are thinned."""
 
 PALETTE = (
     *("#2f8fd0", "#e0702b", "#1fa37a", "#c56aa2"),
     *("#b8920a", "#808080", "#7d70d8", "#58b4e0"),
 )
-"""Colours that can be read on light and dark ground."""
+"""Colours that are legible on light and dark backgrounds."""
 
 
 def stride_of(num_steps: int) -> int:
-    """Return the steps per drawn point."""
+    """Return the number of steps per drawn point."""
     return max(1, -(-num_steps // MAX_POINTS))
 
 
 def thin(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each bucket of steps, at its last step: means, or maxima of maxima
-    (gap_max, tokens/max) so that no peak is lost."""
+    """Aggregate the steps into buckets, one row per bucket at its last step. Values are means, but
+    maxima for metrics that are maxima (gap_max, tokens/max), so that no peak is lost."""
     stride = stride_of(len(frame))
     if stride == 1:
         return frame
-    how = {name: "max" if re.search(r"(\b|_)max$", name) else "mean" for name in frame}
-    thinned = frame.groupby(np.arange(len(frame)) // stride).agg(how)
+    functions = {name: "max" if re.search(r"(\b|_)max$", name) else "mean" for name in frame}
+    thinned = frame.groupby(np.arange(len(frame)) // stride).agg(functions)
     lasts = frame.index[np.minimum(np.arange(1, len(thinned) + 1) * stride, len(frame)) - 1]
     return thinned.set_axis(lasts)
 
 
 def evaluation_curves(evaluations: Sequence[Evaluation]) -> dict[tuple[str, str], pd.DataFrame]:
-    """Return the points of each (set, figure), by step. Among pass@1, pass@2, pass@4 only the one
-    with the most samples. Counts (`ungraded`) are left out."""
+    """Return (set, figure) -> table of value, low and high by step. Of pass@1, pass@2, pass@4 only
+    the figure with the most samples is returned. Counts (`ungraded`) are omitted."""
     curves: dict[tuple[str, str], dict[str, list[Evaluation]]] = {}
     for point in evaluations:
         kind, _, samples = point.figure.partition("@")
@@ -59,7 +60,7 @@ def evaluation_curves(evaluations: Sequence[Evaluation]) -> dict[tuple[str, str]
 
 
 GRADIENT_STEPS = 16
-"""Gradient steps per rollout step, in the paper."""
+"""Gradient steps per rollout step in the paper."""
 GHOSTS = {
     "aime_avg": ("fig1_aime24_accuracy_pct", "avg@32", "paper: AIME 2024 avg@32"),
     "aime_pass": ("fig1_aime24_accuracy_pct", "pass@32", "paper: AIME 2024 pass@32"),
@@ -77,9 +78,10 @@ GHOSTS = {
 def ghost(key: str) -> tuple[str, list[tuple[float, float]]]:
     """Return (label, [(rollout step, value), ...]) of a curve of the DAPO paper.
 
-    data/paper_curves.json was read off the vector graphics of the paper's figures (arXiv
-    2503.14476). Its x is in gradient steps. Figures 1 and 7 were scaled by the authors to end at
-    5,280 gradient steps, 330 rollout steps. The run: Qwen2.5-32B, 512 prompts of 16 answers.
+    data/paper_curves.json was extracted from the vector graphics of the paper's figures (arXiv
+    2503.14476). Its x values are gradient steps. The authors scaled figures 1 and 7 to end at 5,280
+    gradient steps, which are 330 rollout steps. The run trains Qwen2.5-32B with 512 prompts per
+    step and 16 answers per prompt.
     """
     figure, curve, label = GHOSTS[key]
     scale = 0.01 if figure.endswith("_pct") else 1.0
@@ -104,31 +106,31 @@ _NUMBER = re.compile(r"[-_. ]*(?:seed|[-_. ])[-_. ]*\d+$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Look:
-    """Runs drawn alike."""
+    """Line style shared by one run or by repeats of a run."""
 
     label: str
     color: str
     width: float
     runs: list[int]
-    """Positions of the runs."""
+    """Indices of the runs."""
 
 
 def looks(runs: Sequence[RunData]) -> list[Look]:
-    """Return a look for each run, or for each set of repeats if there are several sets.
+    """Return a look per run, or per set of repeats if there are several sets.
 
-    Repeats go by one name except for a number at its end (_seed0, .1), and their configurations
-    differ in `seed` and `run` only.
+    Repeats have equal names except for a number at the end (_seed0, .1), and their configs differ
+    only in `seed` and `run`.
     """
     sets: dict[tuple[str, str], list[int]] = {}
     for number, run in enumerate(runs):
         rest = [item for item in run.config.items() if item[0] not in ("run", "seed")]
         sets.setdefault((_NUMBER.sub("", run.name), str(sorted(rest, key=str))), []).append(number)
     members = list(sets.values()) if len(sets) > 1 else [[number] for number in range(len(runs))]
-    drawn = []
-    for place, numbers in enumerate(members):
+    result = []
+    for index, numbers in enumerate(members):
         name = runs[numbers[0]].name
         if len(numbers) > 1:
             name = f"{_NUMBER.sub('', name)}, {len(numbers)} runs"
-        width = WIDTHS[place // len(PALETTE) % len(WIDTHS)]
-        drawn.append(Look(name, PALETTE[place % len(PALETTE)], width, numbers))
-    return drawn
+        width = WIDTHS[index // len(PALETTE) % len(WIDTHS)]
+        result.append(Look(name, PALETTE[index % len(PALETTE)], width, numbers))
+    return result

@@ -19,7 +19,8 @@ Figure = dict[str, Any]
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MANY = 8
-"""Curves in a chart from which the pointer names one at a time: one box would not fit a screen."""
+"""With more curves than this, the tooltip shows only the nearest curve; a tooltip with all of them
+would not fit the screen."""
 
 
 def _template(text: str, lines: str, ground: str) -> Figure:
@@ -46,12 +47,12 @@ TEMPLATES = {
     "light": _template("#646b73", "#e4e5e2", "#ffffff"),
     "dark": _template("#9aa3ac", "#2c3238", "#1b1f23"),
 }
-"""Style of every figure of the page, by theme of page/style.css."""
+"""Theme of page/style.css -> Plotly template of all figures."""
 
 
 @dataclass(frozen=True)
 class RunCurves:
-    """Curves of a run, thinned."""
+    """Thinned curves of a run."""
 
     name: str
     frame: pd.DataFrame
@@ -62,22 +63,22 @@ class RunCurves:
 
 
 def plain(text: str) -> str:
-    """Return text as Plotly shows it, which takes tags for markup."""
+    """Escape text for Plotly, which interprets HTML tags."""
     return escape(visible(text), quote=False)
 
 
 def values(series: pd.Series) -> list[float | None]:
-    """Return values for JSON: None for NaN, and six digits, which are half of the bytes."""
+    """Return values for JSON: None for NaN, rounded to six digits to halve the file size."""
     return [None if value != value else float(f"{value:.6g}") for value in series.tolist()]
 
 
 def to_json(figure: go.Figure, **more: Any) -> Figure:
-    """Return a figure as plain values, for the page."""
+    """Return a figure as plain JSON values, with the items of `more`."""
     return {**json.loads(figure.to_json(validate=False, engine="json")), **more}
 
 
 def draw(chart: Chart, runs: Sequence[RunCurves]) -> list[Figure]:
-    """Return one figure of all runs, or one of each run."""
+    """Return one figure with all runs, or one figure per run (Chart.overlay)."""
     return [_draw(chart, group) for group in ([runs] if chart.overlay else [[run] for run in runs])]
 
 
@@ -105,8 +106,8 @@ def _draw(chart: Chart, runs: Sequence[RunCurves]) -> Figure:
 
 def _curves(chart: Chart, run: RunCurves, is_one: bool) -> list[go.Scatter]:
     curves = [
-        _curve(chart, run, metric, place)
-        for place, metric in enumerate(chart.series)
+        _curve(chart, run, metric, index)
+        for index, metric in enumerate(chart.series)
         if metric in run.frame
     ]
     curves += [
@@ -114,17 +115,17 @@ def _curves(chart: Chart, run: RunCurves, is_one: bool) -> list[go.Scatter]:
         for (name, figure), points in run.evaluations.items()
         if chart.draws(figure)
     ]
-    for place, curve in enumerate(curves):
+    for index, curve in enumerate(curves):
         curve.update(meta={"look": run.look_number}, name=plain(curve.name), showlegend=is_one)
         if not is_one:
-            dash = DASHES[place % len(DASHES)]
+            dash = DASHES[index % len(DASHES)]
             curve.line.update(color=run.look.color, width=run.look.width, dash=dash)
             curve.update(name=f"{plain(run.name)} · {curve.name}", marker_color=run.look.color)
     return curves
 
 
-def _curve(chart: Chart, run: RunCurves, metric: str, place: int) -> go.Scatter:
-    color = PALETTE[chart.colors.get(metric, place) % len(PALETTE)]
+def _curve(chart: Chart, run: RunCurves, metric: str, index: int) -> go.Scatter:
+    color = PALETTE[chart.colors.get(metric, index) % len(PALETTE)]
     is_stacked = chart.stacked and metric not in chart.lines
     series = run.frame[metric].fillna(0) if is_stacked else run.frame[metric]
     return go.Scatter(
@@ -139,7 +140,7 @@ def _curve(chart: Chart, run: RunCurves, metric: str, place: int) -> go.Scatter:
 
 
 def _evaluation(name: str, points: pd.DataFrame) -> go.Scatter:
-    """Return points with their intervals."""
+    """Return points with error bars for their intervals."""
     value = points["value"]
     above, below = (points["high"] - value).fillna(0), (value - points["low"]).fillna(0)
     return go.Scatter(
@@ -153,7 +154,7 @@ def _evaluation(name: str, points: pd.DataFrame) -> go.Scatter:
 
 
 def _paper(key: str, last: int) -> go.Scatter:
-    """Return a curve of the paper over the steps of the runs, hidden at first."""
+    """Return a curve of the paper up to step `last`, hidden until the reader enables it."""
     label, points = ghost(key)
     shown = [point for point in points if point[0] <= last]
     return go.Scatter(
@@ -168,7 +169,7 @@ def _paper(key: str, last: int) -> go.Scatter:
 
 
 def _hover(tick: str) -> str:
-    """Return a format of d3 for one value, finer than that of its axis."""
+    """Return the d3 format of values in tooltips, with more digits than the axis format `tick`."""
     if tick.endswith("%"):
         return ".2~%"
     return ".2e" if tick.endswith("e") else ".4~g"

@@ -1,6 +1,6 @@
-"""A run's folder as the report reads it: finished, still written to, damaged, or of an older
-version. What cannot be read is reported in `RunData.warnings` and left out. Whether the run is at
-its end, and how it got there, follows from what it left."""
+"""Reads a run's folder for the report. The run may be finished or running, its files corrupt or of
+an older version. Files that cannot be read are skipped and listed in `RunData.warnings`. The state
+of the run is inferred from its files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,20 @@ import yaml
 
 from dapo_megatron.doctor import run as last_attempt
 from dapo_megatron.files import check_depth
-from dapo_megatron.report.models import MAX_NUMBER, Attempt, Plan, Provenance, Summary, T, decode
+from dapo_megatron.report.models import (
+    MAX_NUMBER,
+    Attempt,
+    PlanFile,
+    Provenance,
+    Summary,
+    T,
+    decode,
+)
 from dapo_megatron.report.wording import first_few
 from dapo_megatron.types import ConfigError
 
 MARKS = ("config.yaml", "metrics.jsonl", "attempts.jsonl", "summary.json")
-"""A folder with one of these is a run's."""
+"""Files that identify a run's folder; one is enough."""
 
 _EVALUATIONS = "eval/"
 _LOW, _HIGH = "_low", "_high"
@@ -34,10 +42,10 @@ _OF_YAML = (ValueError, TypeError, LookupError, AttributeError, OverflowError, R
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics by rollout step. A missing or non-finite value is NaN."""
+    """Metrics by rollout step. Missing and non-finite values are NaN."""
 
     frame: pd.DataFrame
-    """A column per metric. The index holds rollout steps from 1, ascending."""
+    """A column per metric. The index is the rollout step, ascending from 1."""
 
     @property
     def steps(self) -> list[int]:
@@ -59,7 +67,7 @@ class Metrics:
         return list(self.series(name).dropna())
 
     def last(self, name: str) -> float | None:
-        """Return the newest recorded value."""
+        """Return the newest recorded value, None without one."""
         return next(reversed(self.values(name)), None)
 
     def total(self, name: str) -> float:
@@ -68,21 +76,21 @@ class Metrics:
 
     @property
     def last_step(self) -> int:
-        """Newest step, 0 before the first."""
+        """Newest step, 0 if there is none."""
         return next(reversed(self.steps), 0)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A figure of one evaluation set after one rollout step; step 0 is before training."""
+    """A metric of an evaluation set after a rollout step. Step 0 is before training."""
 
     set: str
     figure: str
-    """Name in the run: avg@4, pass@4, cons@4, ungraded."""
+    """Name of the metric: avg@4, pass@4, cons@4, ungraded."""
     step: int
     value: float
     low: float | None = None
-    """The 95% interval, where one was taken."""
+    """Lower end of the 95% interval, None without an interval."""
     high: float | None = None
 
 
@@ -90,16 +98,16 @@ class StateWord(StrEnum):
     FINISHED = "finished"
     RUNNING = "running"
     STOPPED = "stopped"
-    """Saved after a signal; the next start goes on."""
+    """The run saved a checkpoint after a signal; the next start continues it."""
     CRASHED = "crashed"
     HUNG = "hung"
-    """The watchdog ended it."""
+    """The watchdog ended the run."""
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run, and the evidence for it in a sentence."""
+    """State of a run, and a sentence with the evidence for it."""
 
     word: StateWord
     text: str
@@ -117,47 +125,47 @@ class RunData:
     path: Path
     name: str
     config: dict[str, Any]
-    """Plain values, of whatever version wrote them: see `knob`."""
+    """Unvalidated values, possibly from another version: read them with `knob` and similar."""
     config_text: str
     metrics: Metrics
     evaluations: list[Evaluation]
     state: RunState
     summary: Summary | None
-    """Written by the run at its end; None before."""
+    """Contents of summary.json, which a run writes when it finishes; None without it."""
     attempts: list[Attempt]
-    """Its starts, oldest first."""
-    plan: Plan | None
+    """Starts of the run, oldest first."""
+    plan: PlanFile | None
     provenance: Provenance | None
     warnings: list[str]
     """Files and lines that could not be read."""
 
     def knob(self, key: str) -> Any:
-        """A config value by dotted key; None where this run's config has none. To compute with it
-        use one of the following methods: a config may be damaged, or of any version."""
+        """Return a config value by dotted key, None without one. Its type is not validated; use
+        `number`, `count` or `word` to compute with it."""
         return _knob(self.config, key)
 
     def number(self, key: str) -> float | None:
-        """A config value that is a finite number, else None."""
+        """Return a config value that is a finite number, else None."""
         return finite(self.knob(key))
 
     def count(self, key: str) -> int | None:
-        """A config value that is a whole number from 0 on, else None."""
+        """Return a config value that is a non-negative integer, else None."""
         value = self.knob(key)
         is_count = isinstance(value, int) and finite(value) is not None and value >= 0
         return value if is_count else None
 
     def word(self, key: str) -> str | None:
-        """A config value that is text, else None."""
+        """Return a config value that is a string, else None."""
         value = self.knob(key)
         return value if isinstance(value, str) else None
 
     @property
     def is_on_policy(self) -> bool:
-        """True if each step trains on what its own weights sampled."""
+        """True if each step trains only on samples of its current weights."""
         return self.knob("rollout.on_policy") is True
 
     def sources(self) -> list[dict[str, Any]]:
-        """Return the data sets in data.train, as far as they are objects."""
+        """Return the valid entries of data.train."""
         value = self.knob("data.train")
         return (
             [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
@@ -165,9 +173,9 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Read a run's folder; it may be written to meanwhile.
+    """Read a run's folder, which the run may be writing to.
 
-    Raises ConfigError, with the way out, for a folder that is not a run's.
+    Raises ConfigError, with a suggestion, for a folder that is not a run's.
     """
     _check_is_run(path)
     warnings: list[str] = []
@@ -176,12 +184,12 @@ def read_run(path: Path) -> RunData:
     metrics, evaluations = read_metrics(
         _json_lines(path / "metrics.jsonl", dict[str, Any], warnings)
     )
-    # A later note of an attempt replaces earlier ones.
+    # A later line of an attempt replaces earlier ones.
     lines = _json_lines(path / "attempts.jsonl", Attempt, warnings)
     attempts = list({line.attempt: line for line in lines}.values())
     summary = _json(path / "summary.json", Summary, warnings)
     name = _knob(config, "run.name")
-    planned = _knob(config, "train.rollout_steps")
+    planned_steps = _knob(config, "train.rollout_steps")
     return RunData(
         path=path,
         name=str(name) if name and isinstance(name, str | int) else path.resolve().name,
@@ -189,10 +197,10 @@ def read_run(path: Path) -> RunData:
         config_text=config_text,
         metrics=metrics,
         evaluations=evaluations,
-        state=_state(path, summary, attempts, finite(planned)),
+        state=_state(path, summary, attempts, finite(planned_steps)),
         summary=summary,
         attempts=attempts,
-        plan=_json(path / "plan.json", Plan, warnings),
+        plan=_json(path / "plan.json", PlanFile, warnings),
         provenance=_json(path / "provenance.json", Provenance, warnings),
         warnings=warnings,
     )
@@ -206,8 +214,8 @@ def _knob(config: Mapping[str, Any], key: str) -> Any:
 
 
 def read_metrics(lines: Iterable[Mapping[str, Any]]) -> tuple[Metrics, list[Evaluation]]:
-    """The columns of the steps from 1 on, and the evaluations, in step order. A step that comes
-    again, as after a resume, replaces what was there and all after it."""
+    """Return the metrics of steps from 1 on, and all evaluations, in step order. A repeated step
+    (after a resume) replaces the earlier line and all lines of later steps."""
     by_step: dict[int, Mapping[str, Any]] = {}
     last = -1
     for line in lines:
@@ -215,7 +223,7 @@ def read_metrics(lines: Iterable[Mapping[str, Any]]) -> tuple[Metrics, list[Eval
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MAX_STEP:
             continue
         if step <= last:
-            by_step = {at: values for at, values in by_step.items() if at < step}
+            by_step = {old: values for old, values in by_step.items() if old < step}
         by_step[step] = line
         last = step
     steps = [step for step in by_step if step > 0]
@@ -226,31 +234,32 @@ def read_metrics(lines: Iterable[Mapping[str, Any]]) -> tuple[Metrics, list[Eval
 
 
 def frame_of(steps: Sequence[int], columns: Mapping[str, Any]) -> pd.DataFrame:
-    """Return columns as a table by step. Values too large to compute with become NaN."""
+    """Return columns as a table by step. Values above MAX_NUMBER become NaN, because their squares
+    would overflow."""
     values = np.full((len(steps), len(columns)), math.nan)
-    for place, column in enumerate(columns.values()):
-        values[:, place] = column
+    for index, column in enumerate(columns.values()):
+        values[:, index] = column
     values[~(np.abs(values) <= MAX_NUMBER)] = math.nan
     return pd.DataFrame(values, pd.Index(steps, dtype="int64"), list(columns))
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float; None for what is none to compute with: null, NaN, text, 1e300."""
+    """Return a number as a float; None for null, NaN, text, bool and values above MAX_NUMBER."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= MAX_NUMBER else None  # false for NaN
 
 
-def clock(seconds: float | None, form: str = "%Y-%m-%d %H:%M:%S") -> str | None:
-    """Return a recorded time.time() as this machine's clock shows it, None without one."""
+def clock(seconds: float | None, time_format: str = "%Y-%m-%d %H:%M:%S") -> str | None:
+    """Format a recorded time.time() in local time. None without one, or if it is out of range."""
     if seconds is not None:
-        with suppress(OverflowError, ValueError, OSError):  # beyond the years that there are
-            return time.strftime(form, time.localtime(seconds))
+        with suppress(OverflowError, ValueError, OSError):  # year out of range
+            return time.strftime(time_format, time.localtime(seconds))
     return None
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; 0 for one that is gone meanwhile."""
+    """Return the size of a file in bytes; 0 if it was deleted meanwhile."""
     with suppress(OSError):
         return path.stat().st_size
     return 0
@@ -261,23 +270,23 @@ def _evaluations(step: int, line: Mapping[str, Any]) -> Iterable[Evaluation]:
         number = finite(value)
         if not name.startswith(_EVALUATIONS) or number is None or name.endswith((_LOW, _HIGH)):
             continue
-        of_set, _, figure = name.removeprefix(_EVALUATIONS).rpartition("/")
-        low, high = (finite(line.get(name + end)) for end in (_LOW, _HIGH))
-        yield Evaluation(of_set, figure, step, number, low, high)
+        set_name, _, figure = name.removeprefix(_EVALUATIONS).rpartition("/")
+        low, high = (finite(line.get(name + suffix)) for suffix in (_LOW, _HIGH))
+        yield Evaluation(set_name, figure, step, number, low, high)
 
 
 def _check_is_run(path: Path) -> None:
     if _is_run(path):
         return
-    what = "is not a run's folder" if path.is_dir() else "is not a folder"
-    inside = path if path.is_dir() else path.parent
+    problem = "is not a run's folder" if path.is_dir() else "is not a folder"
+    parent = path if path.is_dir() else path.parent
     folders = []
     with suppress(OSError):
-        folders = [inside, *sorted(folder for folder in inside.iterdir() if folder.is_dir())]
+        folders = [parent, *sorted(folder for folder in parent.iterdir() if folder.is_dir())]
     runs = [str(folder) for folder in folders if _is_run(folder)]
     raise ConfigError(
-        f"RUN_FOLDER: {path} {what if path.exists() else 'does not exist'} (it would have "
-        f"{MARKS[0]} and {MARKS[1]}); name one, "
+        f"RUN_FOLDER: {path} {problem if path.exists() else 'does not exist'} (a run's folder has "
+        f"{MARKS[0]} and {MARKS[1]}); name a run's folder, "
         + (f"such as {first_few(runs)}" if runs else "runs/<name>")
     )
 
@@ -300,41 +309,41 @@ def _yaml(text: str, warnings: list[str]) -> dict[str, Any]:
     try:
         value = yaml.safe_load(text)
         check_depth(value)
-    # Besides its own errors yaml lets through those of what it makes values with: int, date, dict.
+    # yaml does not catch the errors of the constructors it calls, such as int, date and dict.
     except (yaml.YAMLError, *_OF_YAML) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        warnings.append(f"config.yaml: not YAML ({said})")
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.append(f"config.yaml: not YAML ({reason})")
         return {}
     if not isinstance(value, dict):
         if text:
-            warnings.append("config.yaml: holds no keys")
+            warnings.append("config.yaml: has no keys")
         return {}
     return value
 
 
-def _json(path: Path, form: type[T], warnings: list[str]) -> T | None:
+def _json(path: Path, schema: type[T], warnings: list[str]) -> T | None:
     if not path.exists():
-        return None  # of an older version, or not yet
+        return None  # an older version, or not written yet
     try:
-        return decode(_text(path, warnings), form)
+        return decode(_text(path, warnings), schema)
     except ValueError as error:
-        warnings.append(f"{path.name}: left out ({error})")
+        warnings.append(f"{path.name}: skipped ({error})")
         return None
 
 
-def _json_lines(path: Path, form: type[T], warnings: list[str]) -> list[T]:
-    """Return the records of a JSONL file. A last line without an end is being written: no
-    warning."""
+def _json_lines(path: Path, schema: type[T], warnings: list[str]) -> list[T]:
+    """Return the records of a JSONL file. Corrupt lines are skipped with a warning, except a last
+    line without a newline, which is still being written."""
     lines = _text(path, warnings).split("\n")
     values, damaged = [], []
-    for at, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=1):
         try:
-            values += [decode(line, form)] if line.strip() else []
+            values += [decode(line, schema)] if line.strip() else []
         except ValueError:
-            damaged += [at] if at < len(lines) else []
+            damaged += [number] if number < len(lines) else []
     if damaged:
         warnings.append(
-            f"{path.name}: {len(damaged)} damaged lines left out (line {first_few(damaged)})"
+            f"{path.name}: {len(damaged)} corrupt lines skipped (line {first_few(damaged)})"
         )
     return values
 
@@ -342,35 +351,37 @@ def _json_lines(path: Path, form: type[T], warnings: list[str]) -> list[T]:
 def _state(
     folder: Path, summary: Summary | None, attempts: Sequence[Attempt], planned_steps: float | None
 ) -> RunState:
-    """`planned_steps`: train.rollout_steps; a summary of fewer is of an earlier, shorter run."""
+    """Return the state of a run. A summary with fewer than `planned_steps` (train.rollout_steps) is
+    ignored, because it belongs to an earlier, shorter run."""
     report, ago = None, ""
-    # A folder copied without its hidden files has no pulses; those of another version may differ.
+    # A folder copied without hidden files has no heartbeats; another version's format may differ.
     with suppress(ConfigError, OSError, TypeError):
         report = last_attempt.report(folder)
-        newest = max((one.time for one in report.pulses if one is not None), default=report.time)
+        newest = max((pulse.time for pulse in report.pulses if pulse), default=report.time)
         ago = last_attempt.ago_text(time.time() - newest)
-    # What a run says of its end comes first: it writes its report while its ranks still live.
+    # A recorded end takes precedence over heartbeats: a run writes its report while its ranks live.
     done = summary.steps if summary is not None else None
     if summary is not None and (done is None or planned_steps is None or done >= planned_steps):
         steps = f" after step {done}" if done is not None else ""
         return RunState(StateWord.FINISHED, f"it wrote its summary{steps}")
     end = attempts[-1].end if attempts else None
     if report is not None and report.is_alive and not end:
-        return RunState(StateWord.RUNNING, f"a rank gave a sign of life {ago} ago")
-    where = f"`doctor run {folder}` tells where its ranks were"
+        return RunState(StateWord.RUNNING, f"the last heartbeat of a rank was {ago} ago")
+    where = f"`doctor run {folder}` shows where its ranks were"
     hang = report.hang if report is not None else ""
     if hang or end == StateWord.HUNG:
         text = ": ".join(["the watchdog ended it", *hang.splitlines()[:1]])
         return RunState(StateWord.HUNG, f"{text}; {where}")
     if end == StateWord.STOPPED:
         return RunState(
-            StateWord.STOPPED, "it was asked to stop and saved; start it again with resume=auto"
+            StateWord.STOPPED,
+            "it was asked to stop and saved a checkpoint; start it again with resume=auto",
         )
     if end == StateWord.CRASHED:
-        return RunState(StateWord.CRASHED, f"its last start ended by an error; {where}")
+        return RunState(StateWord.CRASHED, f"its last start ended with an error; {where}")
     if report is not None:
         return RunState(
             StateWord.CRASHED,
-            f"it was cut short without a word; the last sign of life was {ago} ago; {where}",
+            f"it was killed without recording an end; the last heartbeat was {ago} ago; {where}",
         )
-    return RunState(StateWord.UNKNOWN, "it has neither a summary nor signs of life")
+    return RunState(StateWord.UNKNOWN, "it has neither a summary nor heartbeats")

@@ -1,20 +1,20 @@
-"""Outcome of every prompt that was issued, step by step and over the run.
+"""Outcome of every issued prompt, per step and over the run.
 
-The ledger's counts, step by step (rollout/ledger.py):
+The ledger's counts of each step (rollout/ledger.py):
 
     issued + carried before
         =  trained + all_correct + all_wrong + overlong + abstained + expired + carried
 
-A group is *decided* with its last grade. Then it has ended as all_correct, all_wrong, overlong or
-abstained, or it is mixed and waits, ready, until it is trained on or expires. So without on_policy,
-where only ready groups expire,
+A group is *decided* when its last completion is graded. It then ends as all_correct, all_wrong,
+overlong or abstained, or it is mixed and ready until it is trained on or expires. Without
+on_policy, only ready groups expire, so
 
     newly mixed  =  trained + expired + carried_ready - carried_ready of the step before
     decided      =  newly mixed + all_correct + all_wrong + overlong + abstained
 
 The keep rate is newly mixed / decided, and groups/keep_rate is its forecast. With on_policy nothing
-is carried, and what expires was mostly undecided: it is left out of both. Without dynamic_sampling
-groups need not be mixed to be trained on, and there is no keep rate.
+is carried, and expired groups count in neither, because most were undecided. Without
+dynamic_sampling, groups are trained on whether mixed or not, and there is no keep rate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IN_WORDS = {
     "abstained": "a grade is missing",
     "expired": "expired",
     "open": "carried on, open",
-    "unaccounted": "of steps without metrics",
+    "unaccounted": "from steps without metrics",
 }
 _JUDGED = (Fate.ALL_CORRECT, Fate.ALL_WRONG, Fate.OVERLONG, Fate.ABSTAINED)
 
@@ -46,42 +46,42 @@ DECIDED = "derived/decided"
 
 
 def derived(run: RunData) -> dict[str, pd.Series]:
-    """Return keep rate and number of decided groups by step. Without dynamic sampling the keep
-    rate and its forecast are empty."""
+    """Return the keep rate and the number of decided groups by step. Without dynamic sampling, the
+    keep rate and its forecast are NaN."""
     column = run.metrics.series
     mixed = column("groups/trained")
     if not run.is_on_policy:
         ready = column("groups/carried_ready")
-        # The first step has no carried groups. After a gap the number before is unknown.
+        # Nothing is carried into step 1. After a missing step the previous number is unknown.
         before = ready.reindex(ready.index - 1).set_axis(ready.index)
         before[before.index == 1] = 0.0
         mixed = mixed + column("groups/expired") + ready - before
         mixed = mixed.where(mixed >= 0)
     decided = mixed + sum(column(f"groups/{fate}").fillna(0) for fate in _JUDGED)
-    if not keeps_mixed_alone(run):
-        nothing = decided * math.nan
-        return {KEPT: nothing, FORECAST: nothing, DECIDED: decided}
+    if not trains_on_mixed_only(run):
+        missing = decided * math.nan
+        return {KEPT: missing, FORECAST: missing, DECIDED: decided}
     return {KEPT: mixed / decided.where(decided > 0), DECIDED: decided}
 
 
-def keeps_mixed_alone(run: RunData) -> bool:
-    """Return True if groups are only trained on if they are mixed."""
+def trains_on_mixed_only(run: RunData) -> bool:
+    """Return True if only mixed groups are trained on (rollout.dynamic_sampling)."""
     return run.knob("rollout.dynamic_sampling") is not False
 
 
 def note(run: RunData) -> str | None:
-    """Return a note to read before the charts."""
-    if keeps_mixed_alone(run):
+    """Return a note to show above the charts, None without one."""
+    if trains_on_mixed_only(run):
         return None
     return (
-        "rollout.dynamic_sampling is off: groups that are all right or all wrong are trained on "
-        "too. There is no keep rate."
+        "rollout.dynamic_sampling is off: groups with only right or only wrong answers are trained "
+        "on too. There is no keep rate."
     )
 
 
 def totals(run: RunData) -> dict[str, int]:
-    """Return groups over the run: issued, each fate, open (carried by the last step) and
-    unaccounted, which is 0 unless steps are missing. Empty if nothing was recorded."""
+    """Return the number of groups over the run: issued, each fate, open (carried by the last step)
+    and unaccounted (0 unless steps are missing). Empty if nothing was recorded."""
     if not run.metrics.values("groups/issued"):
         return {}
     sums = {name: round(run.metrics.total(f"groups/{name}")) for name in ("issued", *FATES)}
@@ -91,7 +91,7 @@ def totals(run: RunData) -> dict[str, int]:
 
 
 def totals_table(run: RunData) -> list[tuple[str, int, float | None]]:
-    """Return `totals` as (what, groups, share of the issued), in words."""
+    """Return `totals` as rows of (label, number of groups, share of the issued groups)."""
     sums = totals(run)
     issued = sums.get("issued", 0)
     return [

@@ -1,6 +1,6 @@
-"""Forms of the files that a run leaves and its report reads. Keys that are not here are ignored.
+"""Schemas of the files of a run that the report reads. Other keys are ignored.
 
-A record of another form is damaged, or of a version that is not known: it is left out as a whole.
+A record that does not match its schema is corrupt or from an unknown version, and is skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dapo_megatron.files import parse_json
 T = TypeVar("T")
 
 MAX_NUMBER = 1e100
-"""Larger figures are as good as missing: their sums and squares are infinite."""
+"""Larger values are treated as missing, because their sums and squares overflow."""
 
 Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -34,7 +34,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """summary.json, as far as the report shows it."""
+    """summary.json: the fields that the report shows."""
 
     steps: Natural | None = None
     seconds: Number | None = None
@@ -53,8 +53,8 @@ class Provenance(msgspec.Struct, frozen=True):
     num_processes: Natural | None = None
 
 
-class Plan(TypedDict, total=False):
-    """plan.json: planned GiB of each phase."""
+class PlanFile(TypedDict, total=False):
+    """plan.json: planned memory of each phase in GiB."""
 
     phases: dict[str, Number]
     note: str | None
@@ -133,6 +133,6 @@ class StepIndex(TypedDict):
     completions: IndexCompletions
 
 
-def decode(text: str | bytes, form: type[T]) -> T:
-    """Parse JSON of a form. Raises ValueError for any other."""
-    return msgspec.convert(parse_json(text), form)
+def decode(text: str | bytes, schema: type[T]) -> T:
+    """Parse JSON and validate it against a schema. Raises ValueError if it does not match."""
+    return msgspec.convert(parse_json(text), schema)

@@ -1,8 +1,8 @@
-"""The report's one HTML file. It loads nothing: styles, scripts, charts and data are inside, and
-its Content-Security-Policy forbids the rest.
+"""Renders the report as one HTML file. Styles, scripts, charts and data are embedded, and its
+Content-Security-Policy forbids loading anything else.
 
-Text of runs is escaped by the template; data for the scripts is base64 of gzip of JSON, so that
-nothing in it can end a script element.
+The template escapes all text of runs. Data for the scripts is base64 of gzipped JSON, so that it
+cannot end a script element.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from dapo_megatron.report.rules import findings
 from dapo_megatron.report.wording import number, visible
 
 SCRIPTS = ("viewer.js", "rollouts.js", "app.js")
-"""After plotly, in this order."""
+"""Scripts in page/, in loading order, after plotly."""
 STYLES = ("style.css", "rollouts.css")
 
 SMOOTHING, SMOOTHED_STEPS = 0.6, 100
-"""Weight of the smoothing at first, and the steps from which runs are smoothed at all."""
+"""Initial weight of the smoothing, and the number of steps from which it is on initially."""
 
 LEVELS = {
     "good": ("✓", "good"),
@@ -48,7 +48,7 @@ LEVELS = {
     "warn": ("!", "warning"),
     "bad": ("✕", "problem"),
 }
-"""Level of a finding -> sign and word: never colour alone."""
+"""Level of a finding -> symbol and word, so that the level is not shown by colour only."""
 
 STATES = {
     "finished": "✓",
@@ -62,21 +62,21 @@ STATES = {
 
 @dataclass(frozen=True)
 class Options:
-    """Parts of the runs that go into the report."""
+    """Options of a report."""
 
     completions: int = 2000
-    """Rollouts kept, over all runs."""
+    """Number of completions in the report, over all runs."""
     tickets: tuple[int, ...] = ()
-    """Groups that are kept whatever else is."""
+    """Groups that are always included."""
     steps: tuple[int | None, int | None] | None = None
-    """First and last step whose rollouts are kept."""
+    """First and last step whose rollouts are included."""
     refresh_seconds: float | None = None
-    """The page loads itself again so often; None: never."""
+    """Interval at which the page reloads itself; None: never."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A run's texts, for page.html.j2."""
+    """Contents of a run for page.html.j2."""
 
     run: RunData
     headline: str
@@ -87,7 +87,7 @@ class View:
     stride: int
     totals: list[tuple[str, int, float | None]]
     notes: dict[str, str]
-    """Notes to read before a section's charts, by section."""
+    """Section -> note to show above its charts."""
     timelines: list[timeline.Timeline]
     timeline_note: str | None
     rollouts: Rollouts | None
@@ -97,19 +97,19 @@ class View:
 @dataclass(frozen=True)
 class Payload:
     data: dict[str, Any]
-    """For the scripts: {refresh_seconds, templates, charts, timelines, runs}."""
+    """Data for the scripts: {refresh_seconds, templates, charts, timelines, runs}."""
     blobs: dict[str, bytes]
-    """JSON that is opened one by one."""
+    """Name (run number-ticket) -> JSON of a group, which the page unpacks on demand."""
     views: list[View]
     looks: list[Look]
     charts: list[Chart]
     missing: dict[str, list[str]]
-    """Titles of the charts that no run has anything for, by section."""
+    """Section -> titles of the charts that no run has data for."""
 
 
 def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
-    """Return the contents of the report of these runs, the first one chosen."""
-    runs = _told_apart(runs)
+    """Return the contents of the report of these runs. The first run is selected initially."""
+    runs = _with_unique_names(runs)
     frames = [columns_of(run).dropna(axis=1, how="all") for run in runs]
     names = {point.figure for run in runs for point in run.evaluations}
     shown = recorded(CHARTS, {name for frame in frames for name in frame}, names)
@@ -120,33 +120,39 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
     share = -(-options.completions // len(runs))
     blobs: dict[str, bytes] = {}
     views: list[View] = []
-    for place, run in enumerate(runs):
-        kept = rollouts(run, share, options.tickets, options.steps)
-        views.append(_view(run, shown, kept))
-        if kept is not None:
-            blobs |= {f"{place}-{ticket}": blob for ticket, blob in kept.blobs.items()}
+    for index, run in enumerate(runs):
+        selected = rollouts(run, share, options.tickets, options.steps)
+        views.append(_view(run, shown, selected))
+        if selected is not None:
+            blobs |= {f"{index}-{ticket}": blob for ticket, blob in selected.blobs.items()}
     looks = curves.looks(runs)
-    drawn = [
-        RunCurves(run.name, curves.thin(frame), curves.evaluation_curves(run.evaluations), look, at)
-        for place, (run, frame) in enumerate(zip(runs, frames, strict=True))
-        for at, look in enumerate(looks)
-        if place in look.runs
+    run_curves = [
+        RunCurves(
+            run.name,
+            curves.thin(frame),
+            curves.evaluation_curves(run.evaluations),
+            look,
+            look_number,
+        )
+        for index, (run, frame) in enumerate(zip(runs, frames, strict=True))
+        for look_number, look in enumerate(looks)
+        if index in look.runs
     ]
     data = {
         "refresh_seconds": options.refresh_seconds,
         "templates": figures.TEMPLATES,
-        "charts": {chart.id: figures.draw(chart, drawn) for chart in shown},
+        "charts": {chart.id: figures.draw(chart, run_curves) for chart in shown},
         "timelines": {
-            f"timeline-{place}-{one.step}": [one.figure]
-            for place, view in enumerate(views)
-            for one in view.timelines
+            f"timeline-{index}-{step.step}": [step.figure]
+            for index, view in enumerate(views)
+            for step in view.timelines
         },
         "runs": [{"name": run.name} for run in runs],
     }
     return Payload(data, blobs, views, looks, shown, missing)
 
 
-def _view(run: RunData, charts: Sequence[Chart], kept: Rollouts | None) -> View:
+def _view(run: RunData, charts: Sequence[Chart], selected: Rollouts | None) -> View:
     notes = {"groups": groups.note(run), "time": phases.note(run)}
     return View(
         run=run,
@@ -157,18 +163,18 @@ def _view(run: RunData, charts: Sequence[Chart], kept: Rollouts | None) -> View:
             for finding in findings(run)
         ],
         provenance=provenance(run),
-        warnings=[*run.warnings, *(kept.warnings if kept is not None else ())],
+        warnings=[*run.warnings, *(selected.warnings if selected is not None else ())],
         stride=curves.stride_of(len(run.metrics.steps)),
         totals=groups.totals_table(run),
         notes={section: note for section, note in notes.items() if note},
         timelines=timeline.timelines(run),
         timeline_note=timeline.note(run),
-        rollouts=kept,
+        rollouts=selected,
     )
 
 
-def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
-    """Name runs of one name also by their folders, and show all characters of a name."""
+def _with_unique_names(runs: Sequence[RunData]) -> list[RunData]:
+    """Add the folder to names that several runs share, and make hidden characters visible."""
     names = Counter(run.name for run in runs)
     return [
         replace(run, name=visible(f"{run.name} ({run.path})" if names[run.name] > 1 else run.name))
@@ -180,12 +186,12 @@ def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
 
 
 def render(payload: Payload) -> str:
-    """The page."""
+    """Return the HTML of the page."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_part),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_seen,
+        finalize=_finalize,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -211,17 +217,17 @@ def render(payload: Payload) -> str:
         made=time.strftime("%Y-%m-%d %H:%M:%S"),
         version=dapo_megatron.__version__,
     )
-    # A lone surrogate, as a tokenizer's broken bytes leave it, is no UTF-8.
+    # UTF-8 cannot encode lone surrogates, which invalid bytes of a tokenizer may leave.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _seen(value: Any) -> Any:
-    """Show all characters of what the template writes of a run."""
+def _finalize(value: Any) -> Any:
+    """Make hidden characters visible in texts that the template writes."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def packed(value: Any) -> str:
-    """JSON, gzip, base64."""
+    """Return a value as base64 of gzipped JSON."""
     return _packed(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
 
 
@@ -241,7 +247,7 @@ def _plotly() -> str:
 
 
 def _script(text: str) -> Markup:
-    """A script as it stands between its tags."""
+    """Mark a script as safe to embed. Raises ValueError if it would end its own element."""
     if "</script" in text.lower() or "<!--" in text:
-        raise ValueError("a script that ends its own element")
+        raise ValueError("a script must not end its own element: it contains </script or <!--")
     return Markup(text)

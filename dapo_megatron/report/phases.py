@@ -1,4 +1,4 @@
-"""Phases of a step: where its seconds go, and the memory they take against the plan."""
+"""Phases of a step: their seconds, and their memory compared with the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLORS = {
     Phase.EVALUATE: 6,
     "rest": 7,
 }
-"""Position in curves.PALETTE by phase."""
+"""Phase -> index in curves.PALETTE."""
 LABELS = {"grade": "wait for graders", Phase.LOGPROBS: "log-probs", "rest": "the rest"}
 
 GENERATE = "derived/time_generate"
@@ -25,18 +25,18 @@ REST = "derived/time_rest"
 MOVED = "derived/time_sync_moved"
 IDLE = "derived/engine_idle"
 PLANNED = "derived/plan_{}_gib"
-"""Planned level of a phase."""
+"""Planned memory of a phase in GiB; format it with the phase."""
 
 
 def derived(run: RunData) -> dict[str, pd.Series]:
-    """Return, by step: generate without waiting for graders, time in no phase, the part of sync
-    that moves weights, the idle share of engines, and the levels of the memory plan."""
+    """Return series by step: seconds of generate without waiting for graders, seconds outside all
+    phases, seconds of sync that move weights, idle share of the engines, and planned memory."""
 
     def time(name: str) -> pd.Series:
         return run.metrics.series(f"time/{name}")
 
-    def without(whole: str, *parts: str) -> pd.Series:
-        return (time(whole) - sum(time(part).fillna(0) for part in parts)).clip(lower=0)
+    def without(total: str, *parts: str) -> pd.Series:
+        return (time(total) - sum(time(part).fillna(0) for part in parts)).clip(lower=0)
 
     series = {
         GENERATE: without("generate", "grade"),
@@ -51,13 +51,13 @@ def derived(run: RunData) -> dict[str, pd.Series]:
 
 
 def memory_plan(run: RunData) -> dict[str, float]:
-    """Return the planned GiB of each phase by the run's plan.json, empty if it has none."""
+    """Return phase -> planned memory in GiB from the run's plan.json; empty without one."""
     phases = (run.plan or {}).get("phases")
     levels = {name: finite(phases.get(name)) for name in STEP_PHASES if isinstance(phases, dict)}
     return {name: gib for name, gib in levels.items() if gib is not None and gib > 0}
 
 
 def note(run: RunData) -> str | None:
-    """Return the plan's own note."""
+    """Return the note of the memory plan, None without one."""
     text = (run.plan or {}).get("note")
-    return f"The plan of memory: {text}" if text else None
+    return f"Memory plan: {text}" if text else None

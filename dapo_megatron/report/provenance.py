@@ -1,5 +1,5 @@
-"""A run in words: the sentence at the top of its report, a few facts, and tables of what it was
-made with and what it left (code, versions, layout, starts, checkpoints, data, MLflow)."""
+"""Texts about a run: the headline of its report, key facts, and tables of its provenance and output
+(code, versions, layout, starts, checkpoints, data, MLflow)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _NO_PROVENANCE, _NO_SUMMARY = Provenance(), Summary()
 
 
 def headline(run: RunData) -> str:
-    """accuracy 0.386 → 0.887 on chain_sum_held_out (40 of 40 steps, 4 min)."""
+    """Return the headline: "accuracy 0.386 → 0.887 on chain_sum_held_out (40 of 40 steps, 4
+    min)"."""
     progress = _progress(run)
     means = [point for point in run.evaluations if point.figure.startswith("avg@")]
     if means:
@@ -51,7 +52,7 @@ def _progress(run: RunData) -> str:
 
 
 def facts(run: RunData) -> list[tuple[str, str]]:
-    """(label, text), the ones that name the run; what its folder does not say is left out."""
+    """Return the key facts as (label, text). Unknown facts are omitted."""
     return [(label, text) for label, text in _facts(run) if text]
 
 
@@ -63,13 +64,13 @@ def _facts(run: RunData) -> Iterator[tuple[str, str]]:
     keys = ("prompts_per_step", "samples_per_prompt", "max_response_tokens")
     prompts, samples, limit = (run.count(f"rollout.{key}") for key in keys)
     if prompts is not None and samples is not None and limit is not None:
-        yield "a step", f"{prompts} prompts, {samples} answers each, of up to {limit} tokens"
+        yield "per step", f"{prompts} prompts, {samples} answers each, of up to {limit} tokens"
     yield "optimizer", _optimizer(run)
-    made, summary = run.provenance or _NO_PROVENANCE, run.summary or _NO_SUMMARY
-    processes = made.num_processes or summary.num_processes or run.count("run.processes") or 0
-    counted = f"{processes} process{'' if processes == 1 else 'es'}" if processes else ""
-    yield "on", ", ".join(filter(None, (counted, made.devices)))
-    yield "layout", made.facts.get("policy", "")
+    recorded, summary = run.provenance or _NO_PROVENANCE, run.summary or _NO_SUMMARY
+    processes = recorded.num_processes or summary.num_processes or run.count("run.processes") or 0
+    processes_text = f"{processes} process{'' if processes == 1 else 'es'}" if processes else ""
+    yield "on", ", ".join(filter(None, (processes_text, recorded.devices)))
+    yield "layout", recorded.facts.get("policy", "")
     started = clock(run.attempts[0].time, "%Y-%m-%d %H:%M") if run.attempts else None
     if started is not None:
         starts = f", {len(run.attempts)} starts" if len(run.attempts) > 1 else ""
@@ -77,7 +78,7 @@ def _facts(run: RunData) -> Iterator[tuple[str, str]]:
     speed = run.metrics.last("throughput/tokens_per_second")
     yield "speed", f"{speed:,.0f} tokens/s in the last step" if speed is not None else ""
     peak = summary.peak_memory_gib
-    yield "host memory", f"{peak:.1f} GiB at most, all processes" if peak is not None else ""
+    yield "host memory", f"peak {peak:.1f} GiB, all processes" if peak is not None else ""
 
 
 def _optimizer(run: RunData) -> str:
@@ -86,11 +87,12 @@ def _optimizer(run: RunData) -> str:
         return ""
     low, high = run.number("loss.clip_low"), run.number("loss.clip_high")
     clip = f", clip {low:g} / {high:g}" if low is not None and high is not None else ""
-    return f"learning rate {lr:g}, {times(updates, 'update')} a step{clip}"
+    return f"learning rate {lr:g}, {times(updates, 'update')} per step{clip}"
 
 
 def provenance(run: RunData) -> list[dict[str, Any]]:
-    """[{title, rows: [[key, text], ...], links: {key: address}}]; empty tables are left out."""
+    """Return the tables as [{title, rows: [(key, text), ...], links: {key: URL}}]. Empty tables are
+    omitted."""
     mlflow = _read(run.path / "mlflow_run.json")
     tables = {
         "Code and versions": _code(run),
@@ -114,7 +116,7 @@ def _code(run: RunData) -> Rows:
     summary = run.summary or _NO_SUMMARY
     commit = tags.get("git.commit") or summary.commit or ""
     if commit and tags.get("git.dirty") == "true":
-        commit += ", with changes that are not committed"
+        commit += ", with uncommitted changes"
     versions = {key: value for key, value in tags.items() if key.startswith("version.")}
     rows = {
         "commit": commit,
@@ -126,13 +128,13 @@ def _code(run: RunData) -> Rows:
 
 
 def _machines(run: RunData) -> Rows:
-    made = run.provenance or _NO_PROVENANCE
-    rows = [*made.facts.items()]
-    rows += [("devices", made.devices)] if made.devices else []
-    rows += [("processes", str(made.num_processes))] if made.num_processes else []
-    # "computed by" of the facts says what was chosen.
+    recorded = run.provenance or _NO_PROVENANCE
+    rows = [*recorded.facts.items()]
+    rows += [("devices", recorded.devices)] if recorded.devices else []
+    rows += [("processes", str(recorded.num_processes))] if recorded.num_processes else []
+    # The fact "computed by" already contains the chosen.* tags.
     shown = ("host", "slurm.") if rows else ("host", "slurm.", "chosen.")
-    rows += [(key, value) for key, value in made.tags.items() if key.startswith(shown)]
+    rows += [(key, value) for key, value in recorded.tags.items() if key.startswith(shown)]
     if not rows and run.knob("policy.tensor_parallel") is not None:
         parallel = [f"{kind}_parallel" for kind in ("tensor", "pipeline", "context")]
         rows = [(key, str(run.knob(f"policy.{key}"))) for key in parallel]
@@ -143,10 +145,10 @@ def _starts(run: RunData) -> Rows:
     rows = []
     for start in run.attempts:
         end = start.end or (run.state.word if start is run.attempts[-1] else "cut short")
-        at = clock(start.time) or "?"
+        when = clock(start.time) or "?"
         job = f", Slurm job {start.job}" if start.job else ""
         step = "?" if start.step is None else start.step
-        text = f"from step {step}; {'ended' if start.end else 'began'} {at}{job}; {end}"
+        text = f"from step {step}; {'ended' if start.end else 'started'} {when}{job}; {end}"
         rows.append((start.attempt, text))
     return rows
 
@@ -157,9 +159,9 @@ def _checkpoints(folder: Path) -> Rows:
         if not path.is_dir():
             continue
         size = sum(size_of(file) for file in _listed(path, "*") if file.is_file())
-        sums = "" if (path / "manifest.json").exists() else ", without sums of its files"
+        checksums = "" if (path / "manifest.json").exists() else ", without checksums"
         kind = "" if _CHECKPOINT.fullmatch(path.name) else ", set aside"
-        rows.append((path.name, f"{size / 2**20:,.1f} MiB{sums}{kind}"))
+        rows.append((path.name, f"{size / 2**20:,.1f} MiB{checksums}{kind}"))
     return rows
 
 
@@ -174,7 +176,7 @@ def _mlflow(run: Mapping[str, Any]) -> Rows:
 
 
 def _mlflow_links(run: Mapping[str, Any]) -> dict[str, str]:
-    """Link to the run's page on a server. Another address (a file, a script) gets no link."""
+    """Return links to the run and its server. An address that is not http(s) gets no link."""
     server = _server(run)
     try:
         parts = urlsplit(server)
@@ -189,8 +191,8 @@ def _mlflow_links(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _server(run: Mapping[str, Any]) -> str:
-    """Return the server without a password: a report is passed on, and older versions stored
-    some."""
+    """Return the server without a password. Older versions stored passwords, and reports are
+    shared."""
     return without_password(str(run.get("server", "")))
 
 
@@ -210,7 +212,7 @@ def _shortened(text: str) -> str:
 
 
 def _listed(folder: Path, pattern: str) -> list[Path]:
-    """Return the matching files, sorted; none without a folder, or one that goes meanwhile."""
+    """Return the matching paths, sorted; none if the folder is missing or deleted meanwhile."""
     with suppress(OSError):
         return sorted(folder.glob(pattern))
     return []

@@ -1,8 +1,8 @@
-"""Readers of a run's recorded rollouts: the index of each step, groups by their offset, and the
+"""Readers of a run's recorded rollouts: the index of a step, a group by its byte offset, and the
 policy's values of a group.
 
-A run may be writing meanwhile, and files may be missing or damaged. What cannot be read is None or
-left out, and the caller reports it.
+The run may still be writing, and files may be missing or corrupt. Data that cannot be read is None
+or skipped; the caller reports it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _STEP = re.compile(r"step_(\d+)\.jsonl?")
 _POLICY_BEGIN = re.compile(rb'\{"ticket": ?(\d{1,18}), ?"sample": ?(\d{1,18})\b')
 _GAP_MAX = re.compile(rb'"gap_max": ?(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)')
 _LINE_BEGIN = 400
-"""Bytes of a line of policy values in which its figures stand, before the lists."""
+"""Number of bytes at the start of a line of policy values that contain its scalars."""
 
 
 def step_files(folder: Path, ending: str) -> dict[int, Path]:
-    """Return the files of steps in `folder`, in step order; empty without a folder."""
+    """Return step -> file in `folder`, in step order; empty without a folder."""
     try:
         paths = [path for path in folder.iterdir() if path.suffix == ending]
     except OSError:
@@ -41,21 +41,21 @@ def read_index(path: Path) -> StepIndex | None:
     except (OSError, ValueError):
         return None
     groups, completions = index["groups"], index["completions"]
-    is_sound = (
+    is_consistent = (
         len({len(column) for column in groups.values()}) == 1  # type: ignore[arg-type]
         and len({len(column) for column in completions.values()}) == 1  # type: ignore[arg-type]
         and max(completions["group"], default=-1) < len(groups["ticket"])
     )
-    return index if is_sound else None
+    return index if is_consistent else None
 
 
 def index_of_samples(path: Path, step: int) -> StepIndex | None:
-    """Return the index of a run that recorded none, made by reading all of a step's groups."""
+    """Return the index of a step that has no index file, built by reading all of its groups."""
     index, offset = SampleIndex(step), 0
     try:
         with path.open("rb") as file:
             for line in file:
-                with suppress(ValueError):  # one line is damaged; the others are not
+                with suppress(ValueError):  # skip corrupt lines
                     index.add(_group(line), offset)
                 offset += len(line)
     except OSError:
@@ -65,7 +65,7 @@ def index_of_samples(path: Path, step: int) -> StepIndex | None:
 
 
 def read_group(path: Path, offset: int, ticket: int) -> dict[str, Any] | None:
-    """Return the group whose line begins at byte `offset`, if it is that of `ticket`."""
+    """Return the group whose line starts at byte `offset`; None if it is not `ticket`."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -76,13 +76,13 @@ def read_group(path: Path, offset: int, ticket: int) -> dict[str, Any] | None:
 
 
 def policy_of(path: Path, ticket: int) -> dict[int, dict[str, Any]]:
-    """Return, by sample, the policy's values of a group before the step's first update.
+    """Return sample -> the policy's values of a group before the step's first update.
 
-    Reads only as far as the group's last line: the lists of a step may be tens of megabytes.
+    Stops after the group's last line, because the file of a step may have tens of megabytes.
     """
     by_sample: dict[int, dict[str, Any]] = {}
-    for line, of_ticket, sample in _policy_lines(path):
-        if of_ticket == ticket:
+    for line, line_ticket, sample in _policy_lines(path):
+        if line_ticket == ticket:
             with suppress(ValueError):
                 by_sample[sample] = {**decode(line, PolicyValues)}
         elif by_sample:
@@ -91,10 +91,10 @@ def policy_of(path: Path, ticket: int) -> dict[int, dict[str, Any]]:
 
 
 def largest_gaps(paths: Iterable[Path], max_bytes: int, num: int) -> list[tuple[float, int, int]]:
-    """Return the largest gaps of sequences, at most one per group, as (gap, ticket, sample),
-    largest first.
+    """Return the `num` largest gaps of sequences as (gap, ticket, sample), largest first, at most
+    one per group.
 
-    Reads the files in their order, until it has read `max_bytes`.
+    Reads the files in the given order, and starts no further file after `max_bytes`.
     """
     best: dict[int, tuple[float, int, int]] = {}
     num_bytes = 0
@@ -117,9 +117,9 @@ def _policy_lines(path: Path) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _group(line: bytes) -> dict[str, Any]:
-    """Return a line of the samples. Raises ValueError for a line of another form."""
+    """Parse a line of the samples. Raises ValueError if it does not match the schema."""
     group: dict[str, Any] = {**decode(line, Group)}
     for completion in group["completions"]:
         if len(completion["tokens"]) != len(completion["logprobs"]):
-            raise ValueError("not a log-prob for each token")
+            raise ValueError("numbers of tokens and log-probs differ")
     return group

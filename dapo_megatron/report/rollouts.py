@@ -1,6 +1,6 @@
-"""The rollouts of a run in its report: a table of chosen completions, and each of them in full.
+"""Rollouts of a run in its report: a table of selected completions, and their complete groups.
 
-A blob holds a group in full, as JSON: see viewer_data.py. The page opens blobs one by one.
+A blob is a complete group as JSON (viewer_data.py). The page unpacks blobs on demand.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from dapo_megatron.report.wording import first_few
 from dapo_megatron.rollout.serialization import rounded, significant, summary
 
 MAX_BLOB_BYTES = 18_000_000
-"""Size of all blobs together, compressed; the page writes them a third longer. A run that shares a
-page with others has a share of it, by the completions asked of it."""
+"""Maximum size of all blobs together, compressed; base64 makes them a third larger. Runs that share
+a page share this budget in proportion to their completions."""
 FULL_PAGE = 2000
-"""Completions."""
+"""Number of completions that may use all of MAX_BLOB_BYTES."""
 MAX_READ_BYTES = 200_000_000
-"""Most bytes to read of samples without an index."""
+"""Maximum number of bytes to read of samples without an index."""
 MAX_POLICY_BYTES = 200_000_000
-"""Most bytes of policy values to search for the largest gaps."""
+"""Maximum number of bytes of policy values to search for the largest gaps."""
 MAX_GAPS = 8
 _INSPECTED = 4
-"""Groups of a step, where the config does not say it."""
+"""Default of tracking.inspected_groups, for configs without it."""
 _NOT_READ = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
-"""Errors of a group of another version, or damaged in a way that its form does not show."""
+"""Errors caused by a group of another version, or by corruption that passes the schema."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Rows of the table, and blobs of JSON by ticket that the page opens one by one."""
+    """Rows of the table of completions, and the blobs of their groups."""
 
     rows: list[Row]
     blobs: dict[int, bytes]
+    """Ticket -> JSON of the group."""
     total: int
-    """Completions that were looked at."""
+    """Number of completions to select from."""
     note: str
     warnings: list[str] = field(default_factory=list)
 
@@ -56,30 +57,35 @@ def rollouts(
     tickets: Sequence[int] = (),
     steps: tuple[int | None, int | None] | None = None,
 ) -> Rollouts | None:
-    """Return about `completions` of the run's rollouts, of the steps (first, last), both included,
-    if given; and the groups `tickets` in any case. None if none are recorded."""
+    """Select about `completions` of the run's rollouts. None if none are recorded.
+
+    tickets   groups that are always included
+    steps     (first, last) step to select from, both inclusive; None: no bound
+    """
     reading = _Reading(run, steps)
     if not reading.samples:
         return None
-    picks, total = reading.chosen(completions, frozenset(tickets))
+    picks, total = reading.select(completions, frozenset(tickets))
     max_bytes = MAX_BLOB_BYTES * min(completions, FULL_PAGE) // FULL_PAGE
-    rows, blobs = reading.opened(picks, max_bytes)
+    rows, blobs = reading.load(picks, max_bytes)
     missing = sorted({*tickets} - {pick.ticket for pick in picks})
     if missing:
-        reading.notes.append(f"Not among the recorded ones: ticket {', '.join(map(str, missing))}")
-    kept = f"{len(rows):,} of {total:,} completions are here"
+        reading.notes.append(f"Not recorded: ticket {', '.join(map(str, missing))}")
+    selection = f"{len(rows):,} of {total:,} completions are here"
     if len(rows) < total:
-        kept += (
-            ", in whole groups: the longest, the least likely, the oldest, those with the largest "
-            "gaps, without a grade or an answer, truncated, or alone in being right or wrong; some "
-            "of every data set and every fate; and an even spread over the steps"
+        selection += (
+            ", in complete groups: the longest, the least likely, the oldest, those with the "
+            "largest gaps, without a grade or an answer, truncated, and the only right or wrong "
+            "ones of a group; some of every data set and every fate; and an even spread over the "
+            "steps"
         )
     rows.sort(key=lambda row: (row["step"], row["ticket"], row["sample"]))
-    return Rollouts(rows, blobs, total, ". ".join([kept, *reading.notes]) + ".", reading.warnings)
+    note = ". ".join([selection, *reading.notes]) + "."
+    return Rollouts(rows, blobs, total, note, reading.warnings)
 
 
 class _Reading:
-    """The files of a run's rollouts, and notes of what could not be read of them."""
+    """Reads the files of a run's rollouts. Collects notes and warnings for the reader."""
 
     def __init__(self, run: RunData, steps: tuple[int | None, int | None] | None) -> None:
         folder = run.path / "samples"
@@ -91,14 +97,14 @@ class _Reading:
         self.indexes = recorded.step_files(folder / "index", ".json")
         self.policy = recorded.step_files(folder / "policy", ".jsonl")
 
-    def chosen(self, num: int, tickets: frozenset[int]) -> tuple[list[Pick], int]:
-        """Return the chosen groups, and the number of completions that there were to choose from.
-        From steps that are not wanted only `tickets` are chosen."""
+    def select(self, num: int, tickets: frozenset[int]) -> tuple[list[Pick], int]:
+        """Return the selected groups, and the number of completions to select from. Outside the
+        wanted steps, only `tickets` are selected."""
         inspected = self.run.count("tracking.inspected_groups") or _INSPECTED
-        seen = [step for step in self.samples if tickets or self._is_wanted(step)]
-        readable = self._readable_without_index(seen)
+        steps = [step for step in self.samples if tickets or self._is_wanted(step)]
+        readable = self._readable_without_index(steps)
         indexes, damaged = {}, []
-        for step in seen:
+        for step in steps:
             if step in self.indexes:
                 index = recorded.read_index(self.indexes[step])
             elif step in readable:
@@ -111,19 +117,19 @@ class _Reading:
                 indexes[step] = index
         self._warn(damaged, "steps", "step")
         if not any(map(self._is_wanted, self.samples)):
-            steps = _steps(min(self.samples), max(self.samples))
+            recorded_steps = _steps(min(self.samples), max(self.samples))
             self.notes.append(
                 f"None was recorded of {_steps(self.first, self.last)}: this run's completions "
-                f"are of {steps}"
+                f"are of {recorded_steps}"
             )
         groups, completions = frames(indexes, inspected, self.policy)
         groups = groups[groups["step"].map(self._is_wanted) | groups["ticket"].isin(tickets)]
         completions = completions[completions["ticket"].isin(groups["ticket"])]
         return choose(groups, completions, num, tickets, self._gaps()), len(completions)
 
-    def opened(self, picks: Sequence[Pick], max_bytes: int) -> tuple[list[Row], dict[int, bytes]]:
-        """Return the rows and blobs of the groups, the first ones first, until there are so many
-        bytes. Groups that were asked for are kept up to the size of a whole page."""
+    def load(self, picks: Sequence[Pick], max_bytes: int) -> tuple[list[Row], dict[int, bytes]]:
+        """Return the rows and blobs of the groups, in order, until `max_bytes` is reached. Groups
+        that the user asked for are loaded up to MAX_BLOB_BYTES."""
         checkpoints = sorted((self.run.path / "checkpoints").glob("step_*"), reverse=True)
         pieces = find_tokenizer(self.run.path, self.run.word("model.path"), checkpoints)
         rows: list[Row] = []
@@ -132,21 +138,22 @@ class _Reading:
         num_bytes = 0
         for pick in picks:
             if num_bytes >= (MAX_BLOB_BYTES if pick.is_asked else max_bytes):
-                self.notes.append("The page has no room for more")
+                self.notes.append("The page has no room for more completions")
                 break
-            opened = self._open(pick, pieces)
-            if opened is None:
+            loaded = self._load_group(pick, pieces)
+            if loaded is None:
                 unreadable.append(pick.ticket)
                 continue
-            rows += opened[0]
-            blobs[pick.ticket] = opened[1]
-            num_bytes += len(zlib.compress(opened[1], 1))
+            group_rows, blob = loaded
+            rows += group_rows
+            blobs[pick.ticket] = blob
+            num_bytes += len(zlib.compress(blob, 1))
         self._warn(unreadable, "groups", "ticket")
         if pieces is None:
-            self.notes.append("No tokenizer was found, so texts are shown whole, not by token")
+            self.notes.append("No tokenizer was found, so texts are not split into tokens")
         return rows, blobs
 
-    def _open(self, pick: Pick, pieces: Pieces | None) -> tuple[list[Row], bytes] | None:
+    def _load_group(self, pick: Pick, pieces: Pieces | None) -> tuple[list[Row], bytes] | None:
         """Return the rows and the blob of a group; None if it cannot be read."""
         group = recorded.read_group(self.samples[pick.step], pick.offset, pick.ticket)
         if group is None:
@@ -156,20 +163,20 @@ class _Reading:
         policy = recorded.policy_of(path, pick.ticket) if path and has_policy else {}
         with suppress(*_NOT_READ):
             rows = [
-                _row(pick, group, one, policy.get(one["sample"], {}))
-                for one in group["completions"]
+                _row(pick, group, completion, policy.get(completion["sample"], {}))
+                for completion in group["completions"]
             ]
             data = group_data(group, policy, pieces)
             return rows, json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
         return None
 
     def _is_wanted(self, step: int) -> bool:
-        """Return whether completions are to be chosen from a step."""
+        """Return True if `step` is within the range to select from."""
         return (self.first or 0) <= step and (self.last is None or step <= self.last)
 
     def _gaps(self) -> dict[int, int]:
-        """Return ticket -> sample of the largest gaps, from the steps whose metrics show the
-        largest."""
+        """Return ticket -> sample of the largest gaps. Steps with the largest gaps in their metrics
+        are searched first."""
         metrics = self.run.metrics
         largest = dict(zip(metrics.steps, metrics.column("mismatch/gap_max")))
         steps = filter(self._is_wanted, self.policy)
@@ -179,7 +186,7 @@ class _Reading:
         return {ticket: sample for _, ticket, sample in gaps}
 
     def _readable_without_index(self, steps: Sequence[int]) -> set[int]:
-        """Return steps, evenly chosen so that their files are no more than MAX_READ_BYTES."""
+        """Return evenly spread steps without an index, of at most about MAX_READ_BYTES in total."""
         steps = [step for step in steps if step not in self.indexes]
         num_bytes = sum(size_of(self.samples[step]) for step in steps)
         num = len(steps)
@@ -189,36 +196,37 @@ class _Reading:
                 f"This run recorded no index: {len(steps) - num:,} of {len(self.samples):,} steps "
                 "were not read"
             )
-        return {steps[place * len(steps) // num] for place in range(num)}
+        return {steps[index * len(steps) // num] for index in range(num)}
 
-    def _warn(self, numbers: Sequence[int], what: str, each: str) -> None:
-        """Note the steps or groups that cannot be read, if there are any."""
+    def _warn(self, numbers: Sequence[int], plural: str, singular: str) -> None:
+        """Add a warning for steps or groups that cannot be read, if there are any."""
         if numbers:
-            which = f"({each} {first_few(numbers)})"
-            self.warnings.append(f"samples: {len(numbers)} {what} cannot be read {which}")
+            which = f"({singular} {first_few(numbers)})"
+            self.warnings.append(f"samples: {len(numbers)} {plural} cannot be read {which}")
 
 
 def _row(
-    pick: Pick, group: Mapping[str, Any], one: Mapping[str, Any], policy: Mapping[str, Any]
+    pick: Pick, group: Mapping[str, Any], completion: Mapping[str, Any], policy: Mapping[str, Any]
 ) -> Row:
     """Return the row of a completion in the table."""
-    brief = summary(pick.step, one)
-    graded = "wrong" if one["parsed"] else "no answer"
+    brief = summary(pick.step, completion)
+    wrong = "wrong" if completion["parsed"] else "no answer"
+    graded = "right" if completion["correct"] else wrong
     return {
         "step": pick.step,
         **{name: group[name] for name in ("ticket", "source", "fate", "verdict")},
-        **{name: one[name] for name in ("sample", "finish")},
+        **{name: completion[name] for name in ("sample", "finish")},
         **{name: brief[name] for name in ("num_tokens", "age", "logprob_mean", "logprob_min")},
-        "graded": "no grade" if one["score"] is None else "right" if one["correct"] else graded,
-        "reward": rounded(one.get("reward")),
+        "graded": "no grade" if completion["score"] is None else graded,
+        "reward": rounded(completion.get("reward")),
         "advantage": rounded(policy.get("advantage")),
         "gap_max": significant(policy.get("gap_max")),
-        "why": pick.why(one["sample"]),
+        "why": pick.why(completion["sample"]),
     }
 
 
 def _steps(first: int | None, last: int | None) -> str:
-    """Write a range of steps in words; None: no bound."""
+    """Return a range of steps as text. None means no bound."""
     if last is None:
         return f"step {first} or later"
     if first is None:

@@ -1,4 +1,4 @@
-"""Rule: one finding as data, and its evaluation on a run."""
+"""Rule: a finding defined as data, and its evaluation on a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVERY_STEP = [p for p in STEP_PHASES if p not in (Phase.CHECKPOINT, Phase.EVALUA
 
 
 def judged(run: RunData) -> RunData:
-    """Return the run with the columns that rules judge besides its metrics."""
+    """Return the run with the derived columns that rules use added to its metrics."""
     run = replace(run, metrics=Metrics(columns_of(run)))
     column, steps = run.metrics.series, run.metrics.steps
     completions = column(DECIDED) * (run.count("rollout.samples_per_prompt") or 0)
@@ -43,13 +43,13 @@ def judged(run: RunData) -> RunData:
 
 @dataclass(frozen=True)
 class Case(Track):
-    """Series that a rule looks at, in its run."""
+    """The series that a rule judges, and its run."""
 
     run: RunData
     bound: float = 0.0
-    """Value of the rule's config key."""
+    """Value of the config key `Rule.bound`."""
     hits: tuple[int, ...] = ()
-    """Steps that the finding is about."""
+    """Steps that the finding refers to (`Rule.steps`)."""
 
     @property
     def peak(self) -> int:
@@ -72,39 +72,39 @@ def track(run: RunData, metric: str) -> Track:
 
 
 def always(series: Case) -> bool:
-    """Hold for each series that has `Rule.steps`."""
+    """Condition that always holds. The finding then depends only on `Rule.steps`."""
     return True
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A finding on one series.
+    """A possible finding on one series.
 
-    Title, text and knob are templates. `s` is the Case and `steps` names its `hits`. `!p` writes a
-    share in percent, `!n` a number as a person would.
+    Title, text and knob are format templates. `s` is the Case, `steps` lists its `hits`. `!p`
+    formats a share in percent, `!n` a number for people.
     """
 
     metric: str
     """Column of judged()."""
     when: Mapping[Level, Callable[[Case], Any]]
-    """The finding has the level of the first condition that holds."""
+    """Level -> condition. The first condition that holds gives the level of the finding."""
     title: str
     text: str
     knob: str | None = None
     trend: bool = False
     """Judge only series that are long enough for trends (Track.is_long)."""
     only: Callable[[RunData], bool] = lambda run: True
-    """Judge only these runs."""
+    """Judge only runs for which this is True."""
     bound: str | None = None
-    """Config key of a number above 0, `s.bound`. A run without it has no such finding."""
+    """Config key of a number above 0, available as `s.bound`. Runs without it are not judged."""
     steps: Callable[[Case], Sequence[int]] = lambda s: list(s.series.index)
-    """Steps that the finding is about. Without any there is none."""
+    """Steps that the finding refers to. Without steps there is no finding."""
     facts: Callable[[Case], Mapping[str, Any]] = lambda series: {}
-    """More fields of the templates."""
+    """Additional fields of the templates."""
     chart: str | None = None
 
     def __call__(self, run: RunData) -> Iterator[Finding]:
-        """Yield the finding, if the run has it."""
+        """Yield the finding if the rule applies to the run."""
         bound = run.number(self.bound) if self.bound else 0.0
         if not self.only(run) or bound is None or (self.bound and bound <= 0):
             return
@@ -125,18 +125,18 @@ RunRule = Callable[[RunData], Iterator[Finding]]
 
 
 def first_of(*rules: RunRule) -> RunRule:
-    """Return a rule that yields what the first of these finds."""
+    """Return a rule that yields the findings of the first of `rules` that has any."""
 
-    def chosen(run: RunData) -> Iterator[Finding]:
+    def apply(run: RunData) -> Iterator[Finding]:
         yield from next(filter(None, (list(rule(run)) for rule in rules)), [])
 
-    return chosen
+    return apply
 
 
 class _Words(Formatter):
     def convert_field(self, value: Any, conversion: str | None) -> Any:
-        words = {"p": percent, "n": number}.get(conversion or "")
-        return words(value) if words else super().convert_field(value, conversion)
+        convert = {"p": percent, "n": number}.get(conversion or "")
+        return convert(value) if convert else super().convert_field(value, conversion)
 
 
 _WORDS = _Words()

@@ -1,7 +1,8 @@
-"""Findings on a run's health: a table of rules, and what none of its rows can say.
+"""Findings on a run's health: a table of rules, and functions for findings that need more than one
+series.
 
-Each threshold is a constant next to its rule, and docs/report.md has the reason for each. Short
-runs are judged on facts, not on trends. What a run did not record is not judged.
+Each threshold is a constant next to its rule, and docs/report.md explains it. Short runs are judged
+by facts, not by trends. Metrics that a run did not record are not judged.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from dapo_megatron.report.wording import named, times
 ACCURACY = "accuracy/raw"
 
 _RECORDED = ("policy/loss", "policy/grad_norm", "policy/entropy", "time/step")
-"""Metrics of every step that trains."""
+"""Metrics of every step that makes an update."""
 
 
 def findings(run: RunData) -> list[Finding]:
-    """Return problems and warnings first, then whether it learns, then notes and what is good."""
+    """Return the findings: problems and warnings, then learning, then notes and good findings."""
     judged_run = judged(run)
     return sorted((finding for rule in RULES for finding in rule(judged_run)), key=_rank)
 
@@ -55,13 +56,13 @@ _ENDS: dict[StateWord, tuple[Level, str]] = {
     StateWord.CRASHED: ("bad", "The run crashed"),
     StateWord.HUNG: ("bad", "The run hung"),
     StateWord.STOPPED: ("note", "The run stopped"),
-    StateWord.UNKNOWN: ("note", "It is not known how the run ended"),
+    StateWord.UNKNOWN: ("note", "How the run ended is unknown"),
 }
 RESTARTS_MANY = 3  # starts that crashed, hung or were cut short
 
 
 def state(run: RunData) -> Iterator[Finding]:
-    """Report how a run ended, its earlier starts, and a run that is too short to be judged."""
+    """Report how a run ended, its earlier starts, and whether it is too short to judge trends."""
     if run.state.word in _ENDS:
         level, title = _ENDS[run.state.word]
         text = run.state.text[:1].upper() + run.state.text[1:]
@@ -84,28 +85,28 @@ def state(run: RunData) -> Iterator[Finding]:
 
 
 def missing(run: RunData) -> Iterator[Finding]:
-    """Report steps without a line, without an update, or with values that are no numbers."""
+    """Report steps without metrics, without an update, or with non-finite values."""
     steps = run.metrics.steps
     # A run that continues from another run's checkpoint starts later.
     lost = sorted(set(range(steps[0], steps[-1])) - set(steps)) if steps else []
     if lost:
-        text = f"metrics.jsonl has no line for {named(lost)}: a full disk, or a damaged file."
+        text = f"metrics.jsonl has no line for {named(lost)}: a full disk, or a corrupt file."
         yield Finding("warn", f"{times(len(lost), 'step')} without metrics", text)
     for name in _RECORDED:
         values = run.metrics.series(name)
         gaps = list(values.index[values.isna()])
         if gaps and len(gaps) < len(steps):
-            text = f"No finite value at {named(gaps)}: nothing was trained there, or it is NaN."
+            text = f"No finite value at {named(gaps)}: the step trained nothing, or it was NaN."
             title = f"{name} is missing at {times(len(gaps), 'step')}"
             yield Finding("warn", title, text, name)
 
 
 # ---------------------------------------------------------------------------- does it learn
 
-ACCURACY_CHANGE = 0.03  # least change, end against start, that is learning (or falling)
-ACCURACY_FROM_BEST = 0.08  # fallen so far from its best, and 4 times the noise of the series
-ACCURACY_TOP = 0.95  # flat above this is no fault
-ACCURACY_FLAT_STEPS = 100  # steps; flat for so long is a warning, before a note
+ACCURACY_CHANGE = 0.03  # minimum change from start to end that counts as learning (or falling)
+ACCURACY_FROM_BEST = 0.08  # minimum fall from the best, which must also exceed 4 times the noise
+ACCURACY_TOP = 0.95  # flat above this is good
+ACCURACY_FLAT_STEPS = 100  # steps; a flat accuracy is a warning from here on, before that a note
 
 
 def _has_fallen(accuracy: Case) -> bool:
@@ -147,13 +148,13 @@ learning = first_of(
         {"warn": lambda s: len(s) >= ACCURACY_FLAT_STEPS, "note": always},
         "No trend: accuracy {s.early:.3f} → {s.late:.3f} over {length} steps",
         knob="optimizer.lr: higher; optimizer.warmup_rollout_steps: shorter; data.train: problems "
-        "of which some answers are right",
+        "with some right answers",
     ),
 )
 
 
 def evaluation(run: RunData) -> Iterator[Finding]:
-    """Judge the mean accuracy on held-out sets, by its 95% intervals."""
+    """Judge the mean accuracy on held-out sets by its 95% intervals."""
     means = [point for point in run.evaluations if point.figure.startswith("avg@")]
     for name, figure in dict.fromkeys((point.set, point.figure) for point in means):
         points = [point for point in means if (point.set, point.figure) == (name, figure)]
@@ -168,7 +169,7 @@ def evaluation(run: RunData) -> Iterator[Finding]:
             f"{title}: {name}",
             f"{figure} of {name}: {', '.join(map(_point, shown))}.",
             f"eval/{name}/{figure}",
-            f"checkpoint.keep_every: so that step {best.step}, the best, stays"
+            f"checkpoint.keep_every: a value that keeps step {best.step}, the best"
             if level == "warn"
             else None,
         )
@@ -185,7 +186,8 @@ def _compared(first: Evaluation, best: Evaluation, last: Evaluation) -> tuple[Le
 
 
 def _is_below(a: Evaluation, b: Evaluation) -> bool:
-    """Compare intervals, which must not touch. Without intervals, use ACCURACY_FROM_BEST."""
+    """Return True if `a` is below `b`: their intervals do not overlap or, without intervals, they
+    differ by ACCURACY_FROM_BEST."""
     if a.high is None or b.low is None:
         return b.value - a.value >= ACCURACY_FROM_BEST
     return a.high < b.low
@@ -199,22 +201,22 @@ def _point(point: Evaluation) -> str:
 
 # ---------------------------------------------------------------------------- the policy
 
-ENTROPY_LOW = 0.4  # of its start; below it and still falling: a note
-ENTROPY_COLLAPSED = 0.15  # of its start; below it: a warning
-ENTROPY_NONE = 0.02  # nats; below it nearly all answers to a prompt are the same
-ENTROPY_GROWTH = 2.0  # times its start; above it, above 1 nat, and rising: it comes apart
-LENGTH_GROWTH = 1.5  # times, over the second half of the run, that accuracy does not follow
+ENTROPY_LOW = 0.4  # of its start; lower and still falling: a note
+ENTROPY_COLLAPSED = 0.15  # of its start; lower and still falling: a warning
+ENTROPY_NONE = 0.02  # nats; lower means that nearly all answers to a prompt are equal
+ENTROPY_GROWTH = 2.0  # times its start; higher, above 1 nat and rising: the policy diverges
+LENGTH_GROWTH = 1.5  # times, over the second half of the run, while accuracy does not rise
 LENGTH_SHRINK = 0.5  # of its start
-CLIPPED_HIGH = 0.2  # of completions cut at the limit
-CLIPPED_RISE = 0.1  # of completions, end against start
+CLIPPED_HIGH = 0.2  # of completions truncated at the limit
+CLIPPED_RISE = 0.1  # of completions, increase from start to end
 GRADIENT_SPIKE = 5.0  # times the median of the 20 steps before, and 10 times their spread above it
-GRADIENT_SPIKES = 0.05  # of the steps; more spikes, and more than two: a warning
+GRADIENT_SPIKES = 0.05  # of the steps; more spikes than this, and more than two: a warning
 GRADIENT_CLIPPED = 0.9  # of the steps have a norm above optimizer.clip_grad
 POLICY_CLIPPED_TOKENS = 0.1  # of tokens outside the clip range on either side
 POLICY_DUAL_CLIPPED = 0.01  # of tokens stopped by the dual clip
 POLICY_KL = 0.1  # nats; size of policy/approx_kl within a step
-GAP_NEAR_BOUND = 0.5  # of sync.max_gap, where the run stops
-GAP_GROWTH = 3.0  # times its start, of the mean gap
+GAP_NEAR_BOUND = 0.5  # of sync.max_gap, at which the run stops
+GAP_GROWTH = 3.0  # growth of the mean gap, times its start
 
 _entropy = partial(
     Rule,
@@ -226,7 +228,7 @@ _entropy = partial(
 _length = partial(
     Rule,
     "response_tokens/mean",
-    text="Mean length {s.early!n} → {s.late!n} tokens, {s.half.early!n} at half of the run.",
+    text="Mean length {s.early!n} → {s.late!n} tokens, {s.half.early!n} halfway through the run.",
     trend=True,
 )
 _gradient = partial(Rule, "policy/grad_norm")
@@ -241,7 +243,7 @@ POLICY: tuple[RunRule, ...] = (
     first_of(
         _entropy(
             {"bad": lambda s: s.falls and s.late < ENTROPY_NONE and s.early > 0},
-            "Entropy has collapsed: answers to a prompt are nearly all alike",
+            "Entropy has collapsed: nearly all answers to a prompt are equal",
         ),
         _entropy(
             {
@@ -264,14 +266,14 @@ POLICY: tuple[RunRule, ...] = (
     ),
     _length(
         {"note": lambda s: s.falls and s.growth <= LENGTH_SHRINK},
-        "Answers have become short: {s.growth!p} of their length",
-        knob="overlong.buffer_tokens: smaller, if the penalty does it",
+        "Answers have become short: {s.growth!p} of their initial length",
+        knob="overlong.buffer_tokens: smaller, if the penalty is the cause",
     ),
     Rule(
         "response_tokens/clipped_fraction",
         {"warn": lambda s: s.late >= CLIPPED_HIGH or (s.rises and s.change >= CLIPPED_RISE)},
         "{s.late!p} of answers are cut off at the token limit",
-        "{s.early!p} → {s.late!p} of completions. What is cut off is graded wrong.",
+        "{s.early!p} → {s.late!p} of completions. They are graded wrong.",
         "rollout.max_response_tokens: higher; overlong.penalty: on; overlong.filter: on",
     ),
     _gradient(
@@ -284,8 +286,8 @@ POLICY: tuple[RunRule, ...] = (
     _gradient(
         {"note": lambda s: len(s.hits) >= GRADIENT_CLIPPED * len(s)},
         "The gradient is clipped at {share!p} of the steps",
-        "Its norm is {s.late!n} lately; optimizer.clip_grad is {s.bound:g}.",
-        "optimizer.clip_grad: higher, if steps are to differ in size",
+        "The recent norm is {s.late!n}; optimizer.clip_grad is {s.bound:g}.",
+        "optimizer.clip_grad: higher, so that updates can differ in size",
         trend=True,
         bound="optimizer.clip_grad",
         steps=lambda s: s.where(lambda norm: norm > s.bound),
@@ -310,7 +312,7 @@ POLICY: tuple[RunRule, ...] = (
     _gap(
         "mismatch/gap_max",
         {"warn": always},
-        "The gap of engine and policy came near sync.max_gap at {steps}",
+        "The gap between engine and policy came near sync.max_gap at {steps}",
         "Largest {s.most!n} at step {s.peak}; the run stops above {s.bound:g}.",
         bound="sync.max_gap",
         steps=lambda s: s.where(lambda gap: gap > GAP_NEAR_BOUND * s.bound),
@@ -318,7 +320,7 @@ POLICY: tuple[RunRule, ...] = (
     _gap(
         "mismatch/gap_mean",
         {"warn": lambda s: s.rises and s.growth >= GAP_GROWTH},
-        "The gap of engine and policy grows: {s.growth:.1f} times its start",
+        "The gap between engine and policy grows: {s.growth:.1f} times its start",
         "Mean {s.early!n} → {s.late!n} nats per token.",
     ),
 )

@@ -1,6 +1,6 @@
-"""Findings on the work around the policy: prompts, grades, weights in the engines, time, memory.
+"""Findings on prompts, grading, weights in the engines, time and memory.
 
-Each threshold is a constant next to its rules, and docs/report.md has the reason for each.
+Each threshold is a constant next to its rules, and docs/report.md explains it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LEAST_GIB = 0.5
 
 GROUPS_STARVED = 0.1  # of the steps: bad; any: a warning
 GROUPS_LOST = 0.01  # of issued groups
-GROUPS_STALE = 2.0  # times rollout.lookahead, of the mean age
-KEEP_LOW = 0.2  # of decided groups are mixed
+GROUPS_STALE = 2.0  # mean age, times rollout.lookahead
+KEEP_LOW = 0.2  # share of decided groups that are mixed
 KEEP_FALL = 0.6  # of its start: a note
 GRADING_FAILED = 0.01  # of completions: a warning; any: a note
 GRADING_FAILED_MUCH = 0.1  # of completions: bad
@@ -55,9 +55,9 @@ _lost = partial(
 
 
 def ledger(run: RunData) -> Iterator[Finding]:
-    """Check that every prompt is accounted for."""
+    """Check that the fates of all groups add up to the issued groups."""
     sums, steps = totals(run), run.metrics.steps
-    # Older versions had other fates. Without the first steps the sums cannot match.
+    # Older versions had other fates. If steps are missing, the sums cannot match.
     is_whole = bool(steps) and len(steps) == steps[-1]
     has_all = all(f"groups/{fate}" in run.metrics.frame for fate in FATES)
     if not sums or not sums["issued"] or not is_whole or not has_all:
@@ -80,7 +80,7 @@ def grading(run: RunData) -> Iterator[Finding]:
     failed = sum(sums.values())
     if not failed:
         if completions and any(f"grading/{cause}" in run.metrics.frame for cause in CAUSES):
-            text = f"{completions:,.0f} completions, no timeout, crash or error of a grader."
+            text = f"{completions:,.0f} completions without a timeout, crash or error of a grader."
             yield Finding("good", "Every completion was graded", text, "grading/timeout")
         return
     share = failed / completions if completions else 0.0
@@ -110,8 +110,8 @@ PROMPTS: tuple[RunRule, ...] = (
         "groups/trained",
         {"bad": lambda s: len(s.hits) >= GROUPS_STARVED * len(s) and len(s) > 1, "warn": always},
         "Starved: {length} trained on fewer than {s.bound:,.0f} groups",
-        "At {steps}; the fewest {fewest:,.0f}.",
-        "data.train: problems of the right difficulty; rollout.max_prompts_per_step: higher; "
+        "At {steps}; the minimum was {fewest:,.0f}.",
+        "data.train: problems of suitable difficulty; rollout.max_prompts_per_step: higher; "
         "rollout.at_bound",
         bound="rollout.prompts_per_step",
         steps=lambda s: s.where(lambda trained: trained < s.bound),
@@ -128,16 +128,16 @@ PROMPTS: tuple[RunRule, ...] = (
         title="{share!p} of groups expired",
         text="{num:,} groups at {steps}.",
         knob="rollout.max_age: higher; rollout.lookahead: lower",
-        only=lambda run: not run.is_on_policy,  # there what is open at the end of a step expires
+        only=lambda run: not run.is_on_policy,  # on-policy, open groups expire at every step
     ),
     grading,
     Rule(
         UNPARSED,
         {"warn": lambda s: s.late >= GRADING_UNPARSED},
         "No answer is found in {s.late!p} of completions",
-        "{s.early!p} → {s.late!p}. They are graded wrong; read some.",
-        "data.train: what its prompts ask for, and its grader; rollout.max_response_tokens: "
-        "higher, if they are cut off",
+        "{s.early!p} → {s.late!p}. They are graded wrong. Read some of them.",
+        "data.train: the answer format in its prompts, and its grader; "
+        "rollout.max_response_tokens: higher, if they are cut off",
         trend=True,
         chart="groups_grading",
     ),
@@ -156,7 +156,7 @@ PROMPTS: tuple[RunRule, ...] = (
     Rule(
         "groups/age_mean",
         {"note": lambda s: s.late > GROUPS_STALE * s.bound},
-        "What is trained on is {s.late:.1f} versions old",
+        "Trained groups are {s.late:.1f} versions old",
         "Mean age {s.early!n} → {s.late!n}; rollout.lookahead is {s.bound:g}.",
         "rollout.max_overtake: lower; rollout.max_response_tokens: lower",
         trend=True,
@@ -168,19 +168,19 @@ PROMPTS: tuple[RunRule, ...] = (
         {"note": always},
         "{s.most:.0f} tensors of the engines cannot be read back",
         "At {steps}: their fingerprints are not compared.",
-        "engine.quantization: none, to have all of them compared",
+        "engine.quantization: none, to compare all tensors",
         steps=lambda s: s.where(lambda num: num > 0),
     ),
     first_of(
         _syncs(
             {"good": lambda s: s.series.max() > 0},
             "Sync verified at {which} of {syncs}",
-            "Fingerprints of all weights agreed{gap}.",
+            "The fingerprints of all weights were equal{gap}.",
         ),
         _syncs(
             {"note": always},
             "The engines' weights were never compared with the policy's",
-            "At none of {syncs} on record{gap}.",
+            "At none of {syncs}{gap}.",
             "sync.fingerprint_every: lower",
             trend=True,
         ),
@@ -193,7 +193,7 @@ PROMPTS: tuple[RunRule, ...] = (
 
 ENGINES_IDLE = 0.3  # of generation: a note
 ENGINES_IDLE_MUCH = 0.5  # of generation: a warning
-TIME_GROWTH = 1.5  # times its start, in seconds and in seconds for each token: a note
+TIME_GROWTH = 1.5  # times its start, in seconds and in seconds per token: a note
 TIME_GROWTH_MUCH = 3.0  # times its start: a warning
 TIME_SHARE = 0.1  # of a step; phases below it are not judged
 TIME_SLOW_STEP = 3.0  # times the median of the 20 steps before
@@ -211,61 +211,63 @@ _GROWTH_KNOBS = {
 
 
 def growth(phase: Phase) -> Rule:
-    """Return the rule on a phase that takes longer than it did, also for each token."""
+    """Return the rule for a phase that became slower, in seconds and in seconds per token."""
 
     def grew(seconds: Case, times: float) -> bool:
         per_token, step = seconds.other(PER_TOKEN.format(phase)), seconds.other("time/step")
         is_large = seconds.late >= TIME_SHARE * step.late > 0
-        again = per_token.growth if per_token.is_long else seconds.growth
+        token_growth = per_token.growth if per_token.is_long else seconds.growth
         is_clear = seconds.rises and seconds.is_apart
-        return is_large and is_clear and min(seconds.growth, again) >= times
+        return is_large and is_clear and min(seconds.growth, token_growth) >= times
 
     return Rule(
         f"time/{phase}",
         {"warn": lambda s: grew(s, TIME_GROWTH_MUCH), "note": lambda s: grew(s, TIME_GROWTH)},
-        f"{phase} takes {{s.growth:.1f}} times as long as at first",
-        "{s.early!n} → {s.late!n} s a step, and longer for each token.",
+        f"{phase} takes {{s.growth:.1f}} times as long as at the start",
+        "{s.early!n} → {s.late!n} s per step, and more seconds per token.",
         _GROWTH_KNOBS.get(phase),
         trend=True,
     )
 
 
-def _drops(pace: Case, share: float) -> bool:
-    return pace.growth <= share and pace.falls and pace.is_apart
+def _drops(throughput: Case, share: float) -> bool:
+    return throughput.growth <= share and throughput.falls and throughput.is_apart
 
 
 def over_plan(run: RunData) -> Iterator[Finding]:
     """Compare the memory of each phase with the plan."""
     over = []
     for phase, gib in memory_plan(run).items():
-        most = max(run.metrics.values(f"memory/{phase}_gib"), default=0.0)
-        if most > max(MEMORY_OVER_PLAN * gib, gib + _LEAST_GIB):
-            over.append((most / gib, phase, f"{phase} {number(most)} GiB of {number(gib)}"))
+        peak = max(run.metrics.values(f"memory/{phase}_gib"), default=0.0)
+        if peak > max(MEMORY_OVER_PLAN * gib, gib + _LEAST_GIB):
+            text = f"{phase} {number(peak)} GiB (planned {number(gib)})"
+            over.append((peak / gib, phase, text))
     if over:
         yield Finding(
             "warn",
             f"{max(over)[1]} takes more memory than planned",
-            f"Taken and planned: {', '.join(text for *_, text in over)}.",
+            f"Peaks: {', '.join(text for *_, text in over)}.",
             f"memory/{max(over)[1]}_gib",
-            "engine.memory_fraction: lower, if it comes near the device's memory; "
+            "engine.memory_fraction: lower, if the peak is near the device's memory; "
             "train.max_tokens_per_microbatch: lower",
         )
 
 
 def leak(phase: Phase) -> Rule:
-    """Return the rule on a phase whose memory grows over the second half of the run, and in each
-    half of that: caches reach their size once."""
+    """Return the rule for a phase whose memory grows over the second half of the run, and still
+    over its last quarter, because the growth of caches stops."""
 
     def leaks(memory: Case) -> bool:
         half = memory.half
-        least = max(_LEAST_GIB, MEMORY_LEAK * half.early)
-        return half.rises and half.change >= least and half.half.change >= least / 4
+        threshold = max(_LEAST_GIB, MEMORY_LEAK * half.early)
+        return half.rises and half.change >= threshold and half.half.change >= threshold / 4
 
     return Rule(
         f"memory/{phase}_gib",
         {"warn": leaks},
         f"Memory keeps growing: {phase}",
-        "{s.half.early!n} → {s.half.late!n} GiB over the second half. A leak ends a long run.",
+        "{s.half.early!n} → {s.half.late!n} GiB over the second half of the run. A memory leak "
+        "will crash a long run.",
     )
 
 
@@ -287,7 +289,7 @@ TIME: tuple[RunRule, ...] = (
         PLAIN_STEP,
         {"note": always},
         "Slow at {steps}",
-        "Step {s.peak} took {s.most!n} s; lately a step takes {s.late!n} s.",
+        "Step {s.peak} took {s.most!n} s; recent steps take {s.late!n} s.",
         steps=lambda s: s.spikes(TIME_SLOW_STEP),
         chart="time_phases",
     ),

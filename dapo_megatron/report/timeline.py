@@ -1,7 +1,7 @@
-"""Recorded timelines (timeline/step_*.json) as figures: phases of every rank as coloured bars,
-below them the requests that run on every replica while it generates.
+"""Figures of recorded timelines (timeline/step_*.json): phases of every rank as coloured bars, and
+below them the running requests of every replica during generation.
 
-All times are in seconds since the step began.
+All times are in seconds since the start of the step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dapo_megatron.report.wording import number
 from dapo_megatron.types import Phase
 
 MAX_TIMELINES = 12
-"""In a report. Of more, the first, the last and the slowest are among those kept."""
+"""Maximum number of timelines in a report. The first, the last and the slowest are always kept."""
 CELLS = 240
-"""Equal parts of a step for which a replica's mean number of requests is drawn."""
+"""Number of intervals for which a replica's mean number of running requests is drawn."""
 
 ROW, MAX_HEIGHT = 20, 300
-"""Pixels: a row, and all rows, each of which has at least 3."""
+"""Height of a row, and maximum height of all rows, in pixels. A row has at least 3 pixels."""
 
 Point = tuple[float, float]
 """(seconds, requests from then on)."""
@@ -39,41 +39,44 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """A recorded step."""
+    """Table and figure of a recorded step."""
 
     step: int
     seconds: float
     phases: list[dict[str, Any]]
-    """Mean, shortest and longest seconds of each phase over the ranks, and the slowest rank."""
+    """Per phase: mean, minimum and maximum seconds over the ranks, and the slowest rank."""
     figure: Figure
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """Contents of one file."""
+class TimelineFile:
+    """Contents of a timeline file."""
 
     step: int
     spans: pd.DataFrame
-    """A row per span: rank, host, phase, begin, end."""
+    """A row per span: rank, host, phase, begin, end, seconds."""
     replicas: dict[int, list[Point]]
+    """Replica -> its running requests as a step function."""
 
 
 def timelines(run: RunData) -> list[Timeline]:
-    """Return the timelines to draw, by step."""
-    read = (_read(path) for path in _chosen(run))
-    return [_timeline(recorded) for recorded in read if recorded is not None]
+    """Return the timelines to show, in step order."""
+    files = (_read(path) for path in _selected(run))
+    return [_timeline(file) for file in files if file is not None]
 
 
 def note(run: RunData) -> str | None:
-    """Return a note if there are none, or not all."""
-    files, chosen = _files(run), _chosen(run)
+    """Return a note if no timelines are shown, or not all; else None."""
+    files, selected = _files(run), _selected(run)
     if not files:
-        return "This run recorded none (tracking.timeline_every; older versions do not have it)."
+        return (
+            "This run recorded none (tracking.timeline_every; older versions do not record them)."
+        )
     sentences = []
-    if wrong := [path.name for path in chosen if _read(path) is None]:
-        sentences.append(f"Left out because they cannot be read: {', '.join(wrong[:5])}.")
-    if len(files) > len(chosen):
-        sentences.append(f"{len(chosen)} of {len(files)} recorded steps are shown.")
+    if unreadable := [path.name for path in selected if _read(path) is None]:
+        sentences.append(f"Not shown because they cannot be read: {', '.join(unreadable[:5])}.")
+    if len(files) > len(selected):
+        sentences.append(f"{len(selected)} of {len(files)} recorded steps are shown.")
     return " ".join(sentences) or None
 
 
@@ -84,8 +87,8 @@ def _files(run: RunData) -> list[Path]:
     return sorted((run.path / "timeline").glob("step_*.json"))
 
 
-def _chosen(run: RunData) -> list[Path]:
-    """Return at most MAX_TIMELINES files: the slowest step's, and others evenly."""
+def _selected(run: RunData) -> list[Path]:
+    """Return at most MAX_TIMELINES files: that of the slowest step, and others evenly spread."""
     files = _files(run)
     if len(files) <= MAX_TIMELINES:
         return files
@@ -93,11 +96,11 @@ def _chosen(run: RunData) -> list[Path]:
     by_name = {f"step_{step:06d}": value for step, value in seconds.items()}
     slowest = max(files, key=lambda path: by_name.get(path.stem, 0.0))
     evenly = np.linspace(0, len(files) - 1, MAX_TIMELINES - 1).round().astype(int)
-    return sorted({slowest, *(files[place] for place in evenly)})
+    return sorted({slowest, *(files[index] for index in evenly)})
 
 
-def _read(path: Path) -> Recorded | None:
-    """Return None for what is not a timeline. Damaged parts are left out."""
+def _read(path: Path) -> TimelineFile | None:
+    """Read a timeline file; None if it is not a timeline. Invalid parts are skipped."""
     try:
         value = parse_json(path.read_bytes())
     except (OSError, ValueError):
@@ -114,7 +117,8 @@ def _read(path: Path) -> Recorded | None:
         for entry in _entries(value.get("replicas"), "replica")
     }
     frame = pd.DataFrame(rows, columns=["rank", "host", "phase", "begin", "end"])
-    return Recorded(value["step"], frame.assign(seconds=frame["end"] - frame["begin"]), replicas)
+    spans = frame.assign(seconds=frame["end"] - frame["begin"])
+    return TimelineFile(value["step"], spans, replicas)
 
 
 def _list(value: Any) -> list[Any]:
@@ -122,7 +126,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _entries(values: Any, name: str) -> list[dict[str, Any]]:
-    """Return the objects whose `name` is a number."""
+    """Return the objects in `values` that have a number in field `name`."""
     entries = [entry for entry in _list(values) if isinstance(entry, dict)]
     return [entry for entry in entries if finite(entry.get(name)) is not None]
 
@@ -146,9 +150,9 @@ def _points(values: Any) -> Iterator[Point]:
 # ---------------------------------------------------------------------------- drawing
 
 
-def _timeline(recorded: Recorded) -> Timeline:
-    spans = recorded.spans
-    taken = spans.groupby(["phase", "rank"], sort=False)["seconds"].sum()
+def _timeline(file: TimelineFile) -> Timeline:
+    spans = file.spans
+    rank_seconds = spans.groupby(["phase", "rank"], sort=False)["seconds"].sum()
     phases = [
         {
             "label": LABELS.get(phase, phase),
@@ -158,31 +162,31 @@ def _timeline(recorded: Recorded) -> Timeline:
             "most": float(by_rank.max()),
             "slowest": by_rank.droplevel("phase").idxmax(),
         }
-        for phase, by_rank in taken.groupby(level="phase", sort=False)
+        for phase, by_rank in rank_seconds.groupby(level="phase", sort=False)
     ]
     seconds = float(spans["end"].max()) if len(spans) else 0.0
-    return Timeline(recorded.step, seconds, phases, _figure(recorded))
+    return Timeline(file.step, seconds, phases, _figure(file))
 
 
 def _color(phase: str) -> str:
     return PALETTE[COLORS.get(phase, COLORS["rest"])]
 
 
-def _figure(recorded: Recorded) -> Figure:
-    """Draw a row per rank, and below them a row of requests per replica."""
-    spans = recorded.spans
+def _figure(file: TimelineFile) -> Figure:
+    """Draw a row of phases per rank, and below them a row of running requests per replica."""
+    spans = file.spans
     names = [f"rank {rank}" for rank in dict.fromkeys(spans["rank"])]
-    replicas = {replica: points for replica, points in recorded.replicas.items() if points}
+    replicas = {replica: points for replica, points in file.replicas.items() if points}
     heights = [_height(len(names))] + [_height(len(replicas))] * bool(replicas)
     figure = make_subplots(
         len(heights), shared_xaxes=True, row_heights=heights, vertical_spacing=0.12
     )
     for phase, rows in spans.groupby("phase", sort=False):
         figure.add_trace(_bars(str(phase), rows), row=1, col=1)
-    # Ranks are categories, rank 0 at the top.
+    # Plotly draws categories from the bottom: reverse them, so that rank 0 is at the top.
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], row=1, col=1)
     if replicas:
-        figure.add_trace(_requests(recorded.spans, replicas), row=2, col=1)
+        figure.add_trace(_requests(spans, replicas), row=2, col=1)
     figure.update_xaxes(title_text="seconds", row=len(heights), col=1)
     figure.update_yaxes(fixedrange=True)
     figure.update_layout(barmode="overlay", bargap=0.12, hovermode="closest", template=None)
@@ -214,7 +218,7 @@ def _bars(phase: str, spans: pd.DataFrame) -> go.Bar:
 
 
 def _requests(spans: pd.DataFrame, replicas: dict[int, list[Point]]) -> go.Heatmap:
-    """Return a strip per replica, the darker the more requests it runs."""
+    """Return a strip per replica, darker where more requests run."""
     times = [at for points in replicas.values() for at, _ in points]
     times += (
         spans.loc[spans["phase"] == Phase.GENERATE, ["begin", "end"]].to_numpy().ravel().tolist()
@@ -234,8 +238,8 @@ def _requests(spans: pd.DataFrame, replicas: dict[int, list[Point]]) -> go.Heatm
 
 
 def cells(points: list[Point], begin: float, end: float, count: int = CELLS) -> list[float]:
-    """Return the mean of a step function over `count` equal parts of begin..end. It is 0 before its
-    first point and from its last one on."""
+    """Return the means of a step function over `count` equal parts of begin to end. It is 0
+    before its first point and from its last point on."""
     if end <= begin or len(points) < 2:
         return [0.0] * count
     times = [at for at, _ in points]

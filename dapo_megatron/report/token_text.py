@@ -1,7 +1,7 @@
-"""The text of each token, such that the pieces of a completion add up to its text.
+"""Splits the text of a completion into one piece per token. The pieces join to the full text.
 
-A byte-level token may end in the middle of a character. Its piece is then empty (or ends before
-that character), and the character stands in the piece of the token that completes it.
+A byte-level token may end in the middle of a character. That character then belongs to the piece of
+the token that completes it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from tokenizers import Tokenizer, decoders
 
 _MAX_HELD = 16
-"""Tokens without a whole character, after which they are shown as they are: a stream decodes all
-that it holds anew with every token."""
+"""Maximum number of tokens to hold until a character is complete. A stream decodes all held tokens
+again with every token, so its cost is quadratic."""
 
 
 class Pieces:
-    """The pieces of a tokenizer in the `tokenizers` library's format.
+    """Splits token sequences with a tokenizer of the `tokenizers` library.
 
     Example: `Pieces.of_file(path).split([27, 28, 1]) == ["7", "8", "<eos>"]`.
     """
@@ -37,15 +37,15 @@ class Pieces:
 
     @classmethod
     def of_file(cls, path: Path) -> Pieces | None:
-        """Return None if there is no such file, or the library cannot read it."""
+        """Load a tokenizer.json; None if it does not exist or cannot be read."""
         try:
             return cls(Tokenizer.from_file(str(path))) if path.is_file() else None
-        except Exception:  # noqa: BLE001 - the library raises nothing more special
+        except Exception:  # noqa: BLE001 - the library raises plain Exception
             return None
 
     def split(self, tokens: Sequence[int]) -> list[str]:
-        """Return a piece for each token, special ones included. Together they are what the
-        tokenizer makes of all tokens."""
+        """Return a piece per token, including special tokens. Joined, they equal the decoded
+        text."""
         if not tokens:
             return []
         if not self._is_byte_level:
@@ -59,7 +59,7 @@ class Pieces:
         text = self._tokenizer.id_to_token(token) or ""
         try:
             return bytes(_BYTES[letter] for letter in text)
-        except KeyError:  # an added token: it stands for itself
+        except KeyError:  # an added token is plain text, not byte letters
             return text.encode()
 
     def _split_stream(self, tokens: Sequence[int]) -> list[str]:
@@ -81,9 +81,9 @@ class Pieces:
 
 
 def find_tokenizer(run: Path, model_path: str | None, checkpoints: Iterable[Path]) -> Pieces | None:
-    """Return the run's own tokenizer, else that of its model's folder, else that of the newest of
-    its checkpoints that has one. A relative model path starts at the working directory, as it did
-    for the run."""
+    """Return the tokenizer in the run's folder, else in its model's folder, else in the first of
+    `checkpoints` that has one. A relative model path is relative to the working directory, as in
+    the run."""
     folders = [run, *([Path(model_path)] if model_path else []), *checkpoints]
     tokenizers = (Pieces.of_file(folder / "tokenizer.json") for folder in folders)
     return next(filter(None, tokenizers), None)
@@ -99,12 +99,12 @@ def _is_byte_level(decoder: Any) -> bool:
 
 
 def _byte_table() -> dict[str, int]:
-    """Return the letters that byte-level tokenizers write bytes as: printable ones of Latin-1 as
-    they are, the others, in order, from U+0100 on (GPT-2's table)."""
+    """Return letter -> byte of byte-level tokenizers (GPT-2's table). Printable Latin-1 bytes map
+    to themselves, the others to U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + place): byte for place, byte in enumerate(others)
+        chr(0x100 + index): byte for index, byte in enumerate(others)
     }
 
 

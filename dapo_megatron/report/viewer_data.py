@@ -1,4 +1,4 @@
-"""Data of one group for the viewer: its texts, and the pieces and values of its tokens."""
+"""Data of a group for the viewer: its texts, and the pieces and values of its tokens."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from dapo_megatron.report.token_text import Pieces
 from dapo_megatron.report.wording import visible
 
 MAX_TOKENS = 32_768
-"""Longest completion shown whole; the middle of a longer one is left out, with a mark."""
+"""Maximum number of tokens to show of a completion. The middle of a longer one is cut."""
 MAX_SHOWN = 2000
-"""Characters of an answer or a truth; a program, or the tests of one, may be far longer."""
+"""Maximum length of an answer or a truth in characters. Programs and tests may be far longer."""
 _MAX_PROMPT = 100_000
-"""Characters."""
+"""Maximum length of a prompt in characters."""
 _CHARACTERS_PER_TOKEN = 4
 
 
 def group_data(
     group: Mapping[str, Any], policy: Mapping[int, Mapping[str, Any]], pieces: Pieces | None
 ) -> dict[str, Any]:
-    """Return a group with the policy's values by sample. Tokens are places in `ids` and `pieces`;
-    without a tokenizer completions have a `text` instead."""
-    places: dict[tuple[int, str], int] = {}
+    """Return the data of a group. `policy` has the policy's values by sample. Tokens are indices
+    into `ids` and `pieces`. Without a tokenizer, completions have a `text` instead."""
+    indices: dict[tuple[int, str], int] = {}
     completions = [
-        _completion(one, policy.get(one["sample"], {}), pieces, places)
-        for one in group["completions"]
+        _completion(completion, policy.get(completion["sample"], {}), pieces, indices)
+        for completion in group["completions"]
     ]
-    gaps = [abs(gap) for one in completions for gap in one["gap"] or [] if gap is not None]
+    gaps = [abs(gap) for data in completions for gap in data["gap"] or [] if gap is not None]
     return {
         "prompt": _shown(group["prompt"], _MAX_PROMPT),
         "truth": _shown(group["truth"]) or "none: the grader needs none",
-        "ids": [token for token, _ in places],
-        "pieces": [visible(piece) for _, piece in places],
+        "ids": [token for token, _ in indices],
+        "pieces": [visible(piece) for _, piece in indices],
         "special": [
-            place for (token, _), place in places.items() if pieces and token in pieces.special
+            index for (token, _), index in indices.items() if pieces and token in pieces.special
         ],
         "largest_gap": max(gaps, default=0),
         "completions": completions,
@@ -43,49 +43,54 @@ def group_data(
 
 
 def _completion(
-    one: Mapping[str, Any],
+    completion: Mapping[str, Any],
     policy: Mapping[str, Any],
     pieces: Pieces | None,
-    places: dict[tuple[int, str], int],
+    indices: dict[tuple[int, str], int],
 ) -> dict[str, Any]:
-    num = len(one["tokens"])
+    num = len(completion["tokens"])
     num_cut = max(num - MAX_TOKENS, 0)
     first = MAX_TOKENS // 2 if num_cut else num
 
     def kept(values: Sequence[Any]) -> Sequence[Any]:
         return [*values[:first], *values[first + num_cut :]] if num_cut else values
 
-    theirs, entropy = policy.get("logprobs"), policy.get("entropy")
-    versions = [version for version, count in one["segments"] for _ in range(min(count, num))]
+    segments = completion["segments"]
+    logprobs, policy_logprobs = completion["logprobs"], policy.get("logprobs")
+    entropy = policy.get("entropy")
+    versions = [version for version, count in segments for _ in range(min(count, num))]
+    has_grade = completion["score"] is not None
     data: dict[str, Any] = {
-        "sample": one["sample"],
-        "correct": one["correct"],
-        "answer": _shown(one["pred"] or "") if one["score"] is not None else "",
+        "sample": completion["sample"],
+        "correct": completion["correct"],
+        "answer": _shown(completion["pred"] or "") if has_grade else "",
         "num_tokens": num,
         "cut": [first, num_cut] if num_cut else None,
-        "logprob": [_rounded(value) for value in kept(one["logprobs"])],
+        "logprob": [_rounded(value) for value in kept(logprobs)],
         "entropy": None,
         "gap": None,
         "version": kept(versions),
     }
-    if theirs is not None and len(theirs) == num:
-        pairs = zip(kept(one["logprobs"]), kept(theirs))
-        data["gap"] = [None if other is None else _significant(own - other) for own, other in pairs]
+    if policy_logprobs is not None and len(policy_logprobs) == num:
+        data["gap"] = [
+            None if by_policy is None else _significant(by_engine - by_policy)
+            for by_engine, by_policy in zip(kept(logprobs), kept(policy_logprobs))
+        ]
     if entropy is not None and len(entropy) == num:
         data["entropy"] = [_rounded(value) for value in kept(entropy)]
     if pieces is None:
-        data["text"] = _shown(one["text"], MAX_TOKENS * _CHARACTERS_PER_TOKEN)
+        data["text"] = _shown(completion["text"], MAX_TOKENS * _CHARACTERS_PER_TOKEN)
     else:
-        tokens = kept(one["tokens"])
-        pairs_of_tokens = zip(tokens, pieces.split(tokens))
-        data["tokens"] = [places.setdefault(pair, len(places)) for pair in pairs_of_tokens]
+        tokens = kept(completion["tokens"])
+        pairs = zip(tokens, pieces.split(tokens))
+        data["tokens"] = [indices.setdefault(pair, len(indices)) for pair in pairs]
     return data
 
 
-def _shown(text: str, most: int = MAX_SHOWN) -> str:
-    """Return a text with all its characters visible, cut with a note if it is too long."""
-    if len(text) > most:
-        text = f"{text[:most]} … ({len(text) - most:,} more characters are not shown)"
+def _shown(text: str, max_length: int = MAX_SHOWN) -> str:
+    """Return a text with hidden characters made visible, cut with a note if it is too long."""
+    if len(text) > max_length:
+        text = f"{text[:max_length]} … ({len(text) - max_length:,} more characters are not shown)"
     return visible(text)
 
 
@@ -94,5 +99,5 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _significant(value: float) -> float | None:
-    """Return three digits, however small: a gap of 1e-6 is not 0."""
+    """Round to three significant digits, so that a gap of 1e-6 is not shown as 0."""
     return float(f"{value:.3g}") if math.isfinite(value) else None

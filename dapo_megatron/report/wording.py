@@ -1,4 +1,4 @@
-"""Wording of numbers, steps and texts on the page."""
+"""Formats numbers, steps and texts for the page."""
 
 from __future__ import annotations
 
@@ -12,48 +12,47 @@ _HIDDEN = re.compile(
     "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e"
     "\u2060-\u2069\ufeff]"
 )
-"""Controls, zero widths (except joiners) and overrides of direction. Tabs and ends of lines are
-visible."""
+"""Hidden characters: control characters except tab and newline, zero-width characters except
+joiners, and direction overrides."""
 
 
 def visible(text: str) -> str:
-    """Replace each hidden character by its number, as in ⟨U+202E⟩. Names and texts of a run may
-    hold characters that are not seen or rearrange what is, and a page that is passed on should not
-    show another name than the file has."""
+    """Replace each hidden character by its code point, as in ⟨U+202E⟩. Otherwise such characters in
+    names and texts of a run could make the page show something else than the file contains."""
     return _HIDDEN.sub(lambda hidden: f"⟨U+{ord(hidden[0]):04X}⟩", text)
 
 
 def number(value: float) -> str:
-    """Write as a person would: 0.387, 9.8e-06, 4,537."""
+    """Format a number for people: 0.387, 9.8e-06, 4,537."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def percent(share: float) -> str:
-    """0.0123 is 1.2%."""
+    """Format a share in percent: 0.0123 becomes 1.23%."""
     return f"{100 * share:.3g}%" if abs(share) < 0.1 else f"{100 * share:.0f}%"
 
 
 def named(steps: Sequence[int]) -> str:
-    """ "steps 3, 7 and 12 more"."""
+    """List steps, at most five: "step 3", "steps 3, 7", "steps 1, 2, 3, 4, 5 and 12 more"."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     shown = ", ".join(map(str, steps[:_SHOWN]))
-    left = len(steps) - _SHOWN
-    return f"steps {shown}{f' and {left} more' if left > 0 else ''}"
+    num_more = len(steps) - _SHOWN
+    return f"steps {shown}{f' and {num_more} more' if num_more > 0 else ''}"
 
 
-def times(count: int, what: str) -> str:
-    """ "1 step", "2 steps"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def times(count: int, noun: str) -> str:
+    """Format a count with its noun: "1 step", "2 steps"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def first_few(values: Sequence[Any]) -> str:
-    """ "3, 7, 12, 13, 20, ..."."""
+    """List the first five values: "3, 7, 12, 13, 20, ..."."""
     return ", ".join(map(str, values[:_SHOWN])) + (", ..." if len(values) > _SHOWN else "")
 
 
 def span(seconds: float) -> str:
-    """12 s, 4 min, 5.0 h, 2.1 d."""
+    """Format a duration: 12 s, 4 min, 5.0 h, 2.1 d."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -1,6 +1,6 @@
 """Graders, and the pool of killable processes that runs them.
 
-Graders are resolved by name and imported on use: their libraries are heavy, this package is not.
+Graders are resolved by name and imported when used, because their libraries are slow to import.
 """
 
 from dapo_megatron.rewards.pool import GradingPool

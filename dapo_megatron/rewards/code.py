@@ -1,8 +1,8 @@
-"""The grader of programs: the response's last Python block must pass all tests of the problem.
+"""Grader of programs: the last Python block of the response must pass all tests of the problem.
 
-A test is a stdin and the stdout it must give, compared line by line without trailing blanks. The
-program runs in a sandbox (sandbox.py, docs/rewards.md). One that does not end, dies or eats its
-memory is wrong, and is graded as such; nobody abstains for it.
+A test is a stdin and the expected stdout, compared line by line without trailing blanks. The
+program runs in a sandbox (sandbox.py, docs/rewards.md). A program that hangs, dies or exceeds its
+memory is graded as wrong; its group does not abstain.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from dapo_megatron.rewards import sandbox
 from dapo_megatron.types import Grade
 
 SHARE_OF_LIMIT = 0.8
-"""Of the pool's time limit, for all tests of one program: the grader is to answer before it is
-killed."""
+"""Share of the pool's time limit for all tests of one program, so that the grader answers before
+the pool kills it."""
 
 _FENCE = "```"
 _PYTHON = ("", "python", "python3", "py")
 
 
 class Case(NamedTuple):
-    """What a program gets on stdin, and what it must write to stdout."""
+    """A test: the input on stdin and the expected output on stdout."""
 
     stdin: str
     stdout: str
 
 
 def grade(response: str, truth: str, extra: Mapping[str, Any], seconds: float = 8.0) -> Grade:
-    """Score +1.0 if the program passes every test, else -1.0; `pred` is the program.
+    """Score +1.0 if the program passes every test, else -1.0. `pred` is the program.
 
-    seconds: wall-clock limit of all tests together. Not `parsed` without a Python block.
-    Raises ValueError if the problem's tests cannot be read, SandboxError if no sandbox starts.
+    seconds: wall-clock limit of all tests together. `parsed` is False without a Python block.
+    Raises ValueError if the problem's tests are invalid, SandboxError if no sandbox starts.
     """
     tests = read_tests(truth, extra)
     program = last_program(response)
@@ -46,9 +46,9 @@ def grade(response: str, truth: str, extra: Mapping[str, Any], seconds: float = 
 
 
 def last_program(response: str) -> str | None:
-    """The text of the last closed block that is marked as Python, or not marked; None without one.
+    """Return the last closed code block that is marked as Python or unmarked; None without one.
 
-    Read line by line, so that its cost grows with the length alone.
+    The cost is linear in the length of the response.
     """
     program = None
     language, lines = "", None
@@ -70,9 +70,10 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
     """Return the tests in extra["extra_info"]["tests"] or, without that key, in the truth.
 
     Either may be JSON text or the value itself: {"inputs": [...], "outputs": [...]} or
-    [{"input": ..., "output": ...}, ...], each of them a text or a list of lines.
-    Raises ValueError if there are none, if they call a function instead of using stdin, or if a
-    text cannot be sent to a program, or is an output that every silent program gives.
+    [{"input": ..., "output": ...}, ...]. Each input and output is a string or a list of lines.
+    Raises ValueError if there are no tests, if they call a function instead of using stdin, if a
+    text cannot be encoded as UTF-8, or if all outputs are empty, because a program that prints
+    nothing would pass.
     """
     tests: Any = (extra.get("extra_info") or {}).get("tests") or truth
     if isinstance(tests, str):
@@ -103,24 +104,24 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
     ]
     if not any(case.stdout.strip() for case in cases):
         raise ValueError(
-            "tests: every output is empty: a program that does nothing would pass, which a policy "
-            "learns; add a test with an output, or drop the row"
+            "tests: every output is empty: a program that does nothing would pass, and the policy "
+            "would learn that; add a test with an output, or drop the row"
         )
     return cases
 
 
 def _passes(program: str, test: Case, deadline: float) -> bool:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    seconds_left = deadline - time.monotonic()
+    if seconds_left <= 0:
         return False
     expected = test.stdout.encode()
-    # More cannot be right, except for blanks, and is neither kept nor compared.
-    run = sandbox.run(program, test.stdin, left, len(expected) + sandbox.OUTPUT_BYTES)
+    # More output than this can differ only in trailing blanks: kill the program.
+    run = sandbox.run(program, test.stdin, seconds_left, len(expected) + sandbox.OUTPUT_BYTES)
     return not run.failure and _lines(run.output) == _lines(expected)
 
 
 def _lines(text: bytes) -> list[bytes]:
-    """Without blanks at the end of each, nor empty ones at the end of all."""
+    """Split into lines without trailing blanks, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split(b"\n")]
 
 
@@ -128,7 +129,7 @@ def _text(value: Any, name: str) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         value = "\n".join(value)
     if not isinstance(value, str):
-        raise ValueError(f"tests: {name} must be a text or a list of lines, found {value!r:.60}")
+        raise ValueError(f"tests: {name} must be a string or a list of lines, found {value!r:.60}")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -1,9 +1,9 @@
-r"""The reference DAPO grader: the last "Answer:" line, normalised and compared as a string.
+r"""Reference DAPO grader: the last "Answer:" line, normalised and compared as a string.
 
-Exact to BytedTsinghua-SIA/DAPO `eval/math_dapo.py` and verl up to v0.9.0, with its known errors,
-so that rewards and AIME scores compare with published ones. Among those errors: `42.`, `033` and
-`\(42\)` are wrong for 42; `4 2`, `1,2` (for 12) and any chain that ends in `= truth` are right.
-`math_verify` beside it is lenient; a run should not mix the two.
+Identical to BytedTsinghua-SIA/DAPO `eval/math_dapo.py` and verl up to v0.9.0, including known
+errors, so that rewards and AIME scores are comparable with published ones. Known errors: for 42,
+the answers `42.` and `\(42\)` are wrong, as is `033` for 33; `4 2`, `1,2` (for 12) and any chain
+that ends in `= truth` are right. `math_verify` is more lenient; do not mix the two in a run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import re
 from dapo_megatron.types import Grade
 
 INVALID = "[INVALID]"
-"""The answer read from a response that has no "Answer:" line."""
+"""Answer of a response without an "Answer:" line."""
 
 TAIL = 300
-"""Characters at the end of a response that are looked at."""
+"""Number of characters at the end of a response that are searched for the answer."""
 
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
@@ -33,7 +33,7 @@ _REWRITES = (
     (r"\text{m}", r"\text{}"),
 )
 
-# Spaces are gone when these are deleted, so a unit also goes from inside another word.
+# Spaces are removed before these, so a unit is also deleted inside another word.
 _DELETED = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"),
     r"\ldots",
@@ -46,7 +46,7 @@ _DELETED = (
 _PATTERNS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r".*?\$(.*?)\$.*", r"$\1$"),  # of a line with two dollars, what stands between them
+        (r".*?\$(.*?)\$.*", r"$\1$"),  # keep only the text between the first two dollars
         (r"\\text\{(.*?)\}", r"\1"),
         (r"\\textbf\{(.*?)\}", r"\1"),
         (r"\\overline\{(.*?)\}", r"\1"),
@@ -60,9 +60,9 @@ _PATTERNS = tuple(
 def grade(response: str, truth: str) -> Grade:
     """Score +1.0 if the normalised answer equals the normalised truth, else -1.0.
 
-    response: decoded text without special tokens. `pred` is the normalised answer, or
-    "[INVALID]" (not `parsed`). Never raises on text; its cost is bounded, since it reads 300
-    characters.
+    response: decoded text without special tokens. `pred` is the normalised answer, or "[INVALID]"
+    with `parsed` False. Never raises. The cost is bounded, because only the last 300 characters are
+    read.
     """
     answers = _ANSWER.findall(response[-TAIL:])
     pred = normalise(answers[-1] if answers else INVALID)
@@ -71,7 +71,7 @@ def grade(response: str, truth: str) -> Grade:
 
 
 def normalise(answer: str) -> str:
-    """The reference's string normalisation (Minerva's); the order of its steps matters."""
+    """Normalise an answer as the reference does (from Minerva). The order of the steps matters."""
     answer = answer.split("=")[-1]
     for old, new in _REWRITES:
         answer = answer.replace(old, new)

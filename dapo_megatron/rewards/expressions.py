@@ -1,10 +1,10 @@
-"""Mathematical expressions from untrusted text, read without evaluating it as Python.
+"""Parser of mathematical expressions from untrusted text that does not evaluate it as Python.
 
 `sympy.parse_expr` passes its text to `eval`, so an answer like `__import__('os').system(...)` runs.
-The parser here walks the syntax tree instead. It knows plain decimal numbers, names, arithmetic and
-a short list of functions, which mean what they mean to `parse_expr` with its standard
-transformations. It refuses other notations of numbers (`0xf`, `1e3`, `1_000`), factorials (`5!`)
-and repeating decimals (`0.2[1]`).
+This parser walks the syntax tree instead. It supports plain decimal numbers, names, arithmetic and
+a short list of functions, with the meaning of `parse_expr` and its standard transformations. It
+refuses other notations of numbers (`0xf`, `1e3`, `1_000`), factorials (`5!`) and repeating decimals
+(`0.2[1]`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import sympy
 
 MAX_CHARACTERS = 10_000
 MAX_POWER_BITS = 20_000
-"""Largest size of an exact power. A tower such as 9**9**9 is refused before it is computed."""
+"""Maximum size of an exact power, in bits. A tower such as 9**9**9 is refused before it is
+computed."""
 MAX_SHIFT = 10_000
-"""Largest distance of a shift of an integer; bits."""
+"""Maximum shift of an integer, in bits."""
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     name: getattr(sympy, name)
@@ -62,9 +63,8 @@ _OTHER_NOTATION = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[A-Za-z_]")
 def parse_arithmetic(text: str) -> Any:
     """Return the value of + - * / // % ** and parentheses on plain numbers, as a sympy number.
 
-    Without names and functions, and with every digit in sight: scorers of number games look in the
-    text for the numbers that an answer uses, and `0xf`, `E` or `I*I` would be none to them. Raises
-    like `parse_expression`.
+    Names and functions are refused. Scorers of number games search the text for the numbers that an
+    answer uses, and would miss those in `0xf`, `E` or `I*I`. Raises like `parse_expression`.
     """
     expression = parse_expression(text)
     if not expression.is_number or re.search(r"[^\W\d]", text):
@@ -73,10 +73,10 @@ def parse_arithmetic(text: str) -> Any:
 
 
 def parse_expression(text: str, local_dict: Mapping[str, Any] | None = None) -> Any:
-    """Return the sympy expression that `text` writes. Unknown names become symbols.
+    """Return `text` as a sympy expression. Unknown names become symbols.
 
-    local_dict: names and their meaning, as for `sympy.parse_expr`.
-    Raises ValueError or SyntaxError for anything that is not an expression, or is too large.
+    local_dict: values of names, as for `sympy.parse_expr`.
+    Raises ValueError or SyntaxError if the text is not an expression or is too large.
     """
     if match := _OTHER_NOTATION.search(text):
         raise ValueError(f"not a plain decimal number: {text[match.start() :][:20]}")
@@ -119,7 +119,7 @@ def _expression(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return base ** exponent. Raises ValueError for an exact power of too many digits."""
+    """Return base ** exponent. Raises ValueError for an exact power above MAX_POWER_BITS."""
     if base.is_Rational and exponent.is_Rational:
         size = max(abs(base.p), base.q).bit_length()
         if abs(exponent) * size > MAX_POWER_BITS:

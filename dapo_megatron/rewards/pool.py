@@ -1,9 +1,9 @@
-"""Worker processes that grade, and may hang, crash or raise without harm to the run.
+"""Pool of grading processes, which may hang, crash or raise without affecting the run.
 
-One thread of the parent looks after one worker. It hands an idle worker a batch of gradings and
-reads the answers one by one; if an answer is late, the worker dies or has no memory left, exactly
-the first unanswered grading is charged, the rest of the batch goes back to the head of the queue,
-and a new worker takes over. Threads, because gradings must go on while the engine decodes.
+One thread of the parent serves one worker. It sends an idle worker a batch of gradings and reads
+the answers one by one. If an answer is late, or the worker dies or runs out of memory, only the
+first unanswered grading fails. The rest of the batch returns to the head of the queue, and a new
+worker takes over. Threads are used so that grading continues while the engine decodes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from dapo_megatron.types import Grade
 logger = logging.getLogger(__name__)
 
 CAUSES = ("timeout", "crash", "memory", "error")
-"""Why there is no grade: it took too long, its process died, it ate its memory, it raised."""
+"""Reasons for a missing grade: time limit exceeded, process died, memory limit exceeded, grader
+raised."""
 
 MAX_BATCH = 16
-"""Gradings handed to a worker at once: the most that one slow grading can hold up."""
+"""Maximum gradings sent to a worker at once. One slow grading delays at most these."""
 
 
 class _Task(NamedTuple):
@@ -47,16 +48,17 @@ class _Result(NamedTuple):
 
 
 class GradingPool:
-    """Grades responses in `workers` processes of its own; use it as a context manager.
+    """Grades responses in `workers` child processes. Use it as a context manager.
 
-    graders          of each source: a grader's name (see `registry.resolve`), or the names by the
-                     rows' data_source
+    graders          source -> grader's name (see `registry.resolve`), or source -> data_source of a
+                     row -> grader's name
     timeout_seconds  wall-clock limit of one grading; a worker's start does not count
     memory_mib       limit of a worker's address space
-    environment      variables of this process that a worker gets besides PATH, HOME and the like
+    environment      names of environment variables passed to workers besides INHERITED (PATH, HOME
+                     and similar)
 
-    Raises ConfigError at once for a grader that cannot be resolved. Its methods belong to one
-    thread. Workers start in the background and die with the pool, or with this process.
+    Raises ConfigError at once for a grader that cannot be resolved. Call all methods from one
+    thread. Workers start in the background and die with the pool or with this process.
 
     Example:
         with GradingPool({"math": "dapo_math"}, workers=2, timeout_seconds=10.0) as pool:
@@ -66,8 +68,8 @@ class GradingPool:
     """
 
     last_errors: dict[str, str]
-    """Last failure by source: the last line of what the grader raised, or how its process ended.
-    Sources without one are missing."""
+    """Source -> last failure: the last line of the grader's exception, or how its process ended.
+    Sources without a failure are missing."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class GradingPool:
         for name in self._names:
             check(name)
         if "code" in self._names:
-            _tell_what_is_lacking()
+            _warn_of_missing_layers()
         self.last_errors = {}
         self._logged: set[tuple[str, str]] = set()  # (source, cause)
         self._pending = 0
@@ -105,16 +107,16 @@ class GradingPool:
 
     @property
     def pending(self) -> int:
-        """Gradings submitted and not yet collected."""
+        """Number of gradings submitted but not yet collected."""
         return self._pending
 
     def submit(
         self, key: Any, source: str, response: str, truth: str, extra: Mapping[str, Any]
     ) -> None:
-        """Queue one grading and return. `key`, anything, comes back with the result.
+        """Queue one grading and return. `collect` returns `key`, any object, with the result.
 
-        Raises ValueError for an unknown source or data_source, or a closed pool; TypeError or
-        ValueError if `extra` holds what JSON does not know.
+        Raises ValueError for an unknown source or data_source, or if the pool is closed. Raises
+        TypeError or ValueError if `extra` contains values that JSON does not support.
         """
         name = self._grader_of(source, extra)
         task = _Task(key, source, encode_task(name, response, truth, extra))
@@ -126,10 +128,10 @@ class GradingPool:
         self._pending += 1
 
     def collect(self, wait: bool) -> list[tuple[Any, Grade | None, str]]:
-        """What finished since the last call, in any order: (key, grade, why).
+        """Return (key, grade, why) of the gradings finished since the last call, in any order.
 
-        The grade is None if the grader abstained; why is then one of CAUSES, and the first of
-        each kind and source is logged. Else why is "graded".
+        If the grader abstained, the grade is None and `why` is one of CAUSES; the first failure of
+        each cause and source is logged. Otherwise `why` is "graded".
 
         wait: block until something finishes, unless nothing is pending.
         Raises ConfigError or DapoError if workers cannot start.
@@ -141,7 +143,7 @@ class GradingPool:
             except Empty:
                 break
             if isinstance(item, Exception):
-                self._finished.put(item)  # for whoever asks again
+                self._finished.put(item)  # the next call raises it again
                 raise item
             self._pending -= 1
             self._log_failure(item)
@@ -149,7 +151,7 @@ class GradingPool:
         return results
 
     def close(self) -> None:
-        """Kill the workers; what is queued, running or uncollected is dropped. Idempotent."""
+        """Kill the workers. Queued, running and uncollected gradings are dropped. Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -194,7 +196,7 @@ class GradingPool:
         if (source, result.why) not in self._logged:
             self._logged.add((source, result.why))
             logger.warning(
-                "grading of %r abstained (%s), source %r; later ones are only counted. %s",
+                "grading of %r abstained (%s), source %r; further ones are only counted. %s",
                 *(result.task.key, result.why, source, result.detail),
             )
         self.last_errors[source] = result.detail.strip().rpartition("\n")[2]
@@ -202,15 +204,15 @@ class GradingPool:
     # ------------------------------------------------------------------ in the threads
 
     def _serve(self) -> None:
-        """Look after one worker at a time until the pool is closed."""
+        """Serve one worker at a time until the pool is closed."""
         workers = Workers(
             *(self._closing, self._names, self._timeout_seconds),
             *(self._memory_mib, self._environment),
         )
         try:
-            workers.ready()  # before there is work
+            workers.ready()  # start a worker before there is work
             while batch := self._next_batch():
-                worker = workers.ready()  # another if it died idle: no grading is to blame
+                worker = workers.ready()  # a new worker if it died while idle; no grading fails
                 try:
                     self._grade(worker, batch, workers.prepare_successor)
                 except WorkerLost as lost:
@@ -220,7 +222,7 @@ class GradingPool:
                     workers.ready()
         except PoolClosed:
             pass
-        except Exception as error:  # noqa: BLE001 - raised again by collect, in the caller's thread
+        except Exception as error:  # noqa: BLE001 - collect raises it in the caller's thread
             self._finished.put(error)
         finally:
             workers.stop()
@@ -228,20 +230,23 @@ class GradingPool:
     def _grade(
         self, worker: WorkerProcess, batch: deque[_Task], prepare_successor: Callable[[], object]
     ) -> None:
-        """Grade the tasks of `batch`; each leaves it when answered. Raises WorkerLost."""
+        """Grade the tasks of `batch`, removing each when it is answered. Raises WorkerLost."""
         deadline = worker.send_batch([task.payload for task in batch], self._timeout_seconds)
         while batch:
             answer = worker.answer(deadline, halfway=prepare_successor)
             deadline = time.monotonic() + self._timeout_seconds
             if not isinstance(answer, Failure):
                 self._finished.put(_Result(batch.popleft(), answer, "graded"))
-            elif answer.cause == "memory":  # it may hold on to what it has: the next would suffer
+            elif (
+                answer.cause == "memory"
+            ):  # the worker may not free it: the next grading would fail
                 raise WorkerLost(*answer)
             else:
                 self._finished.put(_Result(batch.popleft(), None, *answer))
 
     def _next_batch(self) -> deque[_Task]:
-        """Wait for work; empty once the pool is closed. Leaves a share to the other workers."""
+        """Wait for work and return a batch, leaving a share for the other workers. Empty once the
+        pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             share = max(1, len(self._queue) // (2 * len(self._threads)))
@@ -254,6 +259,9 @@ class GradingPool:
             self._changed.notify_all()
 
 
-def _tell_what_is_lacking() -> None:
+def _warn_of_missing_layers() -> None:
     for layer, why in lacking().items():
-        logger.warning("grader 'code': its sandbox lacks %s here (%s); docs/rewards.md", layer, why)
+        logger.warning(
+            "grader 'code': its sandbox has no %s on this machine (%s); see docs/rewards.md",
+            *(layer, why),
+        )

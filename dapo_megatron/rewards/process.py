@@ -1,4 +1,4 @@
-"""Worker processes as the pool's thread sees them: start, ask, read, kill, replace."""
+"""Handles of worker processes for the pool's threads: start, send, receive, kill, replace."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from dapo_megatron.rewards.worker_messages import (
 from dapo_megatron.types import ConfigError, DapoError, Grade
 
 START_SECONDS = 120.0
-"""Limit for a worker to start and import its graders; seconds."""
+"""Time limit for a worker to start and import its graders."""
 
 MAX_FAILED_STARTS = 3
-"""Workers in a row that may die while starting before the pool gives up."""
+"""Number of workers in a row that may die while starting before the pool gives up."""
 
 END_SECONDS = 5.0
-"""Time allowed for a killed worker to be gone. A process that waits for a dead disk ends later."""
+"""Time limit for a killed worker to exit. A process that waits for a dead disk exits later."""
 
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
-"""Variables of this process that a worker gets. Tokens, passwords and a launcher's are not among
-them: graders are anyone's code, and read what a model wrote."""
+"""Environment variables passed to workers. Tokens, passwords and launcher variables are withheld,
+because graders are untrusted code that reads the output of a model."""
 
 
 Message = TypeVar("Message")
 
 
 class WorkerLost(Exception):
-    """The worker is of no use any more; `why` is "timeout", "crash" or "memory"."""
+    """Raised if a worker must be replaced. `why` is "timeout", "crash" or "memory"."""
 
     def __init__(self, why: str, detail: str) -> None:
         super().__init__(why)
@@ -53,22 +53,22 @@ class WorkerLost(Exception):
 
 
 class PoolClosed(Exception):
-    """The pool was closed while a thread waited for its worker."""
+    """Raised if the pool is closed while a thread waits for its worker."""
 
 
 class WorkerProcess:
-    """A running worker. Whoever makes one calls `stop`; all calls come from one thread.
+    """A running worker process with a temporary folder. The owner must call `stop`, which removes
+    the folder. Call all methods from one thread.
 
-    closing       readable once the pool is being closed
-    environment   names of further variables of this process that it gets
-
-    Its temporary folder ends with it.
+    closing       becomes readable when the pool closes
+    memory_mib    limit of the worker's address space
+    environment   names of environment variables passed to the worker besides INHERITED
     """
 
     def __init__(
         self, closing: Connection, memory_mib: int, environment: Collection[str] = ()
     ) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, worker_socket = socket.socketpair()
         self._socket.setblocking(False)
         self._received = bytearray()
         self._closing = closing
@@ -77,36 +77,38 @@ class WorkerProcess:
         self._poll.register(closing, select.POLLIN)
         self._folder = tempfile.mkdtemp(prefix="grading-")
         module = "dapo_megatron.rewards.worker"
-        with theirs:
+        with worker_socket:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(memory_mib)],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-m", module, str(worker_socket.fileno()), str(memory_mib)],
+                pass_fds=(worker_socket.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # graders print; stderr stays, for what goes wrong
+                stdout=subprocess.DEVNULL,  # graders print; stderr is inherited, for errors
                 env=helper_environment((*INHERITED, *environment)) | {"TMPDIR": self._folder},
-                start_new_session=True,  # its own group: what a grader starts is killed with it
+                start_new_session=True,  # a process group, so that a grader's children are killed
             )
 
     def load(self, names: Collection[str], timeout_seconds: float) -> None:
-        """Have it import the graders, and do not wait for it. Raises WorkerLost."""
+        """Make the worker import the graders, without waiting. Raises WorkerLost."""
         order = encode({"graders": sorted(names), "timeout_seconds": timeout_seconds})
         self._send(order, time.monotonic() + START_SECONDS)
 
     def wait_until_loaded(self) -> None:
-        """Raise WorkerLost, PoolClosed, or ConfigError if it refuses."""
+        """Wait until the worker has imported its graders. Raises ConfigError if the worker refuses,
+        WorkerLost or PoolClosed."""
         refusal = self._decoded(decode_refusal, time.monotonic() + START_SECONDS)
         if refusal is not None:
             raise ConfigError(f"rewards: a grading worker refused to start: {refusal}")
 
     @property
     def alive(self) -> bool:
-        """Whether it runs. It is not reaped here, so that its group id stays its own."""
+        """Whether the worker runs. A dead worker is not reaped here, so that its group id cannot be
+        reused before `stop`."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._process.pid, options) is None
 
     def send_batch(self, tasks: Iterable[bytes], timeout_seconds: float) -> float:
-        """Send gradings to a worker that is waiting for work. Return the deadline of the first
-        answer: sending takes its time from it, since a stopped worker reads nothing.
+        """Send gradings to an idle worker. Return the deadline of the first answer. The time spent
+        sending counts towards it, because a stopped worker reads nothing.
 
         Raises WorkerLost or PoolClosed.
         """
@@ -117,13 +119,13 @@ class WorkerProcess:
     def answer(
         self, deadline: float, halfway: Callable[[], object] = lambda: None
     ) -> Grade | Failure:
-        """Return its answer to the next grading. `halfway` is called if half of the time that is
-        left goes by without one. Raises WorkerLost or PoolClosed."""
+        """Return the worker's answer to the next grading. `halfway` is called if half of the time
+        until the deadline passes without an answer. Raises WorkerLost or PoolClosed."""
         return self._decoded(decode_answer, deadline, halfway)
 
     def stop(self) -> None:
-        """Kill it with everything it started, reap it, remove its files. Idempotent."""
-        if self._process.returncode is not None:  # reaped: its id may be another's by now
+        """Kill the worker and everything it started, reap it, remove its files. Idempotent."""
+        if self._process.returncode is not None:  # already reaped: its id may be reused
             return
         self._kill_all()
         with suppress(subprocess.TimeoutExpired):
@@ -138,7 +140,7 @@ class WorkerProcess:
                 unsent = unsent[self._socket.send(unsent) :]
             except BlockingIOError:
                 if not self._wait(select.POLLOUT, deadline):
-                    raise WorkerLost("timeout", "it did not read what it was sent") from None
+                    raise WorkerLost("timeout", "it did not read its message") from None
             except OSError as error:
                 raise WorkerLost("crash", self._death()) from error
 
@@ -158,14 +160,14 @@ class WorkerProcess:
                 raise WorkerLost("timeout", f"no grade within {deadline - now:.3g} s")
             return decode(message)
         except ValueError as error:
-            raise WorkerLost("crash", f"it sent nonsense: {error}") from error
+            raise WorkerLost("crash", f"it sent an invalid message: {error}") from error
 
     def _receive(self, deadline: float) -> bytes | None:
-        """Return its next message, or None if there is no whole one before the deadline."""
+        """Return the worker's next message, or None if none is complete before the deadline."""
         while (end := self._received.find(b"\n")) < 0:
             if len(self._received) > MAX_MESSAGE_BYTES:
                 raise WorkerLost("crash", f"it sent a message above {MAX_MESSAGE_BYTES} bytes")
-            # A worker that sends byte after byte is always ready.
+            # Check the clock too: a worker that sends single bytes keeps the socket readable.
             if time.monotonic() >= deadline or not self._wait(select.POLLIN, deadline):
                 return None
             try:
@@ -180,17 +182,17 @@ class WorkerProcess:
         return message
 
     def _wait(self, event: int, deadline: float) -> bool:
-        """Wait until its socket is ready. Return whether it was before the deadline."""
+        """Wait until the socket is ready. Return True if it was before the deadline."""
         self._poll.modify(self._socket, event)
-        left = max(0.0, deadline - time.monotonic())
-        ready = self._poll.poll(1000 * left)
+        seconds_left = max(0.0, deadline - time.monotonic())
+        ready = self._poll.poll(1000 * seconds_left)
         if any(descriptor == self._closing.fileno() for descriptor, _ in ready):
             raise PoolClosed
         return bool(ready)
 
     def _kill_all(self) -> None:
-        """Kill it and all below it. It adopts the orphans among what it started; while it stands
-        still, none gets away."""
+        """Kill the worker and all its descendants. The worker adopts orphans (it is a subreaper).
+        It is stopped first, so that it starts no new process meanwhile."""
         if sys.platform == "linux":
             os.kill(self._process.pid, signal.SIGSTOP)
             kill_descendants(self._process.pid)
@@ -198,25 +200,26 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _death(self) -> str:
-        """How it ended; it is not reaped. Its connection may be gone a moment before it."""
+        """Return how the worker ended, without reaping it. Waits up to 1 s, because the connection
+        may close before the process ends."""
         for _ in range(100):
             ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 exited = ended.si_code == os.CLD_EXITED
-                how = "exited with" if exited else "was killed by signal"
-                return f"its process {how} {ended.si_status}"
+                verb = "exited with" if exited else "was killed by signal"
+                return f"its process {verb} {ended.si_status}"
             time.sleep(0.01)
         return "its process closed the connection"
 
 
 class Workers:
-    """One worker after the other, all of one thread of the pool.
+    """The current worker of one pool thread, and its successor.
 
-    closing          readable once the pool is being closed
-    names            graders that each of them imports
-    timeout_seconds  of one grading
-    memory_mib       of one worker
-    environment      further variables that a worker gets
+    closing          becomes readable when the pool closes
+    names            names of the graders that each worker imports
+    timeout_seconds  limit of one grading
+    memory_mib       limit of a worker's address space
+    environment      names of environment variables passed to workers besides INHERITED
     """
 
     def __init__(
@@ -236,9 +239,10 @@ class Workers:
         self._successor: WorkerProcess | None = None
 
     def ready(self) -> WorkerProcess:
-        """The current one if it lives, else the next that has imported its graders.
+        """Return the current worker if it is alive, else a new one that has imported its graders.
 
-        Raises PoolClosed; ConfigError if it refuses to start; DapoError if several die of it.
+        Raises PoolClosed, ConfigError if a worker refuses to start, or DapoError if
+        MAX_FAILED_STARTS workers in a row die while starting.
         """
         if self._current is not None and not self._current.alive:
             self.replace()
@@ -258,24 +262,24 @@ class Workers:
         return self._current
 
     def prepare_successor(self) -> WorkerProcess:
-        """Start one to take over, without waiting, unless there is one already."""
+        """Start a worker to take over, without waiting, unless one is already started."""
         if self._successor is not None and not self._successor.alive:
             self._successor.stop()
             self._successor = None
         if self._successor is None:
             self._successor = WorkerProcess(self._closing, self._memory_mib, self._environment)
-            with suppress(WorkerLost):  # heard again when it is waited for
+            with suppress(WorkerLost):  # wait_until_loaded raises it again
                 self._successor.load(self._names, self._timeout_seconds)
         return self._successor
 
     def replace(self) -> None:
-        """End the current one."""
+        """Stop the current worker."""
         if self._current is not None:
             self._current.stop()
             self._current = None
 
     def stop(self) -> None:
-        """End all of them."""
+        """Stop the current worker and its successor."""
         self.replace()
         if self._successor is not None:
             self._successor.stop()

@@ -1,12 +1,12 @@
-"""The scorers of the reasoning-gym package, each data set's own.
+"""Grader that uses the scorers of the reasoning-gym package, one per data set.
 
 A scorer gives partial credit between 0 and 1; only full credit counts as correct.
 
-Some scorers of the package call `eval` or `sympy.parse_expr` on the answer or on the entry, which
-runs whatever the model or the author of a data file wrote. Two measures keep that from happening:
-- In the modules of `REPLACEMENTS` these functions are replaced by parsers that evaluate nothing.
-- While anything of the package runs here, an audit hook refuses to compile text. A data set that is
-  not in the table, or a later version of the package, then fails before any code runs.
+Some scorers call `eval` or `sympy.parse_expr` on the answer or on the entry, which would run code
+written by the model or by the author of a data file. Two measures prevent that:
+- In the modules of `REPLACEMENTS`, these functions are replaced by parsers that evaluate nothing.
+- While code of the package runs here, an audit hook refuses to compile text. A data set that is not
+  in the table, or a later version of the package, then fails before any code runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import reasoning_gym as library  # the package; this module is dapo_megatron.rewards.reasoning_gym
 import sympy
-import sympy.physics.units  # simplify imports it, and its own texts are compiled then
+import sympy.physics.units  # sympy.simplify imports it, which compiles text: import it before
 
 from dapo_megatron.rewards.expressions import (
     integer_value,
@@ -48,7 +48,7 @@ REPLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "games.n_queens": {"eval": ast.literal_eval},
     "games.puzzle24": {"parse_expr": parse_arithmetic},
 }
-"""Names in modules of reasoning_gym, and what they stand for in this process."""
+"""Module of reasoning_gym -> name in it -> replacement."""
 
 _MAY_COMPILE = frozenset(
     {
@@ -56,22 +56,22 @@ _MAY_COMPILE = frozenset(
         *("collections", "dataclasses", "sympy.polys.monomials"),
     }
 )
-"""Modules that may compile text while a scorer runs. `ast` stops at the syntax tree. A scorer may
-be the first to import something. The others compile texts of their own, with names of theirs."""
+"""Modules that may compile text while a scorer runs. `ast` only parses. importlib compiles modules
+that a scorer is the first to import. The others compile their own templates."""
 
 _REFUSED = "{} tries to run text as code; the data set cannot be used here"
 _is_scoring = False
 _refusals: list[str] = []
-"""Modules that were kept from compiling text since the scorer was called."""
+"""Modules that tried to compile text since the scorer was called."""
 
 
 def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
     """Score +1.0 if the data set's scorer gives full credit to the whole response, else -1.0.
 
-    response: stripped and scored as it is, with nothing extracted from it; that is `pred`.
-    truth: not read; scorers look at the entry, since many problems have several answers.
-    extra: {"dataset": name, "entry": {"question", "answer", "metadata"}} and, for the few
-    scorers that read their settings, "options" of the data set. JSON values.
+    response: stripped and scored as a whole; nothing is extracted. The result is `pred`.
+    truth: not used; scorers read the entry, because many problems have several answers.
+    extra: {"dataset": name, "entry": {"question", "answer", "metadata"}} as JSON values and, for
+    the few scorers that read their settings, "options" of the data set.
     Raises KeyError without those keys, ValueError for an unknown data set, RuntimeError for a
     scorer that tries to run text as code.
     """
@@ -79,14 +79,14 @@ def grade(response: str, truth: str, extra: Mapping[str, Any]) -> Grade:
     with _no_text_compiled():
         scorer = _scorer(extra["dataset"], json.dumps(extra.get("options", {}), sort_keys=True))
         correct = bool(scorer(answer=pred, entry=extra["entry"]) == 1.0)
-    if _refusals:  # a scorer takes whatever is raised in it for a wrong answer
+    if _refusals:  # scorers catch all exceptions and score the answer as wrong
         raise RuntimeError(_REFUSED.format(_refusals[0]))
     return Grade(score=1.0 if correct else -1.0, correct=correct, pred=pred)
 
 
 @lru_cache(maxsize=64)
 def _scorer(dataset: str, options: str) -> Callable[..., float]:
-    # Problems are generated when indexed; making the data set makes none.
+    # Creating the data set generates no problems; indexing does.
     scorer: Callable[..., float] = library.create_dataset(
         dataset, **json.loads(options)
     ).score_answer

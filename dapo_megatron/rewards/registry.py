@@ -1,6 +1,6 @@
-"""From the name of a grader in the configuration to a function.
+"""Resolves the name of a grader in the config to a function.
 
-A grader may be anyone's code: whatever it returns is turned into a Grade here, or refused.
+Graders may be user code, so their results are converted to a Grade or refused here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GraderFn = Callable[[str, str, Mapping[str, Any]], Grade]
 """(response, truth, prompt extra) -> Grade."""
 
 RowCheck = Callable[[str, Mapping[str, Any]], object]
-"""(truth, prompt extra) of a row. Raises ValueError saying why it can never be graded."""
+"""(truth, prompt extra) of a row. Raises ValueError with the reason if it can never be graded."""
 
 _LIBRARIES = {
     "dapo_math": None,
@@ -31,21 +31,23 @@ _LIBRARIES = {
     "reasoning_gym": "reasoning_gym",
     "code": None,
 }
-"""Built-in graders (modules of this package) and the library that each needs."""
+"""Built-in grader (a module of this package) -> the library that it needs."""
 
 
 def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
-    """The grader called `name`: dapo_math, math_verify, reasoning_gym, code, or `module:function`.
+    """Return the grader `name`: dapo_math, math_verify, reasoning_gym, code, or `module:function`.
+    Imports its library.
 
-    A function of yours is called with (response, truth, extra), or with (response, truth) if it
-    takes only these. It returns a Grade, a bool (score +1 / -1) or a number (the score; correct if
-    above 0). It may be a coroutine function: it then runs in this thread's event loop. Imports the
-    grader's library. `timeout_seconds` is what the caller allows one grading; `code` keeps its
-    programs within it.
-    Raises ConfigError: unknown name (with the nearest), module that cannot be imported, missing
-    function, another signature, no sandbox for `code`. The returned grader raises what the function
-    does, and ValueError naming the grader if it returns something else, or a score beyond
-    MAX_SCORE.
+    A user function is called with (response, truth, extra), or with (response, truth) if it takes
+    only these. It returns a Grade, a bool (score +1 / -1) or a number (the score; correct if above
+    0). A coroutine function runs in an event loop of this process.
+
+    timeout_seconds   the caller's limit of one grading; `code` ends its programs before that
+
+    Raises ConfigError for an unknown name (with the nearest names), a module that cannot be
+    imported, a missing function, an unsupported signature, or if `code` has no sandbox. The
+    returned grader raises the exceptions of the function, and ValueError naming the grader if it
+    returns something else, or a score beyond MAX_SCORE.
     """
     check(name)
     if name not in _LIBRARIES:
@@ -61,7 +63,8 @@ def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
 
 
 def check(name: str) -> None:
-    """Raise ConfigError as `resolve` would, without importing the library of a built-in."""
+    """Raise the ConfigError that `resolve` would, without importing the library of a built-in
+    grader."""
     if name == "code":
         lacking()
     elif name in _LIBRARIES:
@@ -71,8 +74,8 @@ def check(name: str) -> None:
 
 
 def row_check(name: str) -> RowCheck | None:
-    """Return what the grader `name` needs of each row, to be checked when data is loaded; None if
-    it takes any row. Imports no library."""
+    """Return the check that grader `name` applies to each row when data is loaded; None if it
+    accepts any row. Imports no library."""
     if name == "code":
         from dapo_megatron.rewards.code import read_tests
 
@@ -83,18 +86,18 @@ def row_check(name: str) -> RowCheck | None:
 def _check_problem(truth: str, extra: Mapping[str, Any]) -> None:
     if "dataset" not in extra or "entry" not in extra:
         raise ValueError(
-            "it grades problems of sources with `kind: reasoning_gym` only; choose another grader "
-            "for the rows of a file"
+            "it grades problems of sources with `kind: reasoning_gym` only; configure another "
+            "grader for the rows of a file"
         )
 
 
 def names(grader: str | Mapping[str, str]) -> set[str]:
-    """The graders of a source: one for all its rows, or one for each data_source."""
+    """Return the names of a source's graders: one for all its rows, or one per data_source."""
     return {grader} if isinstance(grader, str) else set(grader.values())
 
 
 def as_grade(result: Any) -> Grade:
-    """Return a Grade of plain values from what a grader returned, with `pred` cut to MAX_PRED
+    """Convert the result of a grader to a Grade of plain values, with `pred` cut to MAX_PRED
     characters. Raises TypeError, ValueError or OverflowError."""
     if isinstance(result, Grade):
         grade = Grade(
@@ -108,7 +111,7 @@ def as_grade(result: Any) -> Grade:
     elif isinstance(result, Real):
         grade = Grade(float(result), float(result) > 0, "")
     else:
-        raise TypeError(f"a grader returns a Grade, a bool or a number, not {result!r:.100}")
+        raise TypeError(f"a grader must return a Grade, a bool or a number, not {result!r:.100}")
     if not abs(grade.score) <= MAX_SCORE:  # false for NaN too
         raise ValueError(
             f"a score must be finite, from {-MAX_SCORE:,.0f} to {MAX_SCORE:,.0f}, not {grade.score}"
@@ -131,19 +134,23 @@ def _checked(name: str, function: Callable[[str, str, Mapping[str, Any]], Any]) 
 
 @cache
 def _event_loop() -> asyncio.Runner:
-    """One for the life of the process: what a grader keeps open between calls stays usable."""
+    """Return the event loop of this process. It is shared by all calls, so that connections that a
+    grader keeps open stay usable."""
     return asyncio.Runner()
 
 
 def _require_library(name: str) -> None:
     library = _LIBRARIES[name]
     if library is not None and importlib.util.find_spec(library) is None:
-        raise ConfigError(f"grader {name!r}: the library {library!r} is not installed")
+        raise ConfigError(
+            f"grader {name!r}: the library {library!r} is not installed; install it, or configure "
+            "another grader"
+        )
 
 
 def user_function(name: str) -> Callable[..., Any]:
-    """Import a function of a user's own, named `module:function`. Raises ConfigError: a module that
-    cannot be imported, or one without the function (with the nearest names)."""
+    """Import a user's function, named `module:function`. Raises ConfigError if the module cannot be
+    imported or lacks the function (with the nearest names)."""
     module_name, _, function_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -178,13 +185,13 @@ _NOT_RESPONSES = {
     "truth", "ground_truth", "answer", "expected", "reference", "target", "data_source", "prompt",
     "question",
 }  # fmt: skip
-"""Names of a first parameter that is not the response."""
+"""Parameter names that show that the first parameter is not the response."""
 
 
 def _arguments_taken(function: Callable[..., Any]) -> int:
     """Return 3 if a grader takes (response, truth, extra), 2 if it takes (response, truth).
 
-    Raises ConfigError for a signature from which this is not plain, saying what to write.
+    Raises ConfigError for an ambiguous signature, with the signature to write.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -198,10 +205,10 @@ def _arguments_taken(function: Callable[..., Any]) -> int:
     if keywords:
         raise _refused_signature(f"requires the keyword argument {keywords[0]}")
     if len(required) > 3 or len(positional) < 2:
-        counted = len(required) if len(required) > 3 else len(positional)
-        raise _refused_signature(f"takes {counted} argument{'' if counted == 1 else 's'}")
+        number = len(required) if len(required) > 3 else len(positional)
+        raise _refused_signature(f"takes {number} argument{'' if number == 1 else 's'}")
     if positional[0].name in _NOT_RESPONSES:
-        raise _refused_signature(f"takes {positional[0].name} first, where the response comes")
+        raise _refused_signature(f"takes {positional[0].name} first, instead of the response")
     if len(required) == 3:
         return 3
     if len(positional) > 2 and positional[2].name != "extra":

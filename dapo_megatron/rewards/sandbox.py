@@ -1,8 +1,8 @@
-"""An untrusted program in bubblewrap (bwrap): a root of its own, namespaces, limits, a filter.
+"""Runs an untrusted program in bubblewrap (bwrap): private root, namespaces, limits, seccomp.
 
-The program sees the interpreter, its installed packages and the system's libraries, all read-only,
+The program sees the interpreter, its installed packages and the system libraries, all read-only,
 and an empty folder in memory. It has no network, no home, no data and no /proc of the machine. Each
-run is a fresh interpreter on the program's own file, so that its end is Python's own.
+run starts a new interpreter on the program's file, so the exit status is that of Python.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from dapo_megatron.types import ConfigError, DapoError
 
 MIB = 2**20
 MEMORY_MIB = 2048
-"""Address space of a program, unless this process has less (then as much)."""
+"""Address space of a program. A lower limit of this process applies instead."""
 FOLDER_MIB = 64
 """Size of the folder that a program may write to."""
 FILE_MIB = 16
-"""Size of the largest file it may write."""
+"""Size of the largest file that a program may write."""
 MAX_TASKS = 128
-"""Threads of a program, and bwrap's process beside it."""
+"""Maximum number of threads of a program, including one process of bwrap."""
 OPEN_FILES = 64
 OUTPUT_BYTES = MIB
-"""Default limit of what a program may write to stdout."""
+"""Default limit of a program's output on stdout."""
 ERROR_BYTES = 2000
-"""Bytes of stderr that are kept, for messages of bwrap."""
+"""Bytes of stderr to keep, for messages of bwrap."""
 
 END_SECONDS = 5.0
-"""Time allowed for a killed sandbox to be gone."""
+"""Time limit for a killed sandbox to exit."""
 
 UNPRIVILEGED_ID = 65_534
-"""User and group (nobody) of programs in runs of root: the kernel limits no tasks of root."""
+"""User and group id (nobody) of programs if the run belongs to root, because the kernel does not
+limit the tasks of root."""
 
 INSTALL = (
     "install bubblewrap, libseccomp and util-linux (Debian, Ubuntu: apt-get install bubblewrap "
@@ -63,28 +64,28 @@ INSTALL = (
 _PROGRAM = f"{FOLDER}/program.py"
 _TOO_LATE = "no end within the limit"
 _SIGNALLED = 128
-"""bwrap adds it to the number of the signal that killed its program."""
+"""bwrap's exit code for a killed program is this plus the number of the signal."""
 
 
 class SandboxError(DapoError):
-    """The sandbox did not start."""
+    """Raised if the sandbox does not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Output of a program, and the reason why its run does not count ("" if it does)."""
+    """Output of a program, and the reason why the run failed ("" if it succeeded)."""
 
     output: bytes
     failure: str
 
 
 def run(program: str, stdin: str, seconds: float, max_output: int = OUTPUT_BYTES) -> Run:
-    """Run a Python program from its start. Nothing that it started is alive afterwards.
+    """Run a Python program. No process that it started is alive afterwards.
 
     program      source text
     stdin        text of its standard input
-    seconds      wall-clock limit, start of the interpreter included
-    max_output   bytes to stdout above which it is killed
+    seconds      wall-clock limit, including the start of the interpreter
+    max_output   the program is killed if it writes more bytes to stdout
 
     Raises SandboxError if bwrap does not start it.
 
@@ -95,13 +96,13 @@ def run(program: str, stdin: str, seconds: float, max_output: int = OUTPUT_BYTES
 
 @functools.cache
 def lacking() -> Mapping[str, str]:
-    """Return the parts of the sandbox that this machine does not give, each with the reason.
+    """Return the layers of the sandbox that this machine does not support: layer -> reason.
 
-    Raises ConfigError if it gives no sandbox, with the command that installs what is missing.
+    Raises ConfigError if the sandbox does not work at all, with the command that installs it.
     """
     for name in ("bwrap", "prlimit"):
         if shutil.which(name) is None:
-            raise ConfigError(f"grader 'code': no program {name} on the PATH; {INSTALL}")
+            raise ConfigError(f"grader 'code': program {name} is not on the PATH; {INSTALL}")
     try:
         filter_program()
     except OSError as error:
@@ -110,15 +111,15 @@ def lacking() -> Mapping[str, str]:
         trial = _trial(has_proc=True)
         missing = {}
     except SandboxError as error:
-        # Containers hide parts of their /proc, and the kernel then allows no new one.
+        # Containers mask parts of their /proc, and the kernel then refuses to mount a new one.
         missing = {"/proc": str(error)}
         try:
             trial = _trial(has_proc=False)
         except SandboxError:
             raise ConfigError(
-                f"grader 'code': {error}. bubblewrap 0.8 or newer must be there ({INSTALL}) and be "
-                "allowed to make user namespaces: docs/rewards.md lists what containers and "
-                "distributions need"
+                f"grader 'code': {error}. It needs bubblewrap 0.8 or newer ({INSTALL}) with "
+                "permission to create user namespaces: docs/rewards.md lists the settings for "
+                "containers and distributions"
             ) from error
     if trial != Run(b"42\n", ""):
         raise ConfigError(f"grader 'code': a trial run failed: {trial}; see docs/rewards.md")
@@ -138,7 +139,7 @@ def _run(program: str, stdin: str, seconds: float, max_output: int, has_proc: bo
 
 
 class _Bwrap:
-    """One bwrap process and what it runs, which end with `stack`."""
+    """A bwrap process and its program. Closing `stack` ends both."""
 
     def __init__(
         self, stack: ExitStack, program: str, stdin: str, deadline: float, has_proc: bool
@@ -160,7 +161,7 @@ class _Bwrap:
             *("--remount-ro", "/", "--json-status-fd", str(status_end.fileno())),
             *("--seccomp", str(system_calls)),
             *(_become_nobody(mapped_end.fileno(), unread) if is_root else ("--",)),
-            # Inside: a limit of tasks that bwrap had would count the user's other processes.
+            # prlimit inside: a task limit of bwrap itself would count the user's other processes.
             *(
                 tool("prlimit"),
                 *_limits(deadline - time.monotonic()),
@@ -173,7 +174,7 @@ class _Bwrap:
         passed += [mapped_end.fileno(), unread] if is_root else []
         self._process = _popen(command, _memory_file(stack, stdin.encode()), passed)
         stack.enter_context(self._process)
-        self._first_process = 0  # of the process namespace; 0 if bwrap has not made one
+        self._first_process = 0  # init of the PID namespace; 0 if bwrap has not created it
         stack.callback(self._end)
         status_end.close()
         mapped_end.close()
@@ -184,20 +185,20 @@ class _Bwrap:
                 _map_nobody(self._first_process)
                 for pipe in (self._process.stdout, self._process.stderr):
                     assert pipe is not None
-                    os.fchown(pipe.fileno(), UNPRIVILEGED_ID, -1)  # it may open /dev/stdout
+                    os.fchown(pipe.fileno(), UNPRIVILEGED_ID, -1)  # lets it open /dev/stdout
                 mapped.write(b"x")
                 mapped.flush()
 
     def _first_line(self, deadline: float) -> bytes:
-        """Return bwrap's first status, or nothing if it has failed already."""
+        """Return the first line of bwrap's status, or b"" if bwrap has failed already."""
         poll = select.poll()
         poll.register(self._status, select.POLLIN)
         if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-            raise SandboxError("bwrap did not make the sandbox in time")
+            raise SandboxError("bwrap did not create the sandbox in time")
         return self._status.readline()
 
     def read(self, deadline: float, max_output: int) -> str:
-        """Read until nobody can write any more. Return why the run does not count, or ""."""
+        """Read stdout and stderr until all writers are closed. Return why the run failed, or ""."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         buffers = {
@@ -208,10 +209,10 @@ class _Bwrap:
         for descriptor in buffers:
             poll.register(descriptor, select.POLLIN)
         while buffers:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
                 return _TOO_LATE
-            for descriptor, _ in poll.poll(1000 * left):
+            for descriptor, _ in poll.poll(1000 * seconds_left):
                 block = os.read(descriptor, 2**16)
                 buffers[descriptor] += block
                 if not block:
@@ -223,7 +224,7 @@ class _Bwrap:
         return ""
 
     def wait(self, deadline: float) -> str:
-        """Wait for the end. Return why the run does not count, or "". Raises SandboxError if the
+        """Wait for the program to end. Return why the run failed, or "". Raises SandboxError if the
         program was not started."""
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
@@ -241,10 +242,11 @@ class _Bwrap:
         return f"exit status {exit_code}" if exit_code else ""
 
     def _end(self) -> None:
-        """Wait until all of it is gone, by force if it has not ended.
+        """Kill the sandbox unless it has ended, and wait until all its processes are gone.
 
-        Killing bwrap, or waiting for it alone, would not do: it leaves before its namespace does.
-        With the first process of that, the kernel ends every other.
+        Killing bwrap, or waiting only for bwrap, is not enough, because it exits before the
+        processes in its PID namespace. When the first process of the namespace dies, the kernel
+        kills all others.
         """
         if self._first_process:
             with suppress(ProcessLookupError):
@@ -255,11 +257,11 @@ class _Bwrap:
                     end = select.poll()
                     end.register(first, select.POLLIN)
                     end.poll(1000 * END_SECONDS)
-            with suppress(subprocess.TimeoutExpired):  # bwrap reaps it and leaves
+            with suppress(subprocess.TimeoutExpired):  # bwrap reaps it and exits
                 self._process.wait(END_SECONDS)
         self._process.kill()
         self._process.wait()
-        # Unless bwrap left first and this process adopts orphans.
+        # Reap it if bwrap exited first and this process, a subreaper, adopted it.
         with suppress(ChildProcessError):
             if self._first_process:
                 os.waitpid(self._first_process, os.WNOHANG)
@@ -280,7 +282,7 @@ def _popen(command: Sequence[str], stdin: int, passed: Sequence[int]) -> subproc
                 "TMPDIR": FOLDER,
                 "LANG": "C.UTF-8",
                 "PYTHONPATH": os.pathsep.join(package_folders()),
-                # Libraries start a thread per core by themselves, and tasks are limited.
+                # Libraries start a thread per core by default, but tasks are limited.
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
                 **library_path(),
@@ -291,7 +293,7 @@ def _popen(command: Sequence[str], stdin: int, passed: Sequence[int]) -> subproc
 
 
 def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Return the two ends, for reading and for writing."""
+    """Return the read end and the write end of a pipe."""
     reading, writing = os.pipe()
     return stack.enter_context(open(reading, "rb")), stack.enter_context(open(writing, "wb"))
 
@@ -307,15 +309,15 @@ def _memory_file(stack: ExitStack, content: bytes) -> int:
 
 
 def _become_nobody(mapped_end: int, unread: int) -> list[str]:
-    """Return bwrap's options, and the start of its command, for a run of root.
+    """Return bwrap's options and the start of its command, for a run as root.
 
-    The kernel limits no tasks of root, in a user namespace neither. bwrap itself must stay root to
-    reach an interpreter in root's home, so its program takes another user's identity, which the
-    namespace must know: bwrap waits until `_map_nobody` has seen to that.
+    The kernel does not limit the tasks of root, not even in a user namespace. bwrap must stay root
+    to reach an interpreter in root's home, so only the program changes to the unprivileged user.
+    That user must exist in the namespace: bwrap waits until `_map_nobody` has mapped it.
     """
     return [
         *("--userns-block-fd", str(mapped_end), "--uid", "0", "--gid", "0"),
-        *("--info-fd", str(unread)),  # required with it; the status says the same
+        *("--info-fd", str(unread)),  # required by --userns-block-fd; not read
         *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--", tool("setpriv")),
         *(f"--reuid={UNPRIVILEGED_ID}", f"--regid={UNPRIVILEGED_ID}", "--clear-groups"),
         "--inh-caps=-all",
@@ -333,9 +335,9 @@ def _map_nobody(process_id: int) -> None:
 
 
 def _limits(seconds: float) -> list[str]:
-    """Return limits as options of prlimit(1), soft and hard ones alike."""
+    """Return options of prlimit(1) that set soft and hard limits."""
     limits = {
-        "cpu": (resource.RLIMIT_CPU, int(seconds) + 2),  # of all threads; the clock ends it first
+        "cpu": (resource.RLIMIT_CPU, int(seconds) + 2),  # backstop of the wall-clock limit
         "as": (resource.RLIMIT_AS, MEMORY_MIB * MIB),
         "fsize": (resource.RLIMIT_FSIZE, FILE_MIB * MIB),
         "nofile": (resource.RLIMIT_NOFILE, OPEN_FILES),
@@ -355,8 +357,8 @@ def _limits(seconds: float) -> list[str]:
 
 @functools.cache
 def _other_tasks() -> int:
-    """Return the tasks of this user that the kernel counts as the program's: none since Linux 5.14,
-    which counts by user namespace."""
+    """Return the number of other tasks of this user that count towards the program's limit. It is 0
+    since Linux 5.14, which counts per user namespace."""
     major, minor = map(int, platform.release().split(".")[:2])
     if (major, minor) >= (5, 14):
         return 0

@@ -1,12 +1,12 @@
-"""The system calls that an untrusted program may make, as a filter for `bwrap --seccomp`.
+"""Seccomp filter for `bwrap --seccomp`: the system calls that an untrusted program may make.
 
-A list of what is allowed: a call that a newer kernel adds is refused until it stands here. Whatever
-is refused fails with ENOSYS, as on a kernel without it, so that the C library falls back where it
-can. A program gets files, memory, threads, time and signals within its own namespaces. It gets no
-new processes, no sockets except connected pairs, no file locks (the interpreter's files are shared
-with the machine), no asynchronous I/O contexts and no watches (counted per user or machine).
+This is an allow-list: new calls of newer kernels are refused until they are added here. A refused
+call fails with ENOSYS, as on a kernel without it, so that the C library falls back where it can. A
+program gets files, memory, threads, time and signals within its namespaces. It gets no new
+processes, no sockets except connected pairs, no file locks (the interpreter's files are shared with
+the machine), no asynchronous I/O contexts and no inotify watches (limited per user or machine).
 
-libseccomp translates the names for the machine at hand: seccomp_rule_add(3).
+libseccomp translates names to numbers for the architecture: seccomp_rule_add(3).
 """
 
 from __future__ import annotations
@@ -73,16 +73,18 @@ ALLOWED = (
     *("sendto", "recvfrom", "sendmsg", "recvmsg", "sendmmsg", "recvmmsg", "shutdown"),
     *("getsockname", "getpeername", "getsockopt", "setsockopt"),
 )
-"""`kill` reaches the process namespace only, which holds the program and bwrap's reaper.
-`setresuid` and its like are for setpriv(1), which gives up what they need."""
+"""Calls that are allowed with any arguments.
+
+`kill` reaches only the PID namespace, which contains the program and bwrap's init. `setresuid` and
+similar calls are for setpriv(1), which then drops the capabilities that they need."""
 
 
 _LOWER_HALF = 0xFFFFFFFF
 
 
 class Condition(NamedTuple):
-    """A call that is allowed where (argument & mask) == value. `cmd`, `option` and the like are 32
-    bits wide; what stands above them is not looked at by the kernel."""
+    """A call that is allowed if (argument & mask) == value. The default mask selects 32 bits,
+    because the kernel ignores the upper half of arguments such as `cmd` and `option`."""
 
     call: str
     argument: int
@@ -92,8 +94,8 @@ class Condition(NamedTuple):
 
 CONDITIONS = (
     Condition("clone", 0, _CLONE_THREAD, mask=_CLONE_THREAD),
-    Condition("prlimit64", 0, 0),  # its own limits, which are hard already
-    # A datagram socket could be turned to another address; asyncio needs a pair of streams.
+    Condition("prlimit64", 0, 0),  # only its own limits; the hard limits are set already
+    # Stream pairs only (asyncio needs them): a datagram socket could connect to another address.
     Condition("socketpair", 1, socket.SOCK_STREAM, mask=_SOCKET_TYPE_MASK),
     *(
         Condition("fcntl", 1, command)
@@ -119,7 +121,7 @@ CONDITIONS = (
 
 
 class _Comparison(ctypes.Structure):
-    """struct scmp_arg_cmp."""
+    """struct scmp_arg_cmp of libseccomp."""
 
     _fields_ = (
         ("argument", ctypes.c_uint),
@@ -131,7 +133,7 @@ class _Comparison(ctypes.Structure):
 
 @cache
 def filter_program() -> bytes:
-    """Return the filter as the kernel reads it. Raises OSError without libseccomp."""
+    """Return the filter as a BPF program. Raises OSError without libseccomp."""
     library = _library()
     context = library.seccomp_init(_REFUSE)
     try:
@@ -153,7 +155,7 @@ def _allow(
     library: ctypes.CDLL, context: int, name: str, comparison: _Comparison | None = None
 ) -> None:
     number = library.seccomp_syscall_resolve_name(name.encode())
-    if number < 0:  # not on this architecture, or newer than the library
+    if number < 0:  # not on this architecture, or unknown to this version of the library
         return
     comparisons = [] if comparison is None else [comparison]
     array = (_Comparison * len(comparisons))(*comparisons)

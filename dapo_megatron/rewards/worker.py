@@ -1,7 +1,7 @@
-"""The process that runs graders: `python -m dapo_megatron.rewards.worker SOCKET_FD MEMORY_MIB`.
+"""Process that runs graders: `python -m dapo_megatron.rewards.worker SOCKET_FD MEMORY_MIB`.
 
-Only the pool starts it. It answers each grading as soon as it is done and in the order asked, so
-that the parent knows which one was running when the process had to be killed or died.
+Only the pool starts it. It answers gradings one by one, in the order received, so that the parent
+knows which grading was running if the process dies or must be killed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _TRACEBACK_CHARACTERS = 2000
 
 
 def main() -> None:
-    """Receive the graders' names and the time limit, answer whether they can be had, then serve
+    """Receive the graders' names and the time limit, report whether the graders load, then serve
     until the parent is gone."""
-    # Ctrl-C, and what Slurm sends to every process of a job, are the parent's to handle: it ends
-    # this process when it is done with it.
+    # Ignore Ctrl-C and the signals that Slurm sends to every process of a job: the parent handles
+    # them, and ends this process when it no longer needs it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()  # even in the middle of a hung grading
     adopt_orphans()
-    with contextlib.suppress(OSError):  # if memory runs out, graders go before the training
+    with contextlib.suppress(OSError):  # the OOM killer takes graders before the training
         Path("/proc/self/oom_score_adj").write_text("1000")
     memory_bytes = int(sys.argv[2]) * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -49,7 +49,7 @@ def main() -> None:
             graders = {name: resolve(name, order["timeout_seconds"]) for name in order["graders"]}
             refusal = None
         except MemoryError:
-            refusal = "its graders do not fit into rewards.memory_mib; raise it"
+            refusal = "its graders do not fit into rewards.memory_mib; raise that limit"
         except Exception as error:  # noqa: BLE001 - a user's module may raise anything
             refusal = str(error) or repr(error)
         answers.write(encode({"refusal": refusal}))
@@ -69,9 +69,9 @@ def _grade(
     """Return the grade, or what the grader raised."""
     try:
         return grader(response, truth, extra)
-    except MemoryError:  # no traceback: there may be no memory for one
+    except MemoryError:  # formatting a traceback might need memory that is not there
         return Failure("memory", "MemoryError: more than rewards.memory_mib")
-    except Exception:  # noqa: BLE001 - the untrusted edge: counted by the pool as "error"
+    except Exception:  # noqa: BLE001 - untrusted code: the pool counts it as "error"
         return Failure("error", traceback.format_exc()[-_TRACEBACK_CHARACTERS:])
 
 

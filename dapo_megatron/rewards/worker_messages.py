@@ -1,13 +1,13 @@
-"""What the pool and its workers send each other: JSON, one message a line, checked field by field.
+"""Messages between the pool and its workers: JSON, one message per line, validated by field.
 
-A worker runs code that others wrote and reads text that a model wrote. Nothing that it sends is
-ever unpickled; whatever is not exactly one of the messages below counts as its crash.
+A worker runs untrusted code on text from a model, so its messages are never unpickled. A message
+that is not exactly one of those below counts as a crash of the worker.
 
     pool    {"graders": [name, ...], "timeout_seconds": number}
     worker  {"refusal": text or null}
     pool    [[grader, response, truth, extra], ...]
-    worker  {"score": number, "correct": bool, "pred": text, "parsed": bool}      once per grading,
-            or {"cause": "error" or "memory", "detail": text}                     in the order asked
+    worker  {"score": number, "correct": bool, "pred": text, "parsed": bool}      one per grading,
+            or {"cause": "error" or "memory", "detail": text}                     in the same order
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ import msgspec
 from dapo_megatron.types import Grade
 
 MAX_MESSAGE_BYTES = 2**20
-"""Largest message of a worker. A longer one counts as its crash."""
+"""Maximum size of a worker's message. A longer one counts as a crash of the worker."""
 
 MAX_SCORE = 1e6
-"""Largest absolute score. Rewards are float32, and the advantages of a group divide by their
-standard deviation: a score near the end of the range turns both into infinities."""
+"""Maximum absolute score. Rewards are float32, and advantages divide by the standard deviation of a
+group: scores near the end of the float32 range would overflow to infinity."""
 MAX_PRED = 4096
-"""Characters kept of `Grade.pred`, which goes to the trainer and into the samples."""
+"""Maximum length of `Grade.pred` in characters. It goes to the trainer and into the samples."""
 MAX_DETAIL = 4096
-"""Characters of `Failure.detail`."""
+"""Maximum length of `Failure.detail` in characters."""
 
 _GRADE = dict.fromkeys(("score", "correct", "pred", "parsed")).keys()
 _TUPLE, _ITEMS, _FLOAT = _MARKS = ("__tuple__", "__items__", "__float__")
 
 
 class Failure(NamedTuple):
-    """A grading without a grade. The cause is "error" (the grader raised; the detail ends with its
-    traceback) or "memory"."""
+    """A grading without a grade. The cause is "error" (the grader raised; the detail is the end of
+    its traceback) or "memory"."""
 
     cause: str
     detail: str
 
 
 def encode_task(grader: str, response: str, truth: str, extra: Mapping[str, Any]) -> bytes:
-    """Return one grading as a part of a batch. Raises TypeError or ValueError if `extra` holds what
-    JSON does not know, except tuples and keys that are numbers, which arrive as they are."""
+    """Encode one grading as a part of a batch. Raises TypeError or ValueError if `extra` contains
+    values that JSON does not support. Tuples and number keys are supported and arrive unchanged."""
     task = [grader, response, truth, _to_json(extra)]
     try:
         return msgspec.json.encode(task)
     except (UnicodeEncodeError, OverflowError, TypeError):
-        # Half characters, large integers, subclasses of plain types: eight times slower.
+        # Lone surrogates, large integers, subclasses of plain types. json is eight times slower.
         return json.dumps(task).encode()
 
 
 def encode_batch(tasks: Iterable[bytes]) -> bytes:
-    """Return a batch of encoded gradings as one message."""
+    """Join encoded gradings into one message."""
     return b"[" + b",".join(tasks) + b"]\n"
 
 
@@ -66,12 +66,12 @@ def decode_batch(message: bytes) -> list[tuple[str, str, str, Mapping[str, Any]]
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Return a message that is plain JSON."""
+    """Encode a message of plain JSON values."""
     return json.dumps(message).encode() + b"\n"
 
 
 def encode_answer(answer: Grade | Failure) -> bytes:
-    """Return a worker's answer to one grading."""
+    """Encode a worker's answer to one grading."""
     if isinstance(answer, Failure):
         return encode(answer._asdict())
     return encode(
@@ -85,9 +85,9 @@ def encode_answer(answer: Grade | Failure) -> bytes:
 
 
 def decode_answer(message: bytes) -> Grade | Failure:
-    """Return a worker's answer. Raises ValueError for anything that is not one."""
+    """Decode a worker's answer. Raises ValueError for an invalid message."""
     fields = _object(message)
-    if isinstance(fields, dict) and fields.keys() == _GRADE:  # by hand: a pattern takes 5 us more
+    if isinstance(fields, dict) and fields.keys() == _GRADE:  # `match` would take 5 us more
         score, correct, pred, parsed = map(fields.__getitem__, _GRADE)
         types = (type(score), type(correct), type(pred), type(parsed))
         if types == (float, bool, str, bool) and abs(score) <= MAX_SCORE and len(pred) <= MAX_PRED:
@@ -96,7 +96,7 @@ def decode_answer(message: bytes) -> Grade | Failure:
         case {"cause": "error" | "memory" as cause, "detail": str(detail)} as fields if (
             len(fields) == 2 and len(detail) <= MAX_DETAIL
         ):
-            # It goes to logs and terminals.
+            # Replace control characters: the text goes to logs and terminals.
             return Failure(
                 cause, "".join(c if c.isprintable() or c in "\n\t" else "?" for c in detail)
             )
@@ -104,7 +104,8 @@ def decode_answer(message: bytes) -> Grade | Failure:
 
 
 def decode_refusal(message: bytes) -> str | None:
-    """Return why a worker cannot serve, or None if it can. Raises ValueError for anything else."""
+    """Return why a worker cannot serve, or None if it can. Raises ValueError for an invalid
+    message."""
     match _object(message):
         case {"refusal": (str() | None) as refusal} as fields if len(fields) == 1:
             return refusal
@@ -119,9 +120,9 @@ def _object(message: bytes) -> Any:
 
 
 def _to_json(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):  # null, to msgspec
+    if isinstance(value, float) and not math.isfinite(value):  # msgspec would write null
         return {_FLOAT: repr(float(value))}
-    if isinstance(value, str | int | float | None):  # most are
+    if isinstance(value, str | int | float | None):  # the common case
         return value
     if isinstance(value, dict | Mapping):
         if all(isinstance(key, str) and key not in _MARKS for key in value):

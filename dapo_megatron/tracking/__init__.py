@@ -1,2 +1,2 @@
-"""Where the metrics and files of a run go: JSONL in the run's folder, MLflow, the console.
-Rank 0 has a composite of them; the other ranks track nothing."""
+"""Outputs of a run: metrics.jsonl and sample files in the run's folder, the console, MLflow.
+Only rank 0 writes them. The recorder of every other rank does nothing."""

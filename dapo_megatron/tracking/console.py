@@ -1,7 +1,7 @@
-"""What a person sees of a run: a header, a line per step, a summary.
+"""Console output of a run: a header, a line per step, a summary.
 
-On a terminal with colour, and a panel under the lines (live.py); elsewhere plain lines without
-control characters.
+On a terminal, lines are coloured and a live panel (live.py) stays below them. Elsewhere, the output
+is plain lines without control characters.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from rich.table import Table
 from dapo_megatron.tracking.live import LivePanel, LiveView, TerminalConsole, clock
 
 PLAIN_SECONDS = 60.0
-"""Least time between two lines of progress where there is no panel."""
+"""Minimum time between two lines of rollout progress where there is no live panel."""
 
 
 class RolloutProgress(Protocol):
-    """How far a rollout is."""
+    """Progress display of one rollout."""
 
-    def update(self, done_groups: int, **figures: float) -> None:
-        """`done_groups` so far; lines, not the panel, show `figures` beside them."""
+    def update(self, done_groups: int, **metrics: float) -> None:
+        """Show `done_groups`. Plain lines also show `metrics`; the panel does not."""
         ...
 
 
 class RunConsole:
-    """Writes to `file` (standard output by default); as a tracker, a line per step."""
+    """Console on `file` (standard output by default). As a tracker it prints a line per step."""
 
     def __init__(self, *, num_steps: int, file: TextIO | None = None) -> None:
         out = sys.stdout if file is None else file
         terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        # soft_wrap: a line stays one line, for grep and for narrow windows alike.
+        # soft_wrap: a line is never split, so grep works and narrow windows can wrap it.
         self._console = TerminalConsole(
             file=out,
             force_terminal=terminal,
@@ -53,21 +53,21 @@ class RunConsole:
         self._is_live = False
 
     def header(self, title: str, facts: Mapping[str, Any]) -> None:
-        """What is about to run."""
+        """Print the run's name and its main settings."""
         self._view.name = title
         self._print(title, style="bold")
         self._facts(facts)
 
     def note(self, text: str) -> None:
-        """One line of text."""
+        """Print one line."""
         self._print(text)
 
     def warn(self, text: str) -> None:
-        """One line that must not be missed."""
+        """Print one line in bold red, prefixed with WARNING."""
         self._print(f"WARNING: {text}", style="bold red")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of a step, and one per evaluated set."""
+        """Print the line of a step, and one line per evaluation set."""
         if "time/step" in metrics:
             self._step_seconds.append(metrics["time/step"])
             self._view.log(step, metrics, self._eta(step))
@@ -76,13 +76,14 @@ class RunConsole:
             self._print(line, style="cyan")
 
     def finish(self, status: str) -> None:
-        """Says how the run ended, unless it is a matter of course."""
+        """Print how the run ended, unless it is FINISHED."""
         if status != "FINISHED":
             self._print(f"run {status}", style="bold red")
 
     @contextmanager
     def rollout_progress(self, total: int) -> Iterator[RolloutProgress]:
-        """While rolling out: of `total` groups in the panel, or a plain line once in a while."""
+        """Show progress towards `total` groups: in the panel on a terminal, else as a plain line
+        every PLAIN_SECONDS."""
         if not self._console.is_terminal:
             yield _PlainProgress(self, total)
             return
@@ -90,12 +91,13 @@ class RunConsole:
             yield _Bar(view, total)
 
     def ask_requests(self, ask: Callable[[], str]) -> None:
-        """Whom the panel asks how many requests engines run: "118 of 128"."""
+        """Set the function that returns how many requests the engines run, as "118 of 128"."""
         self._view.ask_requests(ask)
 
     @contextmanager
     def live(self) -> Iterator[LiveView]:
-        """On a terminal the panel, as long as this lasts; what it is told is shown in it."""
+        """Show the live panel while the context is open, if the output is a terminal. Yield the
+        view that holds its content."""
         if self._is_live or not self._console.is_terminal:
             yield self._view
             return
@@ -116,8 +118,11 @@ class RunConsole:
         report: Path | None = None,
         ui: str | None = None,
     ) -> None:
-        """The block at the end. `report` is the page that shows the run, `ui` what to type (or
-        where to go) to look at it in MLflow."""
+        """Print the summary at the end of a run.
+
+        report   path of the HTML report, None if it was not written
+        ui       URL of the run in MLflow, or the command that starts MLflow's UI
+        """
         self._print("done", style="bold green")
         change = ""
         if accuracy_before is not None and accuracy_after is not None:
@@ -140,12 +145,13 @@ class RunConsole:
             self._print(f"  {name:<{width}}  {value}")
 
     def _eta(self, step: int) -> float:
-        """Seconds left, at the mean pace of this process: a resumed one measures anew."""
-        pace = sum(self._step_seconds) / len(self._step_seconds)
-        return pace * max(self._num_steps - step, 0)
+        """Return the estimated seconds left, from the mean step time of this process. Steps before
+        a resume do not count."""
+        mean_seconds = sum(self._step_seconds) / len(self._step_seconds)
+        return mean_seconds * max(self._num_steps - step, 0)
 
     def _print(self, text: str, style: str | None = None) -> None:
-        with suppress(OSError):  # a full disk, or a terminal that is gone
+        with suppress(OSError):  # full disk, or closed terminal
             self._console.print(text, style=style)
 
 
@@ -154,7 +160,7 @@ class _Bar:
         self._view, self._total = view, total
         view.groups(0, total)
 
-    def update(self, done_groups: int, **figures: float) -> None:
+    def update(self, done_groups: int, **metrics: float) -> None:
         self._view.groups(done_groups, self._total)
 
 
@@ -163,17 +169,17 @@ class _PlainProgress:
         self._console, self._total = console, total
         self._last = time.monotonic()
 
-    def update(self, done_groups: int, **figures: float) -> None:
+    def update(self, done_groups: int, **metrics: float) -> None:
         now = time.monotonic()
         if now - self._last >= PLAIN_SECONDS:
             self._last = now
             self._console.note(
-                f"rollout {done_groups}/{self._total} groups  {_figures(figures)}".rstrip()
+                f"rollout {done_groups}/{self._total} groups  {_format_metrics(metrics)}".rstrip()
             )
 
 
-def _figures(figures: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:g}" for name, value in figures.items())
+def _format_metrics(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:g}" for name, value in metrics.items())
 
 
 _COLUMNS = (
@@ -186,47 +192,47 @@ _COLUMNS = (
     ("gap", "mismatch/gap_max", ".1e"),
     ("grad", "policy/grad_norm", ".3f"),
 )
-"""(label, metric, format) of a step's line."""
+"""(label, metric, format) of each value in a step's line."""
 
 
 def _step_line(step: int, num_steps: int, metrics: Mapping[str, float], eta: float) -> str:
-    cells = [f"{label} {_number(metrics.get(name), form)}" for label, name, form in _COLUMNS]
+    cells = [f"{label} {_number(metrics.get(name), spec)}" for label, name, spec in _COLUMNS]
     counter = f"step {step:>{len(str(num_steps))}}/{num_steps}"
     return "  ".join([counter, *cells, f"{metrics['time/step']:.1f} s", f"left {clock(eta)}"])
 
 
 def print_evaluation(metrics: Mapping[str, float]) -> None:
-    """Print a table of the figures of each evaluation set."""
-    table = Table("set", "figure", "value, 95% interval")
+    """Print a table of the metrics of each evaluation set."""
+    table = Table("set", "metric", "value, 95% interval")
     for row in evaluation_rows(metrics):
         table.add_row(*row)
     Console().print(table)
 
 
 def evaluation_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-    """(set, figure, value) of each eval/<set>/<figure>, its interval beside the value: "0.512
-    [0.480, 0.544]"."""
+    """Yield (set, metric, value) of each eval/<set>/<metric>. The value includes its 95% interval,
+    if there is one: "0.512 [0.480, 0.544]"."""
     for name, value in metrics.items():
-        of_set, _, figure = name.removeprefix("eval/").rpartition("/")
-        if not name.startswith("eval/") or figure.endswith(("_low", "_high")):
+        set_name, _, metric = name.removeprefix("eval/").rpartition("/")
+        if not name.startswith("eval/") or metric.endswith(("_low", "_high")):
             continue
-        if figure == "ungraded":
-            yield of_set, figure, f"{value:.0f}"
+        if metric == "ungraded":
+            yield set_name, metric, f"{value:.0f}"
             continue
         low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
         interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-        yield of_set, figure, f"{value:.3f}{interval}"
+        yield set_name, metric, f"{value:.3f}{interval}"
 
 
 def _evaluation_lines(metrics: Mapping[str, float]) -> Iterator[str]:
-    """One line per set: "eval chain_sum  avg@4 0.512 [0.480, 0.544]  pass@4 ..."."""
+    """Yield a line per set: "eval chain_sum  avg@4 0.512 [0.480, 0.544]  pass@4 ..."."""
     sets: dict[str, list[str]] = {}
-    for of_set, figure, value in evaluation_rows(metrics):
-        if (figure, value) != ("ungraded", "0"):
-            sets.setdefault(of_set, []).append(f"{figure} {value}")
-    for of_set, figures in sets.items():
-        yield "  ".join([f"  eval {of_set}", *figures])
+    for set_name, metric, value in evaluation_rows(metrics):
+        if (metric, value) != ("ungraded", "0"):
+            sets.setdefault(set_name, []).append(f"{metric} {value}")
+    for set_name, values in sets.items():
+        yield "  ".join([f"  eval {set_name}", *values])
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

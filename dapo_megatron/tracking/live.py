@@ -1,4 +1,4 @@
-"""The panel under the lines of a run on a terminal: what it is doing now, and how it goes.
+"""Live panel below the lines of a run on a terminal: the current phase and the latest metrics.
 
     step 12/40  generate 0:14  left 12:40  done at 14:32
     groups    ━━━━━━━━━━━━━━━━━━ 21/32 requests 118 of 128
@@ -7,8 +7,8 @@
     last step ██████████▓▓▓▓▓▓▒▒
     generate 55%  update 30%  sync 15%
 
-Each line is cut at the width of the window, with what matters least at its end. The panel is as
-wide as the window, up to MAX_COLUMNS, so that most changes of a window's size leave it whole.
+Each line is cut at the width of the window; the least important value is at its end. The panel is
+as wide as the window, up to MAX_COLUMNS, so most resizes do not break its border.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dapo_megatron.types import STEP_PHASES, Phase
 
 MAX_COLUMNS = 100
 MAX_ROWS = 8
-"""Of the panel, with its border."""
+"""Maximum height of the panel with its border, in rows."""
 FRAMES_PER_SECOND = 3.0
 LEVELS = "▁▂▃▄▅▆▇█"
 PLAIN_LEVELS = "_.-=+*#@"
@@ -57,12 +57,12 @@ COLOURS: dict[str, str] = {
 }
 YEAR_SECONDS = 365 * 86400.0
 _LABEL = 9
-"""Columns of what stands before a bar."""
+"""Width of the label before a bar, in columns."""
 
 
 class LiveView:
-    """What the panel says. Told by the run's thread, drawn by another: what they share is replaced,
-    never changed in part."""
+    """Content of the panel. The run's thread updates it and rich's refresh thread draws it, so
+    shared attributes are replaced in one assignment and never modified in place."""
 
     def __init__(self, num_steps: int, now: Callable[[], float] = time.monotonic) -> None:
         self.name = ""
@@ -83,27 +83,29 @@ class LiveView:
         self._accuracies: deque[float] = deque(maxlen=MAX_COLUMNS)
 
     def phase(self, name: str, step: int) -> None:
-        """This rank turns to a phase; "other" and "" are what lies between phases."""
+        """Show that this rank enters phase `name` of `step`. "other" and "" mean that it is between
+        phases, and leave the previous phase on display."""
         self._step = step or self._step
         if name not in ("", Phase.OTHER):
             self._phase = (name, self._now())
 
     def log(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
-        """A step has ended, and so many seconds are left."""
+        """Show the metrics of a finished step and the estimated seconds left."""
         self._step, self._eta = step, (self._now(), seconds_left)
-        # A step that trains on groups decided before has no figures of its own.
-        known = {key: value for key, value in self._metrics.items() if not key.startswith("time/")}
-        self._metrics = {**known, **metrics}
+        # A step that decides no group has no accuracy or reward: the last known values stay.
+        last = {key: value for key, value in self._metrics.items() if not key.startswith("time/")}
+        self._metrics = {**last, **metrics}
         accuracy = metrics.get("accuracy/raw", math.nan)
         if math.isfinite(accuracy):
             self._accuracies.append(accuracy)
 
     def groups(self, done: int, needed: int) -> None:
-        """Groups of the step that can be trained on by now."""
+        """Show how many of the step's `needed` groups are ready to train on."""
         self._progress.update(self._groups, completed=done, total=needed, visible=True)
 
     def ask_requests(self, ask: Callable[[], str]) -> None:
-        """Whom to ask, while engines run, how many requests they have: "118 of 128"."""
+        """Set the function that returns how many requests the engines run, as "118 of 128". It is
+        called only in the generate phase."""
         self._requests = ask
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -125,7 +127,7 @@ class LiveView:
         yield self._progress
         if self._metrics:
             yield self._accuracy(width, PLAIN_LEVELS if plain else LEVELS)
-            yield _line(self._figures())
+            yield _line(self._metric_cells())
             yield from _phase_lines(self._metrics, PLAIN_FILLS if plain else FILLS)
 
     def _head(self) -> Iterator[Text]:
@@ -133,19 +135,19 @@ class LiveView:
         phase, since = self._phase
         style = COLOURS.get(phase, "")
         yield Text(f"{phase} {clock(self._now() - since)}", style=style)
-        at, seconds = self._eta
+        set_at, seconds = self._eta
         if math.isfinite(seconds):
-            left = max(seconds - (self._now() - at), 0.0)
-            yield Text(f"left {clock(left)}")
-            if left < YEAR_SECONDS:
-                yield Text(f"done at {_time_of_day(left)}")
+            seconds_left = max(seconds - (self._now() - set_at), 0.0)
+            yield Text(f"left {clock(seconds_left)}")
+            if seconds_left < YEAR_SECONDS:
+                yield Text(f"done at {_time_of_day(seconds_left)}")
 
     def _accuracy(self, width: int, levels: str) -> Text:
         head = f"{'accuracy':<{_LABEL}} {_number(self._metrics.get('accuracy/raw'), '.3f')}  "
         newest = list(self._accuracies)[-max(width - len(head), 1) :]
         return _line([Text(head + sparkline(newest, levels))])
 
-    def _figures(self) -> Iterator[Text]:
+    def _metric_cells(self) -> Iterator[Text]:
         metrics = self._metrics
         yield Text(f"reward {_number(metrics.get('reward/mean'), '+.3f')}")
         longest = _number(metrics.get("response_tokens/max"), ".0f")
@@ -155,12 +157,15 @@ class LiveView:
 
 
 class TerminalConsole(Console):
-    """rich's, which never hides the cursor, and has the size of the terminal it writes to: rich
-    asks standard input and output for theirs, and a rank's output is its log."""
+    """rich Console that never hides the cursor, and takes its size from the terminal it writes to.
 
-    @property  # type: ignore[misc]  # nobody sets it
+    rich takes the size from standard input and output, but those of a rank are not its terminal:
+    its standard output is its log.
+    """
+
+    @property  # type: ignore[misc]  # read-only here, settable in rich
     def size(self) -> ConsoleDimensions:
-        """Columns and rows."""
+        """Size of the terminal in columns and rows."""
         try:
             columns, rows = os.get_terminal_size(self.file.fileno())
         except (OSError, ValueError):
@@ -168,15 +173,16 @@ class TerminalConsole(Console):
         return ConsoleDimensions(columns, rows) if columns and rows else super().size
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Nothing."""
+        """Do nothing and report failure: the cursor stays visible."""
         return False
 
 
 class LivePanel(Live):
-    """A `LiveView` on a terminal; it goes without a trace when it is closed. The cursor stays
-    visible (TerminalConsole): a run that is killed could not show it again.
+    """`LiveView` drawn on a terminal, erased when it is closed. The cursor stays visible
+    (TerminalConsole), because a killed run could not restore it.
 
-    Nothing is drawn while nobody reads the terminal (Ctrl-S, a stalled connection).
+    Drawing pauses while the terminal accepts no output (Ctrl-S, a stalled connection), because a
+    blocked write would block the run.
     """
 
     def __init__(self, view: LiveView, console: Console) -> None:
@@ -185,7 +191,7 @@ class LivePanel(Live):
             console=console,
             transient=True,
             refresh_per_second=FRAMES_PER_SECOND,
-            redirect_stdout=False,  # what others print belongs in the rank's log
+            redirect_stdout=False,  # output of other libraries belongs in the rank's log
             redirect_stderr=False,
             vertical_overflow="crop",
         )
@@ -193,14 +199,14 @@ class LivePanel(Live):
         self._terminal.register(console.file, select.POLLOUT)
 
     def refresh(self) -> None:
-        """Draw, unless the terminal would make its writer wait."""
+        """Draw, unless a write to the terminal would block."""
         if self._terminal.poll(0):
             super().refresh()
 
 
 def sparkline(values: Sequence[float], levels: str = LEVELS) -> str:
-    """A character per finite value, from the least to the greatest of them; the middle one if all
-    are the same."""
+    """Return one character of `levels` per value, scaled from the minimum to the maximum. If all
+    values are equal, each gets the middle level. Values must be finite."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -211,25 +217,25 @@ def sparkline(values: Sequence[float], levels: str = LEVELS) -> str:
 
 
 def step_phases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each phase of a step, and what lies between them as `Phase.OTHER`."""
-    found = {
+    """Return the seconds of each phase of a step. Time outside all phases is `Phase.OTHER`."""
+    seconds_of = {
         phase: seconds
         for phase in STEP_PHASES
         if 0 < (seconds := metrics.get(f"time/{phase}", 0.0)) < YEAR_SECONDS
     }
-    rest = metrics.get("time/step", 0.0) - sum(found.values())
-    return found | ({Phase.OTHER: rest} if 0 < rest < YEAR_SECONDS else {})
+    rest = metrics.get("time/step", 0.0) - sum(seconds_of.values())
+    return seconds_of | ({Phase.OTHER: rest} if 0 < rest < YEAR_SECONDS else {})
 
 
 def clock(seconds: float) -> str:
-    """12:40, or 1:12:40."""
+    """Return seconds as "12:40" (minutes:seconds) or "1:12:40"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _phase_lines(metrics: Mapping[str, float], fills: str) -> Iterator[RenderableType]:
-    """A bar that is divided as the seconds of the last step are, and its legend."""
+    """Yield a bar divided in proportion to the phases of the last step, and its legend."""
     phases = step_phases(metrics)
     if not phases:
         return
@@ -248,16 +254,16 @@ def _phase_lines(metrics: Mapping[str, float], fills: str) -> Iterator[Renderabl
 
 
 def _line(cells: Iterable[Text]) -> Text:
-    """Return the cells in a line that is cut at the window's width."""
+    """Return the cells joined into one line, cut at the window's width."""
     line = Text("  ").join(cells)
     line.no_wrap, line.overflow = True, "crop"
     return line
 
 
 def _time_of_day(seconds_left: float) -> str:
-    form = "%H:%M" if seconds_left < 20 * 3600 else "%a %d %b %H:%M"
-    return time.strftime(form, time.localtime(time.time() + seconds_left))
+    time_format = "%H:%M" if seconds_left < 20 * 3600 else "%a %d %b %H:%M"
+    return time.strftime(time_format, time.localtime(time.time() + seconds_left))
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

@@ -1,9 +1,9 @@
-"""The process that copies a run's folder to MLflow: python -m dapo_megatron.tracking.mirror.
+"""Process that copies a run's folder to MLflow: python -m dapo_megatron.tracking.mirror.
 
-It looks at what the run writes, sends what MLflow lacks, and notes how far it is (mirror_state.py).
-A server that is down, slow, full or talks nonsense is tried again, after 1 s, 2 s, ... 30 s. When
-its standard input closes, rank 0 will write no more: the mirror sends the rest and ends, at the
-latest LINGER_SECONDS after the process that started it is gone. It prints to logs/mlflow.log.
+The mirror polls the run's files, sends what MLflow lacks, and records its position
+(mirror_state.py). If a server is down, slow, full or answers nonsense, it retries after 1 s, 2 s,
+... 30 s. Its standard input closes when rank 0 writes no more. The mirror then sends the rest and
+exits, at the latest LINGER_SECONDS after its parent process is gone. It logs to logs/mlflow.log.
 """
 
 from __future__ import annotations
@@ -45,25 +45,27 @@ from dapo_megatron.tracking.uri import hide_password, without_password
 from dapo_megatron.types import ConfigError
 
 METRICS_SECONDS = 0.5
-"""Between two looks at metrics.jsonl."""
+"""Interval between two polls of metrics.jsonl."""
 FILES_SECONDS = 5.0
-"""Between two looks at the other files."""
+"""Interval between two polls of the other files."""
 MAX_DELAY_SECONDS = 30.0
 LINGER_SECONDS = 25.0
-"""After the death of the process that started it. Slurm and Ctrl-C do not end it earlier."""
+"""Time to keep sending after the parent process is gone. The mirror ignores the signals that Slurm
+and Ctrl-C send."""
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the mirror retries in its own way
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # which may hang behind a firewall
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # Mirror.work retries
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # telemetry may hang behind a firewall
     "DO_NOT_TRACK": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 
 
 class Mirror:
-    """Sends a run's folder to MLflow until start `state.number` is over and MLflow has it all.
+    """Sends a run's folder to MLflow until start `state.number` is over and MLflow has everything.
 
-    `is_over`: the start's end is told after its last metrics. `data`: tag of each data file.
+    is_over   send the status of the start after its last metrics
+    data      MLflow tag -> data file; the tag's value is the SHA-256 of the file
     """
 
     def __init__(
@@ -78,33 +80,34 @@ class Mirror:
         self._looked_at = -math.inf
 
     def work(self, closing: threading.Event) -> None:
-        """Send until `closing` is set and nothing is left, whatever goes wrong in between."""
+        """Send until `closing` is set and nothing is left. Retry after any error."""
         delay = 1.0
         while True:
-            is_last = closing.is_set()  # before looking: nothing is written after it
+            is_last = closing.is_set()  # read it first: the run writes nothing after it is set
             try:
                 self.send(is_last)
             except Superseded as error:
-                say(str(error))
+                log(str(error))
                 return
-            except Exception as error:  # noqa: BLE001 - whatever it is, the run must not end by it
+            except Exception as error:  # noqa: BLE001 - no error of MLflow may stop the mirror
                 self._run.forget()
-                if (text := why(error)) != self._state.cursor.error:
-                    say(f"{text}; tried again until it goes", error)
+                if (text := describe(error)) != self._state.cursor.error:
+                    log(f"{text}; retrying until it works", error)
                     self._state.save(error=text)
                 time.sleep(min(delay, 2.0)) if is_last else closing.wait(delay)
                 delay = min(2 * delay, MAX_DELAY_SECONDS)
                 continue
             delay = 1.0
             if self._state.cursor.error:
-                say("MLflow takes it again")
+                log("MLflow works again")
                 self._state.save(error="")
             if is_last:
                 return
             closing.wait(METRICS_SECONDS)
 
     def send(self, is_last: bool) -> None:
-        """Send all that MLflow lacks: metrics before files, which may take longer or fail."""
+        """Send everything that MLflow lacks. Metrics go first, because files are slower and fail
+        more often."""
         is_due = is_last or time.monotonic() - self._looked_at > FILES_SECONDS
         if is_due:
             self._state.list_checkpoints()  # before they are deleted
@@ -120,7 +123,7 @@ class Mirror:
         """Send the metrics of all new steps."""
         while True:
             rows, changes = self._state.rows()
-            self._state.check_newest()  # after reading: the rows may be a later start's
+            self._state.check_newest()  # after reading: a later start may have written the rows
             if rows:
                 self._run.metrics(rows)
             elif changes == {name: getattr(self._state.cursor, name) for name in changes}:
@@ -147,20 +150,20 @@ class Mirror:
             self._state.save()
 
 
-def why(error: BaseException) -> str:
-    """One line, the same for the same trouble. What the system said, if it said something, is at
-    the bottom of what the libraries made of it."""
-    said, inner = f"{type(error).__name__}: {error}", error
+def describe(error: BaseException) -> str:
+    """Return an error as one line, without passwords and memory addresses, so that repeated errors
+    compare equal. The innermost OSError of the chain, if any, replaces the library's message."""
+    text, inner = f"{type(error).__name__}: {error}", error
     while cause := inner.__cause__ or inner.__context__:
         inner = cause
         if isinstance(inner, OSError) and inner.strerror:
-            said = f"{type(inner).__name__}: {inner.strerror}"
-    line = hide_password(said.splitlines()[0], _uri())
+            text = f"{type(inner).__name__}: {inner.strerror}"
+    line = hide_password(text.splitlines()[0], _uri())
     return re.sub(r"0x[0-9a-f]+", "0x", line)[:300]
 
 
-def say(text: str, error: Exception | None = None) -> None:
-    """A line in the log, and the traceback."""
+def log(text: str, error: Exception | None = None) -> None:
+    """Print a line with the time, and the traceback of `error`, to standard output: the log."""
     if error is not None:
         text += "\n" + "".join(traceback.format_exception(error)).rstrip()
     with suppress(OSError):
@@ -168,28 +171,28 @@ def say(text: str, error: Exception | None = None) -> None:
 
 
 def _uri() -> str:
-    """Address of the server as MLflow is given it. Libraries quote it in their errors."""
+    """Return the tracking URI as passed to MLflow. Libraries quote it in their errors."""
     return os.environ["MLFLOW_TRACKING_URI"]
 
 
 def serve(home: Path, number: int, parent: int, run: str, *, is_over: bool) -> None:
-    """Send the run in `home` for process `parent`. When the standard input closes, start `number`
-    writes no more."""
+    """Send the run in folder `home` on behalf of process `parent`. Start `number` writes no more
+    once the standard input closes."""
     closing = threading.Event()
     threading.Thread(target=_watch, args=(closing, parent), daemon=True).start()
     cwd, run_folder = Path.cwd(), Path("..")
-    # It works in the folder, not by its name: it may be moved aside, and another take the name.
+    # Use relative paths: the folder may be moved aside, and another folder may take its name.
     os.chdir(home / FOLDER)
     path = run_folder / LOCK
     with open_lock(path) as lock:
-        with suppress(OSError, ConfigError):  # a full disk, a file system without locks
+        with suppress(OSError, ConfigError):  # full disk, or file system without locks
             if not try_lock(lock, path):
-                # That of the start before, which ends soon unless something stopped it.
+                # The mirror of the previous start exits soon, unless it was stopped (SIGSTOP).
                 _, holder = lock_holder(run_folder) or (0, "another process")
-                say(f"waits for {holder}, which sends this run")
+                log(f"waiting for {holder}, which is sending this run")
                 fcntl.flock(lock, fcntl.LOCK_EX)
             write_holder(lock)
-        state = MirrorState(run_folder, number, say)
+        state = MirrorState(run_folder, number, log)
         with suppress(Superseded):
             state.check_newest()
             config = load_config(run_folder / CONFIG)
@@ -200,21 +203,25 @@ def serve(home: Path, number: int, parent: int, run: str, *, is_over: bool) -> N
 
 
 def _watch(closing: threading.Event, parent: int) -> None:
-    """Learn that rank 0 is gone: its end of the pipe closes. (Children that it forked may hold the
-    pipe open: it is gone as well if this process has another parent.)"""
+    """Set `closing` when rank 0 is done, and exit LINGER_SECONDS after it is gone.
+
+    Rank 0 is done when the pipe to standard input closes. Children that it forked may hold the pipe
+    open, so a change of this process's parent counts too.
+    """
     while os.getppid() == parent and not select.select([0], [], [], 1.0)[0]:
         pass
     closing.set()
     while os.getppid() == parent:
         time.sleep(0.5)
     time.sleep(LINGER_SECONDS)
-    say(f"gives up {LINGER_SECONDS:g} s after rank 0; the next start goes on here")
+    log(f"giving up {LINGER_SECONDS:g} s after rank 0 ended; the next start sends the rest")
     os._exit(1)
 
 
 def main() -> None:
-    """Arguments: the run's folder, the number of the start, the process that started this one, the
-    name of the run, and 1 if the start is over when the standard input closes."""
+    """Run the mirror. Command-line arguments: the run's folder, the number of the start, the id of
+    the parent process, the name of the run, and 1 if the start is over when the standard input
+    closes."""
     for number in FORWARDED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)

@@ -1,8 +1,8 @@
-"""What MLflow lacks of a run, found in the run's folder. Nothing here imports MLflow.
+"""The part of a run that MLflow lacks, computed from the run's folder. Nothing here imports MLflow.
 
-`<run>/mlflow/` holds the cursor (mirror.json), the lock of the process that sends, and
-checkpoints.json, which lists the checkpoints for MLflow. Everything sent is a function of the run's
-folder, the time of a metric included, so that whatever is sent again is the same.
+`<run>/mlflow/` holds the cursor (mirror.json), the lock of the mirror process, and
+checkpoints.json, which lists the checkpoints for MLflow. Everything that is sent, including the
+timestamp of a metric, depends only on the run's folder, so sending it twice gives the same result.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ATTEMPTS = "attempts.jsonl"
 FOLDER = "mlflow"
 CURSOR = f"{FOLDER}/mirror.json"
 LOCK = f"{FOLDER}/lock"
-"""Held by the process that sends. Its id and host are written in it."""
+"""Lock file of the mirror process. It contains the process id and host."""
 RUN_FILE = "mlflow_run.json"
-"""Which MLflow run it is: {"server": .., "run_id": .., "experiment_id": ..}."""
+"""The MLflow run: {"server": .., "run_id": .., "experiment_id": ..}."""
 LOG = "logs/mlflow.log"
 CHECKPOINTS = f"{FOLDER}/checkpoints.json"
 ARTIFACTS = {
@@ -51,33 +51,35 @@ ARTIFACTS = {
     SUMMARY: "",
     REPORT: "",
 }
-"""Files of a run's folder, and the folder of the MLflow run that they go to."""
+"""Pattern of files in the run's folder -> artifact folder of the MLflow run."""
 FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-"""Signals to a whole job step. The process that sends ignores them."""
+"""Signals that reach all processes of a job step. The mirror process ignores them."""
 MISSING = [0, 0]
 MAX_METRICS = 1000
-"""Metrics of one call: MLflow's own limit."""
+"""Metrics per call: MLflow's limit."""
 
 
 @dataclass
 class Cursor:
-    """How much of a run MLflow has. Written after each delivery: a crash repeats at most one."""
+    """How much of a run MLflow has. Written after each delivery, so a crash repeats at most one
+    delivery."""
 
     run: str = ""
-    """Our own name of the MLflow run, known before there is one."""
+    """This project's id of the run (tag dapo_megatron.run). It exists before the MLflow run."""
     uri: str = ""
-    """Address of the server without a password."""
+    """Address of the server, without a password."""
     params: dict[str, str] = field(default_factory=dict)
     """Parameters of the run's first start."""
     server: str = ""
     run_id: str = ""
-    """The MLflow run that the rest is about. Another run gets everything from the beginning."""
+    """The MLflow run that the fields below refer to. A different run gets everything from the
+    start."""
     begun: int = 0
-    """Number of the last start that MLflow was told of."""
+    """Number of the last start that was reported to MLflow."""
     closed: int = 0
     """Number of the last start whose metrics and end MLflow has."""
     offset: int = 0
-    """Bytes of metrics.jsonl that need not be read again."""
+    """Bytes of metrics.jsonl already read."""
     step: int = -1
     """Last rollout step that MLflow has."""
     time: int = 0
@@ -85,13 +87,13 @@ class Cursor:
     files: dict[str, list[int]] = field(default_factory=dict)
     """Size and modification time of each file when it was sent."""
     left_out: int = 0
-    """Metrics and lines that MLflow does not get: too many names, refused, or damaged."""
+    """Number of metrics and lines not sent: too many names, refused by MLflow, or corrupt."""
     error: str = ""
-    """Why nothing is delivered at the moment."""
+    """Error of the last attempt to deliver, "" after a success."""
 
 
 class Row(NamedTuple):
-    """Metrics of a rollout step."""
+    """Metrics of a rollout step. `time` is in ms since the epoch."""
 
     step: int
     time: int
@@ -99,104 +101,109 @@ class Row(NamedTuple):
 
 
 class Superseded(Exception):
-    """A later start has taken the run's folder."""
+    """Raised when a later start has taken over the run's folder."""
 
 
 class MirrorState:
-    """A run's folder and its cursor, as start `number` (by default the newest) sees them."""
+    """A run's folder and its cursor, as of start `number` (default: the newest)."""
 
     def __init__(
         self,
         run_folder: Path,
         number: int | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.folder = run_folder
         self.number = len(self.starts()) if number is None else number
         self.cursor = read_cursor(run_folder)
-        self.say = say
-        """Write a line to the log."""
+        self.log = log
         self._damaged: set[int] = set()
 
     def save(self, **changes: Any) -> None:
-        """Change the cursor and write it. On a full disk the next write will do."""
+        """Change the cursor and write it. A failed write (full disk) is ignored: the next one
+        catches up."""
         self.cursor = replace(self.cursor, **changes)
         with suppress(OSError):
             write_json(self.folder / CURSOR, asdict(self.cursor), durable=False)
 
     def prepare(self, run: str, uri: str, params: dict[str, str]) -> None:
-        """Write down at once what only this start knows."""
-        known = self.cursor
-        self.save(run=known.run or run or uuid.uuid4().hex, uri=uri, params=known.params or params)
+        """Store the run's id, the server and the parameters. The id and the parameters of an
+        earlier start are kept."""
+        old = self.cursor
+        self.save(run=old.run or run or uuid.uuid4().hex, uri=uri, params=old.params or params)
 
     def aim(self, server: str, run_id: str) -> None:
-        """Begin from the beginning if MLflow's run is another than the cursor's."""
+        """Set the MLflow run to send to. If it differs from the cursor's, everything is resent."""
         if (server, run_id) != (self.cursor.server, self.cursor.run_id):
-            known = self.cursor
-            self.cursor = Cursor(known.run, known.uri, known.params, server, run_id)
+            old = self.cursor
+            self.cursor = Cursor(old.run, old.uri, old.params, server, run_id)
 
     def starts(self) -> list[dict[str, Any]]:
-        """All starts of the run; a made-up one for a folder that has no record of them."""
-        made_up = {"step": 0, "began": stamp_of(self.folder / CONFIG)[1] / 1e9}
-        return read_attempts(self.folder / ATTEMPTS) or [made_up]
+        """Return all starts of the run. A folder without a record gets one start, dated by the
+        modification time of its config."""
+        default = {"step": 0, "began": stamp_of(self.folder / CONFIG)[1] / 1e9}
+        return read_attempts(self.folder / ATTEMPTS) or [default]
 
     def check_newest(self) -> None:
-        """Raise Superseded if a later start has the folder. Its own process sends the rest."""
+        """Raise Superseded if a later start has the folder. The mirror of that start sends the
+        rest."""
         if len(self.starts()) > self.number:
-            raise Superseded(f"a later start than number {self.number} sends this run")
+            raise Superseded(f"start {self.number} was superseded: a later start sends this run")
 
     def begin(self) -> None:
-        """Note that MLflow was told of this start. It cut metrics.jsonl back to its checkpoint, as
-        those before it did, and the steps after it are sent anew."""
+        """Record that this start was reported to MLflow. Each start truncates metrics.jsonl to its
+        checkpoint, so the cursor moves back and the steps after the checkpoint are resent."""
         starts = self.starts()[self.cursor.begun : self.number]
         step = min([self.cursor.step, *(start["step"] or -1 for start in starts)])
         self.save(begun=self.number, offset=0, step=step, time=0)
 
     def rows(self) -> tuple[list[Row], dict[str, int]]:
-        """Return the next rows of metrics.jsonl, and the changes of the cursor once MLflow has
-        them."""
+        """Return the next rows of metrics.jsonl, and the cursor changes to apply after MLflow has
+        received them."""
         cursor, starts, path = self.cursor, self.starts()[: self.number], self.folder / METRICS
-        place = {"offset": cursor.offset, "step": cursor.step, "time": cursor.time}
+        position = {"offset": cursor.offset, "step": cursor.step, "time": cursor.time}
         size, _ = stamp_of(path)
-        if size < cursor.offset:  # cut back without a note of it
-            place = {"offset": 0, "step": -1, "time": 0}
+        if size < cursor.offset:  # truncated without a recorded start
+            position = {"offset": 0, "step": -1, "time": 0}
         rows: list[Row] = []
         num_values = 0
         with path.open("rb") if size else nullcontext(io.BytesIO()) as file:
-            file.seek(place["offset"])
+            file.seek(position["offset"])
             while num_values < MAX_METRICS and (line := file.readline()).endswith(b"\n"):
-                if (row := self._parse(line, place, starts)) is not None:
-                    place["time"] = row.time
-                    if row.step > place["step"]:
+                if (row := self._parse(line, position, starts)) is not None:
+                    position["time"] = row.time
+                    if row.step > position["step"]:
                         rows.append(row)
-                        place["step"] = row.step
+                        position["step"] = row.step
                         num_values += len(row.values)
-                place["offset"] += len(line)
-        return rows, place
+                position["offset"] += len(line)
+        return rows, position
 
     def _parse(
-        self, line: bytes, place: dict[str, int], starts: list[dict[str, Any]]
+        self, line: bytes, position: dict[str, int], starts: list[dict[str, Any]]
     ) -> Row | None:
-        """Return the row of a line. Its time is the start's, and the seconds of the start's steps
-        up to it. None for a damaged line."""
+        """Return the row of a line; None, with a log line, if the line is corrupt.
+
+        A row's time is the beginning of its start plus the duration of the start's steps so far.
+        """
         try:
             values = parse_json(line)
             step = values.pop("step")
             values = {k: math.nan if v is None else float(v) for k, v in values.items()}
             began = [start["began"] for start in starts if (start["step"] or -1) < step]
         except (ValueError, TypeError, KeyError, AttributeError):
-            if place["offset"] not in self._damaged:
-                self._damaged.add(place["offset"])
+            if position["offset"] not in self._damaged:
+                self._damaged.add(position["offset"])
                 self.cursor.left_out += 1
-                self.say(f"LEFT OUT: {METRICS}, byte {place['offset']}: not a line of metrics")
+                self.log(f"NOT SENT: {METRICS}, byte {position['offset']}: not a line of metrics")
             return None
-        time = max(place["time"], int(1000 * began[-1]) if began else 0)
+        time = max(position["time"], int(1000 * began[-1]) if began else 0)
         seconds = values.get("time/step", 0.0)
         return Row(step, time + int(1000 * seconds) if math.isfinite(seconds) else time, values)
 
     def files(self, *, known: bool) -> Iterator[tuple[str, str, list[int]]]:
-        """Yield (name, folder at MLflow, stamp) of each file that MLflow lacks. Those that it has
-        are looked at again only if `known`."""
+        """Yield (name, artifact folder, stamp) of each file that MLflow lacks. Files that were sent
+        before are checked for changes only if `known`."""
         for pattern, folder in ARTIFACTS.items():
             for path in sorted(self.folder.glob(pattern)):
                 name = str(path.relative_to(self.folder))
@@ -206,26 +213,26 @@ class MirrorState:
                         yield name, folder, stamp
 
     def list_checkpoints(self) -> None:
-        """Bring checkpoints.json up to date. It lists deleted checkpoints too, and the newest is
-        the last."""
+        """Update checkpoints.json. It lists deleted checkpoints too; the newest is last."""
         path = self.folder / CHECKPOINTS
-        old = {entry["path"]: entry for entry in known(path).get("checkpoints", [])}
+        old = {entry["path"]: entry for entry in read_or_empty(path).get("checkpoints", [])}
         present: dict[str, dict[str, Any]] = {}
         for step, checkpoint in published(self.folder / "checkpoints"):
             name = str(checkpoint.relative_to(self.folder))
             time = stamp_of(checkpoint / "manifest.json")[1] // 1_000_000
             is_known = name in old and old[name]["time"] == time
             present[name] = old[name] if is_known else _entry(name, step, time, checkpoint)
-        # By name: of one step there may be one from the middle of the next (step_000002_open).
+        # Keyed by name: step 2 may have two checkpoints, step_000002 and step_000002_open (saved in
+        # the middle of the next step).
         listed = {name: old[name] for name in old if name < max(present, default="~")} | present
         if listed != old:
             entries = [listed[name] for name in sorted(listed)]
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # full disk
                 write_json(path, {"checkpoints": entries}, durable=False)
 
     def end(self) -> tuple[str, int]:
-        """Return the status of the last start that MLflow was told of, and the time of its end in
-        ms. A run that ended without a note was killed."""
+        """Return the status of the last start that was reported to MLflow, and its end time in ms.
+        A run that ended without a record was killed."""
         starts = self.starts()
         start = starts[min(self.cursor.begun, len(starts)) - 1]
         began, time = start["began"], start.get("closed") or ("end" in start and start["time"])
@@ -235,21 +242,21 @@ class MirrorState:
         return status, int(1000 * time) if time else max(self.cursor.time, int(1000 * began))
 
     def is_complete(self) -> bool:
-        """Return True if MLflow has all of the run."""
+        """Return True if MLflow has everything of the run."""
         cursor = self.cursor
         is_closed = cursor.closed >= self.number and cursor.server == cursor.uri
         return is_closed and not any(self.files(known=True))
 
 
 def read_cursor(run_folder: Path) -> Cursor:
-    """Return a run's cursor. One that is missing or damaged is at the beginning."""
-    names = {one.name for one in fields(Cursor)}
-    stored = known(run_folder / CURSOR)
+    """Return a run's cursor. If it is missing or corrupt, return one at the start of the run."""
+    names = {field.name for field in fields(Cursor)}
+    stored = read_or_empty(run_folder / CURSOR)
     return Cursor(**{name: value for name, value in stored.items() if name in names})
 
 
-def known(path: Path) -> dict[str, Any]:
-    """Return the object in a file; {} if there is none."""
+def read_or_empty(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if the file is missing or corrupt."""
     try:
         return read_json(path)
     except CheckpointError:
@@ -257,7 +264,8 @@ def known(path: Path) -> dict[str, Any]:
 
 
 def data_files(config: Config, cwd: Path) -> dict[str, Path]:
-    """Return the tag of each data file of a config, and its path; relative ones are below `cwd`."""
+    """Return MLflow tag -> path of each data file of a config. Relative paths are resolved against
+    `cwd`."""
     sources = (*config.data.train, *config.evaluation.sets)
     return {
         f"data.{source.name}.sha256": cwd / source.path
@@ -267,12 +275,12 @@ def data_files(config: Config, cwd: Path) -> dict[str, Path]:
 
 
 def parameters(config: Config) -> dict[str, str]:
-    """Return a config as MLflow's parameters."""
+    """Return a config as MLflow parameters: dotted key -> value."""
     return dict(flatten(config.model_dump(mode="json")))
 
 
 def stamp_of(path: Path) -> list[int]:
-    """Return size and modification time in ns of a file, or MISSING."""
+    """Return [size in bytes, modification time in ns] of a file, or MISSING."""
     try:
         status = path.stat()
     except OSError:
@@ -281,7 +289,7 @@ def stamp_of(path: Path) -> list[int]:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file as a hexadecimal string."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -298,12 +306,12 @@ def _entry(name: str, step: int, time: int, path: Path) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------- who sends
+# ---------------------------------------------------------------------------- lock of the mirror
 
 
 def lock_holder(run_folder: Path) -> tuple[int, str] | None:
-    """Return the process that sends for a run and how to name it; None if nobody does, or if its
-    file system has no locks."""
+    """Return (process id, description) of the mirror that holds a run's lock. The id is 0 if it is
+    not known. Return None if no process holds the lock or the file system has no locks."""
     path = run_folder / LOCK
     try:
         with open_lock(path) as lock:
@@ -315,18 +323,18 @@ def lock_holder(run_folder: Path) -> tuple[int, str] | None:
     pid = int(written) if written.isdecimal() else 0
     if host != socket.gethostname():
         return pid, f"process {written} on {host}" if pid else "another process"
-    remedy = f" (stopped; end it: kill -9 {pid})" if is_stopped(pid) else ""
+    remedy = f" (stopped; to end it: kill -9 {pid})" if is_stopped(pid) else ""
     return pid, f"process {pid}{remedy}"
 
 
 def write_holder(lock: BinaryIO) -> None:
-    """Note in the lock file, which this process has locked, who holds it. Raises OSError."""
+    """Write this process's id and host to the lock file, which it has locked. Raises OSError."""
     lock.truncate(0)
     os.pwrite(lock.fileno(), f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True for a process of this machine that is stopped, by SIGSTOP or a debugger."""
+    """Return True if a process of this machine is stopped, by SIGSTOP or a debugger."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

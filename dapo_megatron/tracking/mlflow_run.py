@@ -1,8 +1,8 @@
-"""One run at MLflow: what the mirror (mirror.py) does there.
+"""The calls that the mirror (mirror.py) makes for one MLflow run.
 
-Everything goes through a client and a run id; the process-wide "active run" is left alone. Each
-call may be repeated, and does no harm the second time: a metric with the same time, step and value
-is one metric to MLflow. Methods raise whatever MLflow's client raises.
+All calls use a client and a run id; the process-wide "active run" is not touched. Every call is
+idempotent: MLflow stores a metric with the same time, step and value once. Methods raise whatever
+MLflow's client raises.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dapo_megatron.tracking.mirror_state import (
     RUN_FILE,
     MirrorState,
     Row,
-    known,
     parameters,
+    read_or_empty,
 )
 from dapo_megatron.tracking.uri import without_password
 from dapo_megatron.types import DapoError
@@ -38,33 +38,35 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 RUN_TAG = "dapo_megatron.run"
-"""Tag of the MLflow run: our own name of it, known before there is a run."""
+"""Tag of the MLflow run: this project's id of the run, known before the MLflow run exists."""
 DESCRIPTION = "mlflow.note.content"
 """Tag that MLflow shows as the description of a run."""
 OUR_DESCRIPTION = "dapo_megatron.description"
-"""What we made of it: another one is a person's."""
+"""Tag with the description that this program wrote. If it differs from DESCRIPTION, a user has
+edited the description."""
 MAX_PER_CALL = 100
-"""Parameters, or tags: MLflow's own limit."""
+"""Parameters, or tags, per call: MLflow's limit."""
 MAX_NAME = 250
-"""Characters of a metric's or parameter's name: MLflow's own limit."""
+"""Length of a metric or parameter name in characters: MLflow's limit."""
 MAX_SHOWN = 3
-"""Metrics left out that the log names."""
+"""Number of dropped metric names that the log lists."""
 MAX_NAMES = 1000
-"""Metrics of one run. A server gets slow with many, and a name per prompt is always a mistake."""
+"""Number of metric names per run. Many names slow a server down, and a metric name per prompt is
+always a mistake."""
 
 Item = TypeVar("Item")
 
 
 class MlflowRun:
-    """Made without MLflow being there; found or created by the first `open` that reaches it.
+    """An MLflow run, looked up or created by the first `open` that reaches the server.
 
-    home       the run's folder: where it was when this process started
-    config     of the newest start
+    home       path of the run's folder when this process started
+    config     config of the newest start
     """
 
     def __init__(self, state: MirrorState, home: Path, config: Config) -> None:
         self._state, self._home, self._config = state, home, config
-        provenance = known(state.folder / PROVENANCE)
+        provenance = read_or_empty(state.folder / PROVENANCE)
         self._tags: dict[str, str] = {RUN_TAG: state.cursor.run, **provenance.get("tags", {})}
         self._is_open = False
         self._client: MlflowClient = None
@@ -73,24 +75,26 @@ class MlflowRun:
         self._left_out: set[str] = set()
 
     def open(self) -> None:
-        """Look for the run, or make it, at the first call and at the first one after `forget`. Tell
-        it of the start."""
+        """Find or create the run and report this start to it. Does nothing if the run is open;
+        `forget` closes it."""
         if self._is_open:
             return
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         uri = os.environ["MLFLOW_TRACKING_URI"]
-        with _first_use_alone(uri, self._home.parent):
+        with _database_lock(uri, self._home.parent):
             self._client = MlflowClient(tracking_uri=uri)
             run = self._find() or self._create(uri)
         server, run_id = without_password(uri), run.info.run_id
         if not run_id:
-            raise DapoError("what answers there is no MLflow: it made a run without an id")
+            raise DapoError(
+                "the server at MLFLOW_TRACKING_URI is not MLflow: it created a run without an id"
+            )
         entry = {"server": server, "run_id": run_id, "experiment_id": run.info.experiment_id}
         write_json(self._state.folder / RUN_FILE, entry, durable=False)
         if run_id != self._run_id:
-            self._state.say(f"run {run_id} at {server}")
+            self._state.log(f"run {run_id} at {server}")
         self._run_id, self._names = run_id, set(run.data.metrics)
         self._state.aim(server, run_id)
         if self._state.cursor.begun < self._state.number:
@@ -98,11 +102,11 @@ class MlflowRun:
         self._is_open = True
 
     def forget(self) -> None:
-        """Something went wrong, perhaps because the run is not there any more."""
+        """Make the next `open` look the run up again, because an error may mean that it is gone."""
         self._is_open = False
 
     def end(self) -> None:
-        """Tell MLflow how the last start that it knows ended."""
+        """Set the status and end time of the last start that was reported to MLflow."""
         status, ended = self._state.end()
         self._client.set_terminated(self._run_id, status, ended)
         self._state.save(closed=self._state.cursor.begun)
@@ -110,8 +114,8 @@ class MlflowRun:
     # ------------------------------------------------------------------------ the run
 
     def _find(self) -> Run | None:
-        """The run that an earlier start made; None if this server never had it, or lost it."""
-        run_id = known(self._state.folder / RUN_FILE).get("run_id")
+        """Return the run that an earlier start created; None if this server does not have it."""
+        run_id = read_or_empty(self._state.folder / RUN_FILE).get("run_id")
         if run_id and (run := self._get(run_id)):
             return run
         experiment = self._client.get_experiment_by_name(self._config.tracking.experiment)
@@ -139,14 +143,13 @@ class MlflowRun:
         name = self._config.tracking.experiment
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
-            # A server knows where its files go; a local database would put them in the working
-            # folder.
-            files = None
+            # A server has an artifact location; a local database defaults to the working folder.
+            artifacts = None
             if uri.startswith("sqlite:"):
-                files = (self._home.parent / "mlartifacts").as_uri()
+                artifacts = (self._home.parent / "mlartifacts").as_uri()
             try:
-                self._client.create_experiment(name, artifact_location=files)
-            except MlflowException as error:  # another run was faster
+                self._client.create_experiment(name, artifact_location=artifacts)
+            except MlflowException as error:  # another run created it first
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
             experiment = self._client.get_experiment_by_name(name)
@@ -158,26 +161,27 @@ class MlflowRun:
         )
 
     def _begin(self, run: Run) -> None:
-        """Tell MLflow of this start, and before it how an earlier one ended. Parameters cannot
-        change in MLflow: one that differs from the first start becomes a tag `resumed.<key>`."""
+        """Report this start to MLflow, after the end of an earlier start that is still open there.
+        MLflow's parameters cannot change: a value that differs from the first start's becomes a tag
+        `resumed.<key>`."""
         from mlflow.entities import Param, RunTag
 
         cursor = self._state.cursor
         if was_open := cursor.begun > cursor.closed:
             self.end()
-        now, known_params = parameters(self._config), run.data.params
-        params = now | cursor.params | known_params
+        current, known_params = parameters(self._config), run.data.params
+        params = current | cursor.params | known_params
         tags = self._tags | {
-            f"resumed.{key}": value for key, value in now.items() if params[key] != value
+            f"resumed.{key}": value for key, value in current.items() if params[key] != value
         }
         self._send(
             [Param(key[:MAX_NAME], params[key]) for key in params.keys() - known_params.keys()],
-            lambda some: self._log(params=some),
+            lambda batch: self._log(params=batch),
             MAX_PER_CALL,
         )
         self._send(
             [RunTag(key[:MAX_NAME], value) for key, value in tags.items()],
-            lambda some: self._log(tags=some),
+            lambda batch: self._log(tags=batch),
             MAX_PER_CALL,
         )
         if was_open or run.info.status != "RUNNING":
@@ -187,60 +191,61 @@ class MlflowRun:
     # ------------------------------------------------------------------------ metrics
 
     def metrics(self, rows: Sequence[Row]) -> None:
-        """Send the metrics of some steps."""
+        """Send the metrics of some rollout steps."""
         from mlflow.entities import Metric
 
         points = [
-            Metric(taken, value, row.time, row.step)
+            Metric(valid_name, value, row.time, row.step)
             for row in rows
             for name, value in row.values.items()
-            if (taken := self._take_name(name))
+            if (valid_name := self._register_name(name))
         ]
-        self._send(points, lambda some: self._log(metrics=some), MAX_METRICS)
+        self._send(points, lambda batch: self._log(metrics=batch), MAX_METRICS)
 
-    def _take_name(self, name: str) -> str | None:
-        """`name` as MLflow takes it, or None if it is too long or there are too many."""
-        taken = metric_name(name)
-        if taken in self._names:
-            return taken
-        if len(taken) <= MAX_NAME and len(self._names) < MAX_NAMES:
-            self._names.add(taken)
-            return taken
-        if taken not in self._left_out:
-            self._left_out.add(taken)
+    def _register_name(self, name: str) -> str | None:
+        """Return `name` as MLflow accepts it; None if it is too long or the run has MAX_NAMES."""
+        valid_name = metric_name(name)
+        if valid_name in self._names:
+            return valid_name
+        if len(valid_name) <= MAX_NAME and len(self._names) < MAX_NAMES:
+            self._names.add(valid_name)
+            return valid_name
+        if valid_name not in self._left_out:
+            self._left_out.add(valid_name)
             self._state.cursor.left_out += 1
             if len(self._left_out) <= MAX_SHOWN:
-                why = f"{MAX_NAMES} metrics of a run, {MAX_NAME} characters of a name are the most"
-                self._state.say(f"LEFT OUT: {name}: {why}")
+                limits = f"{MAX_NAMES} metric names per run, {MAX_NAME} characters per name"
+                self._state.log(f"NOT SENT: {name}: the limits are {limits}")
         return None
 
-    def _log(self, **what: Any) -> None:
-        self._client.log_batch(self._run_id, synchronous=True, **what)
+    def _log(self, **batch: Any) -> None:
+        self._client.log_batch(self._run_id, synchronous=True, **batch)
 
     def _send(
         self,
         items: Sequence[Item],
         send: Callable[[Sequence[Item]], None],
-        most: int,
+        batch_size: int,
     ) -> None:
-        """Send at most `most` at a time; one that MLflow refuses for what it is, is left out."""
+        """Send items in batches. A refused batch is halved until only the invalid item is dropped
+        and logged."""
         from mlflow.exceptions import MlflowException
 
         rest = iter(items)
-        while some := list(islice(rest, most)):
+        while batch := list(islice(rest, batch_size)):
             try:
-                send(some)
+                send(batch)
             except MlflowException as error:
                 if not self._is_refusal(error):
                     raise
-                if len(some) > 1:
-                    self._send(some, send, (len(some) + 1) // 2)
+                if len(batch) > 1:
+                    self._send(batch, send, (len(batch) + 1) // 2)
                     continue
                 self._state.cursor.left_out += 1
-                self._state.say(f"LEFT OUT: {some[0]}: {error.message}")
+                self._state.log(f"NOT SENT: {batch[0]}: {error.message}")
 
     def _is_refusal(self, error: Any) -> bool:
-        """Whether the server is well, and this alone is wrong."""
+        """Return True if the value itself is invalid: the run is still active on the server."""
         if error.error_code != "INVALID_PARAMETER_VALUE":
             return False
         return bool(self._client.get_run(self._run_id).info.lifecycle_stage == "active")
@@ -248,23 +253,24 @@ class MlflowRun:
     # ------------------------------------------------------------------------ files
 
     def file(self, name: str, folder: str) -> None:
-        """Keep a file of the run's folder. The report becomes the run's description."""
+        """Upload a file of the run's folder to an artifact folder ("": the root). The description
+        of the run then points to an uploaded report."""
         path = self._state.folder / name
         self._client.log_artifact(self._run_id, str(path), folder or None)
         if name == CHECKPOINTS:
-            self.tag("checkpoint.newest", known(path)["checkpoints"][-1]["path"])
+            self.tag("checkpoint.newest", read_or_empty(path)["checkpoints"][-1]["path"])
         if name == REPORT:
             self._describe(
-                f"{REPORT}, among the artifacts, shows how this run went: a page that needs no "
+                f"{REPORT}, among the artifacts, is this run's report: one page that needs no "
                 f"network. On the run's machine it is {self._home / REPORT}"
             )
 
     def tag(self, name: str, value: str) -> None:
-        """Set a tag."""
+        """Set a tag of the run."""
         self._client.set_tag(self._run_id, name, value)
 
     def _describe(self, text: str) -> None:
-        """Set the description. One that a person wrote stays: ours is marked as ours."""
+        """Set the description, unless a user has edited it."""
         tags = self._client.get_run(self._run_id).data.tags
         if tags.get(DESCRIPTION, "") == tags.get(OUR_DESCRIPTION, ""):
             self.tag(DESCRIPTION, text)
@@ -272,13 +278,14 @@ class MlflowRun:
 
 
 def metric_name(name: str) -> str:
-    """`name` as MLflow takes it: avg@4 becomes avg_at_4, other strange characters `_`."""
+    """Return `name` as MLflow accepts it: `@` becomes `_at_`, other invalid characters `_`."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
 
 
 @contextmanager
-def _first_use_alone(uri: str, directory: Path) -> Iterator[None]:
-    """Runs that start together on a new database would each make its tables, and fail."""
+def _database_lock(uri: str, directory: Path) -> Iterator[None]:
+    """Serialize the first use of a SQLite database. Runs that start together would each create its
+    tables, and fail."""
     if not uri.startswith("sqlite:"):
         yield
         return

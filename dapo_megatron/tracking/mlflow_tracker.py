@@ -1,8 +1,8 @@
-"""Rank 0's side of MLflow: a process copies the run's folder there (mirror.py).
+"""MLflow tracker of rank 0. A separate process copies the run's folder to MLflow (mirror.py).
 
-Rank 0 neither imports MLflow nor talks to a server. Its client would hold the interpreter for tens
-of milliseconds at a time and cannot be interrupted in a retry, so a thread would not do. The
-process learns from its standard input that rank 0 is gone.
+Rank 0 neither imports MLflow nor connects to a server. A thread would not do: MLflow's client holds
+the GIL for tens of milliseconds at a time, and its retries cannot be interrupted. The mirror's
+standard input closes when rank 0 is done or dead.
 """
 
 from __future__ import annotations
@@ -33,87 +33,89 @@ from dapo_megatron.tracking.mirror_state import (
     RUN_FILE,
     MirrorState,
     is_stopped,
-    known,
     lock_holder,
     read_cursor,
+    read_or_empty,
 )
 from dapo_megatron.tracking.uri import without_password
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 SHORT_WAIT_SECONDS = 3.0
-"""For a run that is KILLED (it was told to end, and has a deadline) or FAILED (the user waits for
-the error, and a launcher may kill this process before it is shown)."""
+"""Wait for the mirror at the end of a KILLED or FAILED run. A killed run has a deadline; after a
+failure the user waits for the error, and a launcher may kill this process before it is shown."""
 
 
 class MlflowTracker:
-    """protocols.Tracker: MLflow, sooner or later. No method waits for a server or a full disk, or
-    raises because of one. Started when config, provenance and start are in the run's folder.
+    """protocols.Tracker that delivers to MLflow asynchronously. Only `finish` waits for the server,
+    and no method raises because of a server or a full disk. Create it when the run's folder has its
+    config, provenance and start record.
 
-    run   the run to go on with, if the folder does not know it: what `run` was
+    run   attribute `run` of the tracker to continue, used if the folder does not have it
     warn  shows a line to the user
     """
 
     def __init__(self, config: Config, run: str | None, warn: Callable[[str], None]) -> None:
         self._folder, self._wait_seconds = config.folder, config.tracking.wait_seconds
         self._warn = warn
-        self._said = False
+        self._is_checked = False
         state = MirrorState(config.folder)
         self.run: str = state.cursor.run or run or uuid.uuid4().hex
-        """Ours, a tag of the MLflow run, which may not exist yet."""
+        """This project's id of the run: a tag of the MLflow run, which may not exist yet."""
         self.uri = given_uri() or _local_uri(config.folder)
         self._number = state.number
         self._mirror = self._start()
 
     @property
     def ui(self) -> str:
-        """Where to look at the run: the server's address, or a command where there is no server.
-        Either is printed, and shows no password."""
+        """URL of the run, or the command that starts MLflow's UI if there is no server. Contains no
+        password."""
         if self.uri.startswith("http"):
             server = without_password(self.uri).rstrip("/")
-            run = known(self._folder / RUN_FILE)
+            run = read_or_empty(self._folder / RUN_FILE)
             if run.get("server", "").rstrip("/") != server:
                 return server
             return f"{server}/#/experiments/{run['experiment_id']}/runs/{run['run_id']}"
-        beside = Path(sys.executable).parent / "mlflow"
-        program = "mlflow" if shutil.which("mlflow") else str(beside)
+        script = Path(sys.executable).parent / "mlflow"
+        program = "mlflow" if shutil.which("mlflow") else str(script)
         command = shlex.join([program, "ui", "--backend-store-uri"])
         if without_password(self.uri) != self.uri:
             return f'{command} "$MLFLOW_TRACKING_URI"'
         return f"{command} {shlex.quote(self.uri)}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """At the first step, warn if MLflow cannot be used: it is better known now."""
-        if self._said:
+        """Warn at the first step if MLflow cannot be reached. The mirror sends the metrics."""
+        if self._is_checked:
             return
-        self._said = True
+        self._is_checked = True
         if error := read_cursor(self._folder).error:
             self._warn(
-                f"MLflow at {without_password(self.uri)}: {error}; the run goes on, and MLflow "
+                f"MLflow at {without_password(self.uri)}: {error}; the run continues, and MLflow "
                 "gets everything as soon as it can be reached"
             )
 
     def finish(self, status: str) -> None:
-        """Close the run as FINISHED, FAILED or KILLED; wait a while until MLflow has it all, and
-        warn if it has not."""
+        """Close the run as FINISHED, FAILED or KILLED. Wait up to `tracking.wait_seconds` (at most
+        SHORT_WAIT_SECONDS unless FINISHED) until MLflow has everything, and warn if it does not."""
         if status not in STATUSES:
             raise ValueError(f"status {status!r}: must be one of {', '.join(STATUSES)}")
         close_attempt(self._folder / ATTEMPTS, status)
-        if self._mirror is None or self._mirror.poll() is not None:  # it died, of whatever
+        if self._mirror is None or self._mirror.poll() is not None:  # it exited early
             self._mirror = self._start()
         if status == "FINISHED":
             seconds, give_up = self._wait_seconds, True
-        else:  # it may go on for a moment after this process has ended
+        else:  # the mirror may outlive this process by LINGER_SECONDS
             seconds, give_up = min(self._wait_seconds, SHORT_WAIT_SECONDS), False
         mirror = self._mirror
         is_done = mirror is not None and _drained(mirror, seconds, self._warn, give_up)
         if left_out := read_cursor(self._folder).left_out:
             self._warn(
-                f"MLflow does not have {left_out} metric values or lines: see {self._folder / LOG}"
+                f"{left_out} metric values or lines were not sent to MLflow: see "
+                f"{self._folder / LOG}"
             )
         if not is_done:
             self._warn(
                 f"MLflow at {without_password(self.uri)}: {why_waiting(self._folder, mirror)}. "
-                f"What it lacks stays in {self._folder}; the next start sends it, or "
+                f"The rest stays in {self._folder}; the next start sends it, or run "
                 f"`python -m dapo_megatron track {self._folder}`"
             )
 
@@ -122,33 +124,33 @@ class MlflowTracker:
 
 
 def deliver(run_folder: Path, wait_seconds: float) -> bool:
-    """Send MLflow what it lacks of a run; return True if it has everything then.
+    """Send MLflow what it lacks of a run; return True if it then has everything.
 
-    A run that is not running any more and did not note how it ended was killed. Raises nothing
-    because of MLflow; see `why_waiting`, and logs/mlflow.log. ConfigError for a folder without a
-    config that this version reads.
+    A run that is over but has no recorded end is reported as killed. Errors of MLflow are not
+    raised: see `why_waiting` and logs/mlflow.log. Raises ConfigError if the folder has no config
+    that this version can read.
     """
     load_config(run_folder / CONFIG)
     path = run_folder / ".lock"
     with open_lock(path) as lock:
-        is_over = try_lock(lock, path)  # else a run has it
+        is_over = try_lock(lock, path)  # a running run holds the lock
         number = MirrorState(run_folder).number
         mirror = _start_mirror(run_folder, number, print, _known_uri(run_folder), is_over=is_over)
         return mirror is not None and _drained(mirror, wait_seconds, print)
 
 
 def why_waiting(run_folder: Path, mirror: subprocess.Popen[bytes] | None = None) -> str:
-    """Return why MLflow does not have all of a run: another process than `mirror` holds its lock,
-    or the last error."""
+    """Return why MLflow does not have everything of a run: a process other than `mirror` holds the
+    lock, or the last error."""
     pid, holder = lock_holder(run_folder) or (0, "")
     if holder and (mirror is None or pid != mirror.pid):
-        return f"{holder} has locked {run_folder / FOLDER} and sends nothing"
-    return read_cursor(run_folder).error or "it is slow"
+        return f"{holder} holds the lock of {run_folder / FOLDER}, but sends nothing"
+    return read_cursor(run_folder).error or "it did not finish in time"
 
 
 def deliver_rest(run_folder: Path) -> None:
-    """Start a process that sends what MLflow lacks of a run that is over and was moved aside. Does
-    not wait."""
+    """Start a process that sends what MLflow lacks of a finished run that was moved aside. Does not
+    wait for it."""
     state = MirrorState(run_folder)
     if (run_folder / FOLDER).is_dir() and not state.is_complete():
         mirror = _start_mirror(run_folder, state.number, lambda _: None, _known_uri(run_folder))
@@ -157,7 +159,8 @@ def deliver_rest(run_folder: Path) -> None:
 
 
 def given_uri() -> str:
-    """MLFLOW_TRACKING_URI, or nothing. A file by absolute path: the mirror works elsewhere."""
+    """Return MLFLOW_TRACKING_URI, or "". Paths are made absolute, because the mirror has another
+    working folder."""
     given = os.environ.get("MLFLOW_TRACKING_URI", "")
     path = given.removeprefix("sqlite:///")
     if path != given:
@@ -168,13 +171,13 @@ def given_uri() -> str:
 
 
 def _local_uri(run_folder: Path) -> str:
-    """A SQLite file next to the run's folder."""
+    """Return the URI of a SQLite file next to the run's folder."""
     return f"sqlite:///{run_folder.absolute().parent / 'mlflow.db'}"
 
 
 def _known_uri(run_folder: Path) -> str:
-    """MLFLOW_TRACKING_URI, else where the run's last start sent, else a SQLite file."""
-    last = read_cursor(run_folder).uri or known(run_folder / RUN_FILE).get("server", "")
+    """Return MLFLOW_TRACKING_URI, else the server of the run's last start, else a SQLite file."""
+    last = read_cursor(run_folder).uri or read_or_empty(run_folder / RUN_FILE).get("server", "")
     return given_uri() or last or _local_uri(run_folder)
 
 
@@ -187,10 +190,13 @@ def _start_mirror(
     *,
     is_over: bool = True,
 ) -> subprocess.Popen[bytes] | None:
-    """Start the process. When its standard input closes, start `number` writes no more; `is_over`:
-    because it ended. None if it cannot be started: `track` does it later."""
-    # Blocked until it ignores them by itself: a signal may hit it while Python starts.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    """Start the mirror process; return None, with a warning, if it cannot be started.
+
+    The caller closes its standard input when start `number` writes no more. `is_over` means that
+    the start has then ended.
+    """
+    # The mirror ignores these signals, but only once Python has started: block them until then.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         with ExitStack() as stack:
             (run_folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -208,10 +214,13 @@ def _start_mirror(
                 start_new_session=True,
             )
     except OSError as error:
-        warn(f"MLflow: cannot start a process for it: {error}; what is for it stays in the folder")
+        warn(
+            f"MLflow: cannot start the process that sends to it: {error}. Send the run later with "
+            f"`python -m dapo_megatron track {run_folder}`"
+        )
         return None
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _drained(
@@ -220,15 +229,18 @@ def _drained(
     warn: Callable[[str], None],
     give_up: bool = True,
 ) -> bool:
-    """Return True if the mirror sends everything and ends within `seconds`. Killing it costs only
-    time. A stopped one is killed in any case: it would never end, and keep the lock."""
+    """Return True if the mirror sends everything and exits within `seconds`.
+
+    After that it is killed if `give_up`; the next mirror resends what is missing. A stopped mirror
+    (SIGSTOP) is always killed, because it would keep the lock forever.
+    """
     if mirror.stdin is not None:
         mirror.stdin.close()
     try:
         return mirror.wait(seconds) == 0
     except subprocess.TimeoutExpired:
         if is_stopped(mirror.pid):
-            warn(f"MLflow: its mirror, process {mirror.pid}, was stopped (SIGSTOP) and is killed")
+            warn(f"MLflow: killed its mirror, process {mirror.pid}, which was stopped (SIGSTOP)")
             give_up = True
         if give_up:
             mirror.kill()

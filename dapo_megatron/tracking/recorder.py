@@ -1,5 +1,5 @@
-"""What a run tells the world: metrics to the trackers, rollouts to samples/, progress to the
-console. Rank 0 has the real one; every other rank has the silent one."""
+"""Recorder of a run: metrics to the trackers, rollouts to samples/, progress to the console. Rank 0
+has a RunRecorder; every other rank has a SilentRecorder."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ TERA = 1e12
 
 @dataclass
 class Speedometer:
-    """Of the update phase alone: operations of the model (forward and backward; nothing that is
-    computed again to save memory), over the seconds of the phase and all devices.
+    """Model FLOPs per second of the update phase: forward and backward, without recomputation.
 
-    `flops`: operations of an update on sequences of these lengths, of which so many tokens are in
-    the loss. `peak_flops`: dense bfloat16 operations a second of a device, also where it computes
-    in FP8; None where that is not known, as on CPU.
+    flops        (sequence lengths, number of loss tokens) -> FLOPs of one optimizer update
+    peak_flops   dense bfloat16 FLOPs per second of a device, also for FP8 runs; None if unknown, as
+                 on CPU
     """
 
     num_devices: int
@@ -36,28 +35,33 @@ class Speedometer:
     _done: float = 0.0
 
     def trained(self, lengths: Sequence[int], num_scored: int) -> None:
-        """One optimizer update was made."""
+        """Count an optimizer update on sequences of `lengths`, with `num_scored` loss tokens."""
         self._done += self.flops(lengths, num_scored)
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """throughput/model_tflops_per_device and throughput/mfu of a step whose metrics these are;
-        the next step is counted anew."""
+        """Return throughput/model_tflops_per_device and throughput/mfu of the step with these
+        metrics, and reset the count. Empty if the step made no update."""
         done, self._done = self._done, 0.0
         seconds = metrics.get("time/update", 0.0)
         if not done or not seconds:
             return {}
         speed = done / seconds / self.num_devices
-        found = {"throughput/model_tflops_per_device": speed / TERA}
+        throughput = {"throughput/model_tflops_per_device": speed / TERA}
         if self.peak_flops is not None:
-            found["throughput/mfu"] = speed / self.peak_flops
-        return found
+            throughput["throughput/mfu"] = speed / self.peak_flops
+        return throughput
 
 
 @dataclass(frozen=True)
 class RunRecorder:
-    """Rank 0's. `samples_folder` None keeps no rollouts; of the first `inspected_groups` groups of
-    a step it keeps what the policy said of every token. `mlflow`, if there is one, is among the
-    trackers. `reward` is what a completion was rewarded with, None without a grade."""
+    """Recorder of rank 0.
+
+    samples_folder     where rollouts are written; None writes none
+    inspected_groups   first groups of a step whose per-token policy log-probs are written
+    timeline_folder    where timelines are written; None writes none
+    mlflow             the MLflow tracker, if any; `tracker` includes it
+    reward             reward of a completion, None without a grade
+    """
 
     tracker: Tracker
     console: RunConsole
@@ -72,11 +76,11 @@ class RunRecorder:
 
     @property
     def run_id(self) -> str | None:
-        """Name of the MLflow run, for the checkpoints."""
+        """Id of the MLflow run (MlflowTracker.run), stored in checkpoints."""
         return self.mlflow.run if self.mlflow else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of a step, with the per-device throughput added."""
+        """Log the metrics of a step, and per-device throughput computed from them."""
         if self.speedometer is not None:
             metrics = {**metrics, **self.speedometer.metrics(metrics)}
         speed = metrics.get("throughput/tokens_per_second")
@@ -86,87 +90,88 @@ class RunRecorder:
         self.tracker.log(step, metrics)
 
     def trained(self, lengths: Sequence[int], num_scored: int) -> None:
-        """An update was made on sequences of these lengths, so many of their tokens in the loss."""
+        """Count an update on sequences of `lengths`, with `num_scored` loss tokens."""
         if self.speedometer is not None:
             self.speedometer.trained(lengths, num_scored)
 
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
-        """The step's rollouts, with what became of each group; on a full disk they are left out."""
+        """Write the step's rollouts, each group with its fate. Disk errors are only warnings."""
         if self.samples_folder is None:
             return
-        with self._or_left_out(f"samples of step {step}"):
+        with self._warn_on_error(f"samples of step {step}"):
             _, index = write_samples(self.samples_folder, step, groups, self.reward)
-            with self._or_left_out(f"index entries of step {step}"):
+            with self._warn_on_error(f"index entries of step {step}"):
                 index.write(self.samples_folder)
 
     def inspected(self, step: int, sequences: Iterable[Inspected]) -> None:
-        """What the policy said of the sequences it is trained on in the step; kept beside its
-        rollouts, and left out as they are."""
+        """Write the policy's log-probs of the step's training sequences next to its rollouts. On a
+        disk error, warn and continue."""
         if self.samples_folder is None:
             return
-        with self._or_left_out(f"the policy's log-probs of step {step}"):
+        with self._warn_on_error(f"policy log-probs of step {step}"):
             write_policy(self.samples_folder, step, sequences, self.inspected_groups)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
-        """Who did what when in the step (cluster/instruments.py); on a full disk it is left out."""
+        """Write the step's timeline (cluster/instruments.py). Disk errors are only warnings."""
         if self.timeline_folder is None:
             return
         try:
             self.timeline_folder.mkdir(exist_ok=True)
             write_json(self.timeline_folder / f"step_{step:06d}.json", record, durable=False)
         except OSError as error:
-            self.console.warn(f"the timeline of step {step} is left out: {error}")
+            self.console.warn(f"the timeline of step {step} was not written: {error}")
 
     @contextmanager
     def progress(self, num_groups: int) -> Iterator[Callable[[int], None]]:
-        """A bar on the console; yields a function of the groups done."""
+        """Show rollout progress on the console. Yield a function to call with the number of groups
+        done."""
         with self.console.rollout_progress(num_groups) as bar:
             yield lambda done: bar.update(done)
 
     @contextmanager
     def live(self) -> Iterator[Callable[[str, int], None]]:
-        """Show what the run is doing in a panel on the terminal, if there is one. Yields a function
-        to be called with each new phase and its step."""
+        """Show the live panel, if the console is a terminal. Yield a function to call with each new
+        phase and its step."""
         with self.console.live() as view:
             yield view.phase
 
     def ask_requests(self, ask: Callable[[], str]) -> None:
-        """Whom to ask how many requests engines run: "118 of 128"."""
+        """Set the function that returns how many requests the engines run, as "118 of 128"."""
         self.console.ask_requests(ask)
 
     def note(self, text: str) -> None:
-        """A line on the console."""
+        """Print a line on the console."""
         self.console.note(text)
 
     def finish(self, status: str) -> None:
-        """How the run really ended; its report is written first."""
+        """Write the report, then close the trackers with the run's final status."""
         try:
             if self.report is not None:
                 self.report.write(status)
-        finally:  # a second Ctrl-C must not cost the true status
+        finally:  # a second Ctrl-C during the report must not lose the status
             self.tracker.finish(status)
 
-    def summary(self, figures: Mapping[str, Any], folder: Path) -> None:
-        """The block at the end."""
+    def summary(self, metrics: Mapping[str, Any], folder: Path) -> None:
+        """Print the summary of the run. `metrics` are those of summary.json."""
         self.console.summary(
-            accuracy_before=figures["accuracy_before"],
-            accuracy_after=figures["accuracy_after"],
-            seconds=figures["seconds"],
+            accuracy_before=metrics["accuracy_before"],
+            accuracy_after=metrics["accuracy_after"],
+            seconds=metrics["seconds"],
             folder=folder,
             report=self.report.path if self.report and self.report.is_written else None,
             ui=self.mlflow.ui if self.mlflow else None,
         )
 
     @contextmanager
-    def _or_left_out(self, what: str) -> Iterator[None]:
+    def _warn_on_error(self, files: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self.console.warn(f"{what} are left out: {error}")
+            self.console.warn(f"{files} were not written: {error}")
 
 
 class SilentRecorder:
-    """Every other rank's: the same calls, no effect."""
+    """Recorder of every rank except 0: the same methods, without effect."""
 
     run_id: str | None = None
 

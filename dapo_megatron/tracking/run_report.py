@@ -1,5 +1,5 @@
-"""report.html at the end of a run, written by a process of its own: what goes wrong in it, or how
-much memory it takes, is not the run's affair."""
+"""report.html at the end of a run, written by a separate process, so that neither its errors nor
+its memory use affect the run."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from dapo_megatron.tracking.mlflow_tracker import SHORT_WAIT_SECONDS
 NAME = "report.html"
 LOG = "logs/report.log"
 METRICS = "metrics.jsonl"
-"""In the run's folder, all three."""
+"""NAME, LOG and METRICS are paths in the run's folder."""
 WAIT_SECONDS = 120.0
-"""Of a run that is FINISHED, at most; all its ranks wait so long."""
+"""Maximum wait for the report of a FINISHED run. All its ranks wait."""
 KILL_SECONDS = 1.0
-"""For a process that was killed to go: one that waits for a dead file system does not."""
-LOOK_SECONDS = 0.05
-OF_A_RANK = re.compile(
+"""Maximum wait for a killed process to exit. One that is blocked on a dead file system does not."""
+POLL_SECONDS = 0.05
+RANK_VARIABLES = re.compile(
     r"^(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|SLURM|PMI|PMIX|OMPI)_.*)$"
 )
-"""Variables by which a program takes itself for a rank."""
+"""Environment variables that make a program believe it is a rank. They are removed."""
 
 
 class RunReport:
-    """The report of the run in `run_folder`; `warn` hears of one that could not be written.
+    """The report of the run in `run_folder`.
 
-    `attempt`: this start; once the folder is another's, no report of it is written ("": whoever's).
-    `is_asked`: whether a signal has asked the run to end.
+    warn       shows a line to the user if the report could not be written
+    attempt    id of this start; no report is written once another start owns the folder. "" writes
+               in any case
+    is_asked   returns True once a signal has asked the run to end
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class RunReport:
         self._warn = warn
 
     def write(self, status: str) -> bool:
-        """Write it for a run that ended as `status`; whether it is there. Nothing for a run that
-        came to nothing: without a metric there is nothing to show.
+        """Write the report of a run that ended as `status`; return True if it was written. A run
+        without metrics gets none.
 
-        A run that failed or was asked to stop may be killed any moment, or keep a user waiting: its
-        report gets SHORT_WAIT_SECONDS, and goes on by itself after that as long as it is let.
+        If the run failed or was asked to stop, the wait is at most SHORT_WAIT_SECONDS, because the
+        run may be killed at any moment or keep a user waiting. The process then continues on its
+        own.
         """
         self.is_written = False
         again = f"`python -m dapo_megatron report {self._run_folder}` writes it"
@@ -68,35 +71,37 @@ class RunReport:
         except OSError as error:
             self._warn(f"no {NAME}: {error}; {again}")
             return False
-        began = time.monotonic()
+        started = time.monotonic()
         while (code := writer.poll()) is None:
             is_short = status != "FINISHED" or self._is_asked()
             seconds = (
                 min(self._wait_seconds, SHORT_WAIT_SECONDS) if is_short else self._wait_seconds
             )
-            if time.monotonic() - began > seconds:
-                self._leave(writer, is_short, seconds, again)
+            if time.monotonic() - started > seconds:
+                self._stop_waiting(writer, is_short, seconds, again)
                 return False
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         if code != 0:
             self._warn(f"no {NAME}: see {self._run_folder / LOG}; then {again}")
         self.is_written = code == 0
         return self.is_written
 
-    def _leave(
+    def _stop_waiting(
         self, writer: subprocess.Popen[bytes], is_short: bool, seconds: float, again: str
     ) -> None:
-        said = "is not ready, and is not waited for" if is_short else "was given up"
+        state = "is not ready" if is_short else "was abandoned"
         if not is_short:
             writer.kill()
             with suppress(subprocess.TimeoutExpired):
                 writer.wait(KILL_SECONDS)
-        self._warn(f"{NAME} {said} after {seconds:g} s; {again}")
+        self._warn(f"{NAME} {state} after {seconds:g} s; {again}")
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """It is no part of the job: a signal to the ranks is not for it."""
+        """Start the process in its own session, so that signals to the ranks do not reach it."""
         environment = {
-            name: value for name, value in helper_environment().items() if not OF_A_RANK.match(name)
+            name: value
+            for name, value in helper_environment().items()
+            if not RANK_VARIABLES.match(name)
         }
         log = self._run_folder / LOG
         log.parent.mkdir(parents=True, exist_ok=True)

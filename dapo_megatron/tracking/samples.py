@@ -1,11 +1,11 @@
-"""The rollouts of a step on disk, and beside them what makes reading them quick and telling.
+"""Files with the rollouts of a step.
 
-samples/step_000012.jsonl         one group a line, exactly: replay reads it, people too
-samples/index/step_000012.json    what is where, by group and completion, without reading it
-samples/policy/step_000012.jsonl  what the policy said of each sequence trained on, before the
-                                  step's first update
+samples/step_000012.jsonl         one group per line, exact values; replay reads it
+samples/index/step_000012.json    byte offset of each group, and a row per completion
+samples/policy/step_000012.jsonl  policy log-probs and entropy of each sequence trained on, before
+                                  the step's first update
 
-Each is there whole or not at all.
+Each file is written atomically.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from dapo_megatron.rollout.serialization import (
 from dapo_megatron.types import Completion, Group, Inspected, Verdict
 
 LOGPROB_DECIMALS = 6
-"""Of the policy's log-probs: their distance to the engine's is 1e-6 where all is well on a CPU."""
+"""Decimal places of policy log-probs. On a CPU they normally differ from the engine's by 1e-6."""
 
 
 def samples_path(folder: Path, step: int) -> Path:
-    """Of the groups that ended in `step`; `folder` is the run's samples/."""
+    """Return the path of the groups that ended in `step`; `folder` is the run's samples/."""
     return folder / f"step_{step:06d}.jsonl"
 
 
 def index_path(folder: Path, step: int) -> Path:
-    """Of the index beside them."""
+    """Return the path of the index of `step`."""
     return folder / "index" / f"step_{step:06d}.json"
 
 
 def policy_path(folder: Path, step: int) -> Path:
-    """Of what the policy said of those trained on."""
+    """Return the path of the policy's log-probs of `step`."""
     return folder / "policy" / f"step_{step:06d}.jsonl"
 
 
@@ -51,13 +51,17 @@ def write_samples(
     groups: Iterable[tuple[Group, str]],
     reward: Callable[[Completion], float | None] | None = None,
 ) -> tuple[Path, Index]:
-    """Write a step's groups, one per line, exactly; the path, and the index to write beside it.
+    """Write a step's groups, one per line with exact values; return the path and the unwritten
+    index.
 
-    `groups` are those whose fate became final in the step, with it (trained, all_correct, ...).
-    A line is serialization.group_to_json and, before it, `fate`, `verdict` (of the grades only;
-    null without any) and the weight `versions` that sampled it. With `reward`
-    each completion has one: its score and length penalty, null without a grade. What an earlier
-    attempt at the step left beside them goes: it is of other lines. Raises OSError.
+    groups   (group, fate) of each group whose fate became final in the step (trained,
+             all_correct, ...)
+    reward   adds to each completion its `reward`: score plus length penalty, null without a grade
+
+    A line has `fate`, `verdict` (from the grades only; null without any), the weight `versions`
+    that sampled the group, and the fields of serialization.group_to_json. The index and policy
+    files of an earlier attempt at the step are deleted, because they describe other lines. Raises
+    OSError.
     """
     for old in (index_path(folder, step), policy_path(folder, step)):
         old.unlink(missing_ok=True)
@@ -74,46 +78,45 @@ def write_samples(
                 for entry, completion in zip(line["completions"], group.completions, strict=True):
                     entry["reward"] = reward(completion)
             index.add(line, offset=file.tell())
-            # A lone surrogate, which is no UTF-8, becomes JSON's own escape of it.
+            # UTF-8 cannot encode a lone surrogate: write it as a JSON escape.
             text = json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace")
             file.write(text + b"\n")
     return path, index
 
 
 def write_policy(
-    folder: Path, step: int, sequences: Iterable[Inspected], num_whole_groups: int
+    folder: Path, step: int, sequences: Iterable[Inspected], num_detailed_groups: int
 ) -> Path:
-    """Write what the policy said of the sequences of a step, one per line; the path.
+    """Write the policy's diagnostics of a step's sequences, one per line; return the path.
 
-    The log-prob and the entropy of every token are kept for the first `num_whole_groups` groups
-    alone, and null for the others. Raises OSError.
+    Per-token log-probs and entropy are written for the first `num_detailed_groups` groups only, and
+    are null for the others. Raises OSError.
     """
     path = policy_path(folder, step)
     tickets: set[int] = set()
     with _open(path) as file:
-        for one in sequences:
-            tickets.add(one.ticket)
-            is_whole = len(tickets) <= num_whole_groups
+        for sequence in sequences:
+            tickets.add(sequence.ticket)
+            is_detailed = len(tickets) <= num_detailed_groups
+            logprobs, entropy = sequence.logprobs.tolist(), sequence.entropy.tolist()
             line = {
-                "ticket": one.ticket,
-                "sample": one.sample,
-                "advantage": rounded(one.advantage),
-                "gap_mean": significant(one.gap_mean),
-                "gap_max": significant(one.gap_max),
-                "logprobs": _all_rounded(one.logprobs.tolist(), LOGPROB_DECIMALS)
-                if is_whole
-                else None,
-                "entropy": _all_rounded(one.entropy.tolist(), DECIMALS) if is_whole else None,
+                "ticket": sequence.ticket,
+                "sample": sequence.sample,
+                "advantage": rounded(sequence.advantage),
+                "gap_mean": significant(sequence.gap_mean),
+                "gap_max": significant(sequence.gap_max),
+                "logprobs": _all_rounded(logprobs, LOGPROB_DECIMALS) if is_detailed else None,
+                "entropy": _all_rounded(entropy, DECIMALS) if is_detailed else None,
             }
             file.write(json.dumps(line).encode() + b"\n")
     return path
 
 
 class Index(SampleIndex):
-    """Index of a step's completions, on disk."""
+    """Index of a step's completions that can be written to disk."""
 
     def write(self, folder: Path) -> Path:
-        """Write it beside the samples in `folder`; the path. Raises OSError."""
+        """Write the index of the samples in `folder`; return its path. Raises OSError."""
         path = index_path(folder, self.step)
         with _open(path) as file:
             file.write(json.dumps(self.columns()).encode())
@@ -126,12 +129,12 @@ def _open(path: Path) -> AbstractContextManager[BinaryIO]:
 
 
 def _verdict(group: Group) -> str | None:
-    found = {c.grade.correct for c in group.completions if c.grade is not None}
-    if not found:
+    grades = {c.grade.correct for c in group.completions if c.grade is not None}
+    if not grades:
         return None
-    if found == {True, False}:
+    if grades == {True, False}:
         return Verdict.MIXED.value
-    return (Verdict.ALL_CORRECT if found == {True} else Verdict.ALL_WRONG).value
+    return (Verdict.ALL_CORRECT if grades == {True} else Verdict.ALL_WRONG).value
 
 
 def _all_rounded(values: Iterable[float], decimals: int) -> list[float | None]:

@@ -1,8 +1,8 @@
-"""Where metrics go: the run's own metrics.jsonl, a tracker made of several, and files of lines on a
-disk that may be full (never half a line, never an error).
+"""Trackers: metrics.jsonl in the run's folder, a composite, and line files that survive a full disk
+(never a partial line, never an error).
 
-metrics.jsonl has one object per rollout step. It needs nothing but a file system, and is the truth
-when a tracking server says otherwise.
+metrics.jsonl has one object per rollout step. It needs only a file system. If a tracking server
+disagrees with it, metrics.jsonl is right.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dapo_megatron.types import CheckpointError
 
 
 class Lines:
-    """Whole lines, in order, readable at once. What the disk does not take is kept in memory and
-    written before the next line; `warn` hears of it once, and once when all is written again.
+    """File of complete lines, in order, readable as soon as they are written.
 
-    Nothing is synced: a line survives the death of this process, not of the machine. One writer
-    per file.
+    Lines that do not fit on a full disk wait in memory and are written before the next line. `warn`
+    is called when lines start to wait, and again when all are written. There is no fsync: a line
+    survives the death of this process, but not of the machine. One writer per file.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -35,16 +35,16 @@ class Lines:
         self._waiting: deque[bytes] = deque()
         self._file: int | None = None
         self._end = 0
-        """Where the last whole line ends."""
+        """Byte offset of the end of the last complete line."""
         self._is_full = False
 
     @property
     def num_waiting(self) -> int:
-        """Lines that are only in memory."""
+        """Number of lines that are only in memory."""
         return len(self._waiting)
 
     def append(self, line: bytes) -> None:
-        """Write `line`, which has no newline, and all that waits before it."""
+        """Write the waiting lines, then `line`, which must not contain a newline."""
         self._waiting.append(line + b"\n")
         try:
             self._write()
@@ -52,16 +52,16 @@ class Lines:
             if not self._is_full:
                 self._is_full = True
                 self._warn(
-                    f"{self._path}: {error.strerror}; what belongs there is kept in memory until "
-                    "it can be written"
+                    f"{self._path}: {error.strerror}; its lines are kept in memory until they can "
+                    "be written"
                 )
             return
         if self._is_full:
             self._is_full = False
-            self._warn(f"{self._path}: written again, nothing is missing")
+            self._warn(f"{self._path}: all waiting lines are written, nothing is missing")
 
     def close(self) -> None:
-        """Try once more, then give up what waits."""
+        """Try once more to write the waiting lines, then drop them with a warning."""
         with suppress(OSError):
             self._write()
         if self._waiting:
@@ -79,24 +79,24 @@ class Lines:
         while self._waiting:
             line = self._waiting[0]
             if os.write(self._file, line) < len(line):
-                os.ftruncate(self._file, self._end)  # the part that had room
+                os.ftruncate(self._file, self._end)  # remove the partial line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._end += len(line)
             self._waiting.popleft()
 
 
 class CompositeTracker:
-    """Hands everything to each of its trackers, in order: local files before servers.
+    """Calls each of its trackers in order. Put local files before servers.
 
-    An error stops the ones behind it, so that what is local is written when a server fails;
-    `finish` reaches all of them and raises afterwards.
+    An error in `log` skips the remaining trackers, so local files are written even if a server
+    fails. `finish` calls all trackers and raises afterwards.
     """
 
     def __init__(self, *trackers: Tracker) -> None:
         self._trackers = trackers
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a rollout step."""
+        """Log the metrics of a rollout step."""
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
@@ -108,12 +108,12 @@ class CompositeTracker:
 
 
 class JsonlTracker:
-    """Appends `{"step": k, "accuracy/raw": ...}` per step to one file, flushed line by line.
+    """Appends `{"step": k, "accuracy/raw": ...}` per step to one file, unbuffered.
 
-    A non-finite value is written as null: JSON has no NaN. Opening the file drops a half-written
-    last line, as a kill in mid-write leaves it, and the steps after `step`, if one is given: a
-    resumed run does them again. What a full disk does not take is written when it does; `warn`
-    hears of it.
+    A non-finite value is written as null, because JSON has no NaN. Opening the file drops a partial
+    last line (left by a kill in mid-write) and, if `step` is given, all later steps, which a
+    resumed run repeats. Lines that do not fit on a full disk are written later; `warn` is called.
+    Raises CheckpointError for a corrupt line.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class JsonlTracker:
     ) -> None:
         self._path = path
         if path.exists():
-            kept = (end for end, of_step in self._steps() if step is None or of_step <= step)
-            os.truncate(path, max(kept, default=0))
+            ends = (end for end, line_step in self._steps() if step is None or line_step <= step)
+            os.truncate(path, max(ends, default=0))
         self._lines = Lines(path, warn)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a rollout step."""
+        """Log the metrics of a rollout step."""
         values = {name: _finite(value) for name, value in metrics.items()}
         self._lines.append(json.dumps({"step": step, **values}).encode())
 
@@ -135,16 +135,17 @@ class JsonlTracker:
         self._lines.close()
 
     def _steps(self) -> Iterator[tuple[int, int]]:
-        """(offset of its end, step) of every whole line; CheckpointError for one that is not."""
+        """Yield (end offset, step) of every complete line. Raises CheckpointError for one that is
+        not a metrics line."""
         end = 0
         for number, line in enumerate(self._path.read_bytes().splitlines(keepends=True), start=1):
             if not line.endswith(b"\n"):
-                return  # only the last line can be half-written
+                return  # only the last line can be partial
             try:
                 step = parse_json(line)["step"]
             except (ValueError, TypeError, KeyError) as error:
                 raise CheckpointError(
-                    f"{self._path}, line {number}: not a metrics line; mend or move the file"
+                    f"{self._path}, line {number}: not a metrics line; fix or move the file"
                 ) from error
             end += len(line)
             yield end, step

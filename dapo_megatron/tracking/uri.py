@@ -1,4 +1,4 @@
-"""Addresses of servers, without what must not be shown: user, password, token."""
+"""Removes secrets (user, password, token) from the addresses of servers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _SEPARATORS = re.compile(r"[@:&=;?#]")
 
 
 def without_password(uri: str) -> str:
-    """Return an address that may be printed and stored: no user, password, query or fragment.
+    """Return an address without user, password, query and fragment, safe to print and store.
 
-    A password that should have been percent-encoded (`p/w`, `p#w`, `p?w`) makes it ambiguous where
-    the host begins. All but the scheme is left out then.
+    With a password that should have been percent-encoded (`p/w`, `p#w`, `p?w`), it is ambiguous
+    where the host starts. Only the scheme is kept then.
 
     Example: without_password("https://me:pw@host:1/x?token=t") == "https://host:1/x"
     """
     scheme, separator, rest = uri.partition("://")
-    if not separator:  # a folder, or a word such as databricks
+    if not separator:  # a path, or a word such as databricks
         return HIDDEN if ":" in uri and "@" in uri else uri
     if scheme.startswith(_LOCAL) and rest.startswith("/"):
         return f"{scheme}://{rest.partition('?')[0]}"
@@ -33,8 +33,8 @@ def without_password(uri: str) -> str:
 
 
 def hide_password(text: str, uri: str) -> str:
-    """Return `text`, an error of a library that was given `uri`, without what `without_password`
-    leaves out."""
+    """Return `text`, the error of a library that was given `uri`, with the parts that
+    `without_password` removes replaced by HIDDEN."""
     shown = without_password(uri)
     if shown == uri:
         return text

@@ -310,7 +310,7 @@ def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None
     table = pyarrow.Table.from_pylist([GOOD])
     parquet.write_table(table.append_column("ability", pyarrow.array(["other"])), path)
     for message in refusals(path):
-        assert message == f"{path}: the column ability is there twice; remove one of them"
+        assert message == f"{path}: duplicate column ability; remove one of them"
 
 
 def test_a_damaged_parquet_page_is_refused(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_a_row_that_code_cannot_grade_is_refused_when_it_is_loaded(
     path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
     with pytest.raises(DataError) as refused:
         load_source(source(path, grader), Words(), 10)  # type: ignore[arg-type]
-    assert str(refused.value).startswith(f"{path}, line 2, for the grader 'code': ")
+    assert str(refused.value).startswith(f"{path}, line 2, grader 'code': ")
     assert problem in str(refused.value)
 
 
@@ -406,7 +406,7 @@ def test_rows_that_graders_can_grade_are_loaded(tmp_path: Path) -> None:
 def test_rows_of_a_file_have_no_entry_for_a_scorer_of_reasoning_gym(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINE)
-    with pytest.raises(DataError, match="line 1, for the grader 'reasoning_gym': it grades prob"):
+    with pytest.raises(DataError, match="line 1, grader 'reasoning_gym': it grades prob"):
         load_source(source(path, "reasoning_gym"), Words(), 10)  # type: ignore[arg-type]
 
 
@@ -414,5 +414,5 @@ def test_a_generated_problem_is_checked_too() -> None:
     gym = ReasoningGymSource(
         kind="reasoning_gym", name="gym", dataset="chain_sum", size=1, seed=1, grader="code"
     )
-    with pytest.raises(DataError, match="'gym', problem 0, for the grader 'code': tests: need"):
+    with pytest.raises(DataError, match="'gym', problem 0, grader 'code': tests: need"):
         load_source(gym, Words(), 1000)  # type: ignore[arg-type]

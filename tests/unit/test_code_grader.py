@@ -92,7 +92,7 @@ def test_tests_are_read_in_the_forms_of_public_data_sets(truth: str, tests: Any)
         ("{}", "need"),
         ('{"inputs": [], "outputs": []}', "at least one test"),
         ('{"inputs": ["1"], "outputs": ["1", "2"]}', "1 inputs and 2 outputs"),
-        ('{"inputs": [1], "outputs": ["1"]}', "must be a text"),
+        ('{"inputs": [1], "outputs": ["1"]}', "must be a string"),
         ('{"fn_name": "add", "inputs": [[1]], "outputs": [2]}', "they call 'add'"),
         ('[{"input": "1", "output": "2", "testtype": "functional"}]', "call a function"),
         (

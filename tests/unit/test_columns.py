@@ -124,7 +124,7 @@ def test_wrong_columns_are_refused_with_those_of_the_file_and_the_likely_pair(
         columns_read(names, columns, "mine.parquet")
     message = str(refused.value)
     assert message.startswith("mine.parquet, column ")
-    assert f"is missing; there are {', '.join(names)}; " in message
+    assert f"is missing; the columns are {', '.join(names)}; " in message
     assert f"columns: {suggestion}" in message
 
 
@@ -133,7 +133,9 @@ def test_wrong_columns_are_refused_with_those_of_the_file_and_the_likely_pair(
 )
 def test_a_dozen_columns_are_listed(num_names: int, listed: str) -> None:
     names = [f"c{number}" for number in range(num_names)]
-    with pytest.raises(DataError, match=f" is missing; there are {listed}; name those of "):
+    with pytest.raises(
+        DataError, match=f" is missing; the columns are {listed}; name the columns of "
+    ):
         columns_read(names, Columns(), "mine.parquet")
 
 
@@ -151,7 +153,7 @@ def test_chat_messages_stand_in_a_column_of_any_name(tmp_path: Path) -> None:
     rows = [{"question": messages, "solution": "3"}]
     assert load(write(tmp_path / "chat.jsonl", rows)).prompts[0].text == "Be brief."
     rows.append({"question": messages[:1], "solution": "3"})
-    with pytest.raises(DataError, match=r"line 2, column question: the last message must be"):
+    with pytest.raises(DataError, match=r"line 2, column question: the last message must have"):
         load(write(tmp_path / "chat.jsonl", rows))
 
 
@@ -238,13 +240,13 @@ def test_nothing_of_a_data_set_is_executed(tmp_path: Path) -> None:
 
 def test_archives_and_media_are_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "train.xml").write_text("<a/>")
-    with pytest.raises(DataError, match="its files are of the kind xml"):
+    with pytest.raises(DataError, match="its files are of kind xml"):
         load(str(tmp_path))
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("question,solution\n1,2\n")
-    with pytest.raises(DataError, match=r"rows.csv: is a file of another kind; save it as .jsonl"):
+    with pytest.raises(DataError, match=r"rows.csv: unsupported kind of file; save it as .jsonl"):
         load(str(tmp_path / "rows.csv"))
 
 

@@ -316,7 +316,7 @@ def test_names_are_bounded_and_a_refused_metric_or_damaged_line_costs_no_other(
     assert len(said) == 1
     assert "mlflow.log" in said[0]
     log = (run.folder / "logs" / "mlflow.log").read_text()
-    assert log.count("LEFT OUT: prompt/") == 2
+    assert log.count("NOT SENT: prompt/") == 2
     assert log.count("not a line of metrics") == 1
     assert "a//b" in log
 
@@ -424,7 +424,7 @@ def test_a_dead_server_delays_no_step_but_for_waiting_for_a_core_and_gets_everyt
     tracker = Run(run, lambda _: None)
     log = run.folder / "logs" / "mlflow.log"
     first = log_steps(tracker, range(1, 501))  # while the mirror imports MLflow
-    wait_until(lambda: "tried again until it goes" in log.read_text())
+    wait_until(lambda: "retrying until it works" in log.read_text())
     second = log_steps(tracker, range(501, 1001))  # while it tries to reach the server
     by_clock, own = (one + other for one, other in zip(first, second))
     print(
@@ -495,13 +495,13 @@ def test_a_mirror_that_is_stopped_is_named_and_killed_when_the_run_fails(
     mirror.send_signal(signal.SIGSTOP)
     wait_until(lambda: mirror_state.is_stopped(mirror.pid))
     assert not deliver(made.folder, wait_seconds=8.0)
-    holder = f"process {mirror.pid} (stopped; end it: kill -9 {mirror.pid})"
-    assert why_waiting(made.folder).startswith(f"{holder} has locked ")
-    assert f"waits for {holder}" in (made.folder / LOG).read_text()
+    holder = f"process {mirror.pid} (stopped; to end it: kill -9 {mirror.pid})"
+    assert why_waiting(made.folder).startswith(f"{holder} holds the lock of ")
+    assert f"waiting for {holder}" in (made.folder / LOG).read_text()
     tracker.finish("FAILED")
     assert mirror.poll() == -signal.SIGKILL
-    assert f"MLflow: its mirror, process {mirror.pid}, was stopped (SIGSTOP)" in said[0]
-    assert "has locked" not in why_waiting(made.folder)
+    assert f"killed its mirror, process {mirror.pid}, which was stopped (SIGSTOP)" in said[0]
+    assert "holds the lock" not in why_waiting(made.folder)
 
 
 def test_the_log_of_the_mirror_has_no_password(
@@ -598,7 +598,7 @@ def test_a_wrong_address_does_not_end_the_run_and_is_told_of(
     wait_until(lambda: read_cursor(made.folder).error != "")
     tracker.log(1, {"reward/mean": 0.5})
     tracker.finish("FINISHED")
-    assert "the run goes on" in said[0]
+    assert "the run continues" in said[0]
     assert "track" in said[1]
     written = "".join(path.read_text() for path in (made.folder / "mlflow").iterdir())
     assert "secret" not in "".join([*said, written])

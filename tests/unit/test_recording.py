@@ -163,7 +163,7 @@ def test_a_finished_run_gives_a_slow_report_up(made: Path) -> None:
     assert not RunReport(made, said.append, wait_seconds=0.01).write("FINISHED")
     [line] = said
     assert line == (
-        f"report.html was given up after 0.01 s; `python -m dapo_megatron report {made}` writes it"
+        f"report.html was abandoned after 0.01 s; `python -m dapo_megatron report {made}` writes it"
     )
     time.sleep(5)
     assert not (made / "report.html").exists()
@@ -186,7 +186,7 @@ def test_a_stopped_run_leaves_a_slow_report_to_itself(
     began = time.monotonic()
     assert not RunReport(made, said.append).write("KILLED")
     assert time.monotonic() - began < 1.0
-    assert "is not ready, and is not waited for after 0.01 s" in said[0]
+    assert "is not ready after 0.01 s" in said[0]
     appears(made / "report.html")
 
 
@@ -198,7 +198,7 @@ def test_a_finished_run_that_is_asked_to_stop_waits_no_longer(
     said: list[str] = []
     looks = iter((False, True))  # the signal comes while it waits
     assert not RunReport(made, said.append, is_asked=lambda: next(looks)).write("FINISHED")
-    assert "is not ready, and is not waited for after 0.01 s" in said[0]
+    assert "is not ready after 0.01 s" in said[0]
     appears(made / "report.html")
 
 
@@ -249,7 +249,7 @@ def test_a_report_that_does_not_die_holds_no_run_up(
     monkeypatch.setattr(subprocess, "Popen", Unkillable)
     said: list[str] = []
     assert not RunReport(made, said.append, wait_seconds=0.01).write("FINISHED")
-    assert "was given up" in said[0]
+    assert "was abandoned" in said[0]
 
 
 @pytest.mark.parametrize("owner", ["1.0", "1.1"])

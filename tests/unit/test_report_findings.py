@@ -241,7 +241,7 @@ FIRES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
     ),
     "gap grows": (
         {"mismatch/gap_mean": noisy(ramp(1e-6, 2e-5))},
-        "gap of engine and policy grows",
+        "gap between engine and policy grows",
         "warn",
         "mismatch/gap_mean",
     ),
@@ -599,7 +599,7 @@ def test_memory_against_the_plan() -> None:
     plan = {"device": "gpu", "phases": {"update": 60.0, "generate": 59.0}, "note": ""}
     [one] = [one for one in findings(run_of(plan=plan)) if "planned" in one.title]
     assert one.title == "update takes more memory than planned"
-    assert "update 70 GiB of 60" in one.text
+    assert "update 70 GiB (planned 60)" in one.text
     plan["phases"] = {"update": 69.0, "generate": 59.0}
     assert not [one for one in titles(run_of(plan=plan)) if "planned" in one]
 

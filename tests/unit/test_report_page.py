@@ -201,7 +201,7 @@ def test_each_run_has_its_own_notes(tmp_path: Path) -> None:
     (runs[1] / "config.yaml").write_text("rollout: {dynamic_sampling: false}\n", encoding="utf-8")
     (runs[0] / "plan.json").write_text('{"phases": {}, "note": "Not on CPU."}', encoding="utf-8")
     text = written(runs, tmp_path / "out.html")
-    assert '<p class="muted" data-run="0" >The plan of memory: Not on CPU.</p>' in text
+    assert '<p class="muted" data-run="0" >Memory plan: Not on CPU.</p>' in text
     assert '<p class="muted" data-run="1" hidden>rollout.dynamic_sampling is off' in text
     assert text.count("rollout.dynamic_sampling is off") == 1
 

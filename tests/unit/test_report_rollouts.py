@@ -136,7 +136,7 @@ def test_a_single_wrong_one_among_right_ones_is_found_among_many() -> None:
     ]
     [pick] = [pick for pick in chosen([index_of(groups, rows)], 80) if pick.ticket == 137]
     assert "wrong among right" in pick.why(5)
-    assert pick.why(4).startswith("beside sample 5")
+    assert pick.why(4).startswith("sibling of sample 5")
 
 
 def test_a_spread_of_few_groups_lies_evenly_over_many_steps() -> None:

@@ -104,7 +104,7 @@ def test_the_plan_lies_over_what_was_measured() -> None:
     run = run_of(columns=columns, plan=plan)
     assert derived(run)["derived/plan_update_gib"] == [62.0, 62.0]
     assert derived(run)["derived/plan_sync_gib"] == [40.0, None]
-    assert phases.note(run) == "The plan of memory: Why."
+    assert phases.note(run) == "Memory plan: Why."
     [chart] = [chart for chart in charts.CHARTS if chart.id == "memory"]
     assert "derived/plan_update_gib" in chart.series
     assert chart.colors["derived/plan_update_gib"] == chart.colors["memory/update_gib"]

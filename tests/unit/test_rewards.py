@@ -202,8 +202,8 @@ def test_what_a_user_may_return(
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (None, "a grader returns a Grade, a bool or a number, not None"),
-        ("1", "a grader returns a Grade, a bool or a number, not '1'"),
+        (None, "a grader must return a Grade, a bool or a number, not None"),
+        ("1", "a grader must return a Grade, a bool or a number, not '1'"),
         (float("nan"), "a score must be finite, from -1,000,000 to 1,000,000, not nan"),
         (
             Grade(float("inf"), True, ""),

@@ -183,7 +183,7 @@ def test_what_the_disk_does_not_take_costs_no_step(
         patch.setattr(os, "fsync", full_disk(room))
         recorder(tmp_path, out).samples(1, [(group(), "mixed")])
     assert files_in(tmp_path) == kept, "the part that was written takes the room of others"
-    assert out.getvalue().startswith(f"WARNING: {left_out} of step 1 are left out: ")
+    assert out.getvalue().startswith(f"WARNING: {left_out} of step 1 were not written: ")
     recorder(tmp_path, out).samples(2, [(group(), "mixed")])
     assert set(files_in(tmp_path)) - set(kept) == {
         Path("step_000002.jsonl"),
@@ -307,7 +307,7 @@ def test_a_recorder_keeps_what_the_policy_said_of_so_many_groups(
         patch.setattr(os, "fsync", full_disk(0))
         keeps.inspected(1, [inspected(7, 0)])
     assert files_in(tmp_path) == []
-    assert "WARNING: the policy's log-probs of step 1 are left out: " in out.getvalue()
+    assert "WARNING: policy log-probs of step 1 were not written: " in out.getvalue()
     keeps.inspected(2, [inspected(7, 0), inspected(8, 0)])
     assert [one["logprobs"] is None for one in read_policy(tmp_path, 2)] == [False, True]
     replace(keeps, samples_folder=None).inspected(3, [inspected(7, 0)])

@@ -477,7 +477,7 @@ def test_without_bubblewrap_the_grader_is_refused_with_the_command(
     undecided: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no program bwrap.*apt-get install bubblewrap"):
+    with pytest.raises(ConfigError, match=r"program bwrap is not on.*apt-get install bubblewrap"):
         pool.GradingPool({"a": "code"}, workers=1, timeout_seconds=9.0)
 
 
@@ -569,7 +569,7 @@ def test_missing_parts_are_logged_once(
     with pool.GradingPool({"a": "dapo_math"}, workers=1, timeout_seconds=9.0):
         pass
     (record,) = caplog.records
-    assert "its sandbox lacks /proc here (a container)" in record.getMessage()
+    assert "its sandbox has no /proc on this machine (a container)" in record.getMessage()
 
 
 @needs_sandbox

@@ -194,4 +194,4 @@ def test_a_timeline_that_the_disk_does_not_take_costs_no_step(
     [written] = (tmp_path / "timeline").iterdir()
     assert written.name == "step_000002.json"
     assert json.loads(written.read_text()) == {"step": 2}
-    assert "WARNING: the timeline of step 1 is left out: " in out.getvalue()
+    assert "WARNING: the timeline of step 1 was not written: " in out.getvalue()

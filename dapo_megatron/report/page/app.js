@@ -1,17 +1,17 @@
 "use strict";
 
-// What the reader chooses: run, smoothing, the paper's curves, theme; and what is drawn when.
+// Controls of the page (run, smoothing, paper curves, theme), and lazy drawing of the charts.
 (() => {
   const KEY = `dapo_megatron report ${location.pathname}`;
   const CONFIG = { displayModeBar: false, responsive: true };
   const $ = (id) => document.getElementById(id);
   const state = { run: 0, smoothing: 0, paper: false, hidden: [], theme: null };
-  const charts = new Map(); // element -> {id, figures: of all runs or of each, zoom}
+  const charts = new Map(); // element -> {id, figures: one for all runs or one per run, zoom}
   let data;
 
   // ---------------------------------------------------------------- data
 
-  // JSON of a script element: base64 of gzip.
+  // Unpacks the JSON of a script element (base64 of gzip).
   async function unpack(element) {
     const text = atob(element.textContent);
     const bytes = new Uint8Array(text.length); // Uint8Array.from is many times slower
@@ -37,7 +37,7 @@
 
   // ---------------------------------------------------------------- drawing
 
-  // A chart is drawn when it is scrolled near.
+  // Charts are drawn when they are near the visible part of the page.
   const near = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) if (isIntersecting) draw(target);
   }, { rootMargin: "400px" });
@@ -54,14 +54,14 @@
     element.dataset.drawn = "true";
   }
 
-  // A trace as it is drawn: the paper's if they are asked for, lines also smoothed.
+  // Returns the traces to draw for a trace: curves of the paper only if enabled, lines also smoothed.
   function chosen(trace) {
     if (trace.meta?.paper) return [{ ...trace, visible: state.paper }];
     if (!state.smoothing || trace.mode !== "lines" || trace.stackgroup) return [trace];
     return [{ ...trace, opacity: 0.28, showlegend: false }, { ...trace, y: average(trace.y, state.smoothing), hoverinfo: "skip" }];
   }
 
-  // Exponential moving average, as if what came before the first value were like it.
+  // Exponential moving average, normalised so that it is not biased at the start.
   function average(values, weight) {
     let sum = 0, norm = 0;
     return values.map((value) => {
@@ -91,7 +91,7 @@
     redraw();
   }
 
-  // Paper is light, and nobody scrolls it.
+  // Printing uses the light theme, and needs all visible charts drawn.
   function print() {
     setTheme("light");
     for (const element of charts.keys()) if (element.checkVisibility()) draw(element);
@@ -148,8 +148,8 @@
     document.body.dataset.ready = "true";
   }
 
-  // A file cannot ask whether it has changed: it is loaded again in any case, but not while a reader
-  // uses it.
+  // Reloads the page after `seconds`, because a file cannot check whether it has changed. Waits while
+  // the reader uses it.
   function reloadAfter(seconds) {
     let touched = -Infinity;
     for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) {

@@ -1,15 +1,15 @@
 "use strict";
 
-// Filters, sorts and searches the tables of completions. A row's link names it in the address, and
-// the viewer shows the completion that the address names.
+// Filters, sorts and searches the tables of completions. A row's link puts its id into the URL hash,
+// and the viewer shows the completion of that id.
 const Rollouts = (() => {
   const all = (inside, selector) => [...inside.querySelectorAll(selector)];
   const mounted = []; // {save, restore} of each table
 
-  // The value of a cell to sort by; null if it is not known.
+  // Returns the sort key of a cell; null if it has no value.
   const valueOf = (cell) => !cell.classList.contains("num") ? cell.textContent : cell.dataset.value === undefined ? null : Number(cell.dataset.value);
 
-  // Whether a cell passes a select or an end of a range.
+  // Returns whether a cell passes a filter: a select, or one end of a range.
   function passes(cell, control) {
     if (control.matches("select")) return [cell.textContent, ...cell.textContent.split(", ")].includes(control.value);
     const value = valueOf(cell);
@@ -23,7 +23,7 @@ const Rollouts = (() => {
     const controls = all(view, "thead select, thead input");
     const rows = [...body.rows];
     const labels = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
-    let texts = null; // row -> its prompt, truth and answer, once they were searched
+    let texts = null; // row -> its prompt, truth and answer; null until texts are searched
 
     function has(row, phrase) {
       const [ticket] = row.cells[0].textContent.split("/");
@@ -44,15 +44,15 @@ const Rollouts = (() => {
       view.querySelector(".r-count").textContent = `${shown === rows.length ? every : `${some} of ${every}`} completions${texts && phrase ? ", texts searched" : ""}`;
     }
 
-    // What is in the box is looked for in texts, too, until the box is empty.
+    // Also searches the texts for the phrase in the box, until the box is empty.
     async function searchTexts() {
       if (!box.value.trim()) return;
       const read = new Map();
       for (const id of new Set(rows.map((row) => row.dataset.blob))) {
         const group = await openBlob(id);
-        for (const row of rows.filter((one) => one.dataset.blob === id)) {
-          const one = group.completions.find((other) => String(other.sample) === row.dataset.sample);
-          const answer = one.text ?? one.tokens.map((token) => group.pieces[token]).join("");
+        for (const row of rows.filter((candidate) => candidate.dataset.blob === id)) {
+          const completion = group.completions.find((candidate) => String(candidate.sample) === row.dataset.sample);
+          const answer = completion.text ?? completion.tokens.map((token) => group.pieces[token]).join("");
           read.set(row, [group.prompt, group.truth, answer].join("\n").toLowerCase());
         }
       }
@@ -62,12 +62,12 @@ const Rollouts = (() => {
 
     function sort(head, down) {
       const at = heads.indexOf(head);
-      for (const one of heads) one.ariaSort = one !== head ? null : down ? "descending" : "ascending";
+      for (const header of heads) header.ariaSort = header !== head ? null : down ? "descending" : "ascending";
       const sign = down ? -1 : 1;
-      rows.sort((one, other) => {
-        const [a, b] = [valueOf(one.cells[at]), valueOf(other.cells[at])];
+      rows.sort((first, second) => {
+        const [a, b] = [valueOf(first.cells[at]), valueOf(second.cells[at])];
         if (a === b) return 0;
-        return a === null ? 1 : b === null ? -1 : a < b ? -sign : sign; // what is not known comes last
+        return a === null ? 1 : b === null ? -1 : a < b ? -sign : sign; // cells without a value come last
       });
       body.append(...rows);
       apply();
@@ -102,7 +102,7 @@ const Rollouts = (() => {
     };
   }
 
-  // The row above or below, of those that are shown.
+  // Returns the visible row above or below.
   function neighbour(row, by) {
     const shown = all(row.parentElement, "tr:not([hidden])");
     return shown[shown.indexOf(row) + by];
