@@ -309,7 +309,7 @@ def _rope_frequencies(arch: Architecture) -> Tensor:
 def _kept_share(rope: Rope, plain: Tensor) -> Tensor:
     """Return the share of each frequency that is kept, from 0 to 1."""
     if rope.kind == "llama3":
-        # Interpolate by the number of turns within the original length.
+        # Interpolate by the number of rotations within the original length.
         turns = rope.original_max_positions * plain / (2 * math.pi)
         low, high = rope.low_freq_factor, rope.high_freq_factor
         return ((turns - low) / (high - low)).clamp(0.0, 1.0)
