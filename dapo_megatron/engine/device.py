@@ -242,8 +242,8 @@ def construction() -> Iterator[None]:
 def _shared_memory() -> Iterator[None]:
     """Name and lock the shared memory of an engine's ranks.
 
-    First, shared memory of killed runs is deleted. The last rank that opens the memory deletes its
-    name, so that a later kill leaves nothing behind.
+    First, shared memory of killed runs is deleted. The last rank that leaves this context deletes
+    the names, so that a later kill leaves nothing behind.
     """
     clear_abandoned(_SHARED_MEMORY)
     original = shared_memory.SharedMemory

@@ -36,7 +36,7 @@ def kernels_chosen(config: PolicyConfig, arch: Architecture) -> dict[str, str]:
     facts["fp8"] = "none"
     if fp8 := config.fp8:
         ends = f"{fp8.bf16_first_layers} first and {fp8.bf16_last_layers} last layers in bfloat16"
-        weights = "weights in FP8 alone" if fp8.parameters else "weights in bfloat16"
+        weights = "weights only in FP8" if fp8.parameters else "weights in bfloat16"
         facts["fp8"] = f"{fp8.recipe}, {ends}, {weights}"
     return facts
 
