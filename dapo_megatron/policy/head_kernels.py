@@ -14,8 +14,8 @@ Shape letters: E entries and B tokens of a tile.
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped, import-not-target_logit]
-import triton.language as tl  # type: ignore[import-untyped, import-not-target_logit]
+import triton  # type: ignore[import-untyped, import-not-found]
+import triton.language as tl  # type: ignore[import-untyped, import-not-found]
 from torch import Tensor
 
 BLOCK_ENTRIES = 4096
