@@ -1,4 +1,4 @@
-"""The bridge: who holds which slice of which tensor, read in both directions.
+"""The bridge moves weights from policy ranks to engine ranks, and verifies that they arrived.
 
-It works on descriptions of layouts and on tensors; it knows neither policy nor engine.
+It works on tensors and on descriptions of their layout. It imports neither policy nor engine.
 """

@@ -1,10 +1,11 @@
-"""The transfer plan: who sends which box of which tensor to whom.
+"""The transfer plan: which rank sends which box of which tensor to which rank.
 
-A plan is made once from what all ranks hold and want, and used at every sync. These lists are the
-same on every rank, so every rank makes the same plan. Every wanted region is cut into boxes, each
-from one source. That is the rank itself where it holds the box. Otherwise it is a rank that does,
-preferably on the same node, and among these the one with the least to send so far. Boxes travel in
-rounds of bounded bytes that every rank takes part in, so there is no deadlock.
+A plan is made once, from the pieces that all ranks hold and want, and used at every sync. These
+lists are the same on every rank, so every rank makes the same plan. Each wanted region is cut into
+boxes, and each box has one source. That is the target itself if it holds the box, else a holder on
+the target's node, else any holder. If several qualify, the one with the fewest bytes to send so far
+is nearest. Boxes travel in rounds of bounded bytes. Every rank takes part in every round, so there
+is no deadlock.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from dapo_megatron.types import Piece, Region, SyncError, overlap
 
 BUCKET_BYTES = 256 * 2**20
 SENT_BUCKETS = 2
-"""Buckets that a rank sends in a round at most. Replicas ask the same rank for more than each of
-them receives."""
+"""Maximum number of buckets that a rank sends in a round. It is above 1 because one rank may send
+to several replicas, each of which receives up to a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxTransfer:
-    """A box of a wanted region, and the ranks that may send it: only the target if it holds it.
+    """A box of a wanted region, and the ranks nearest to the target that hold it.
 
-    Tensors with the same shape, holders and targets share their boxes.
+    One of `holders` is the source. If the target holds the box, it is the only one. Tensors with
+    the same shape, dtype, holders and targets share their boxes.
     """
 
     target: int
@@ -40,13 +42,13 @@ class BoxTransfer:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing has to move."""
+        """Whether the target holds the box itself."""
         return self.holders == (self.target,)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorTransfer:
-    """The boxes of one tensor for all or some of the ranks that want it, each with its source."""
+    """Boxes of one tensor, for all or some of the ranks that want it, and the source of each."""
 
     name: str
     boxes: tuple[BoxTransfer, ...]
@@ -63,7 +65,7 @@ class TensorTransfer:
         return received, sent
 
     def with_sources(self, rank: int | None = None) -> Iterator[tuple[BoxTransfer, int]]:
-        """Yield boxes and sources in the plan's order, or only those that `rank` takes part in."""
+        """Yield (box, source) in the plan's order; with `rank`, only those it sends or receives."""
         for box, source in zip(self.boxes, self.sources):
             if rank is None or rank in (source, box.target):
                 yield box, source
@@ -81,17 +83,17 @@ class TransferPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that take part."""
+        """Number of ranks that take part."""
         return len(self.missing)
 
     @property
     def num_rounds(self) -> int:
-        """Exchanges of one sync, including those without bytes."""
+        """Number of rounds, including those in which no bytes move."""
         return len(self.rounds)
 
     @property
     def num_tensors(self) -> int:
-        """Tensors that some rank wants."""
+        """Number of tensors that some rank wants."""
         return len({tensor.name for tensors in self.rounds for tensor in tensors})
 
 
@@ -102,29 +104,32 @@ def make_plan(
     bucket_bytes: int = BUCKET_BYTES,
     ranks_per_node: int = 8,
 ) -> TransferPlan:
-    """Return the plan that brings each rank the pieces in `wanted[rank]` from those in `held`.
+    """Return the plan that sends each rank the pieces in `wanted[rank]`, from those in `held`.
 
     In each round a rank receives at most `bucket_bytes` and sends at most SENT_BUCKETS times that.
-    What one rank wants of one tensor arrives in one round, even if it is larger. It arrives on all
-    ranks in the same round, unless a rank would have to send too much. Each `ranks_per_node`
-    consecutive ranks are a node. Tensors that no rank wants are left out.
+    The pieces of one tensor that one rank wants arrive in one round, even if they are larger. They
+    arrive on all ranks in the same round, unless a rank would have to send too much. A node is
+    `ranks_per_node` consecutive ranks. Tensors that no rank wants are outside out.
 
     Raises SyncError naming tensor and rank for an element that no rank holds or that a rank wants
     twice, and for ranks that disagree on shape or dtype.
     """
     tensors = _index(held, wanted)
-    alike: dict[object, tuple[BoxTransfer, ...]] = {}
+    shared_boxes: dict[object, tuple[BoxTransfer, ...]] = {}
     for tensor in tensors:
         key = (tensor.shape, tensor.dtype, tuple(tensor.held), tuple(tensor.wanted))
-        if key not in alike:
-            alike[key] = _boxes(tensor, ranks_per_node)
-        tensor.boxes = alike[key]
+        if key not in shared_boxes:
+            shared_boxes[key] = _boxes(tensor, ranks_per_node)
+        tensor.boxes = shared_boxes[key]
     return _fill(_in_order(tensors), len(held), bucket_bytes)
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor, its shape and dtype on rank `first`, and the regions that ranks hold and want."""
+    """A tensor: its shape and dtype on rank `first`, and the (rank, region) held and wanted.
+
+    `stage` numbers the set of ranks that hold the tensor's layer: a pipeline stage.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -137,11 +142,12 @@ class _Tensor:
 
     @property
     def moved(self) -> int:
+        """Bytes that move between ranks."""
         return sum(box.nbytes for box in self.boxes if not box.is_local)
 
 
 def _index(held: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]]) -> list[_Tensor]:
-    """Return the wanted tensors, in the order in which ranks list what they hold."""
+    """Return the wanted tensors, in the order in which ranks list the pieces they hold."""
     if len(held) != len(wanted):
         raise ValueError(f"{len(held)} ranks hold pieces, {len(wanted)} want some")
     tensors: dict[str, _Tensor] = {}
@@ -158,6 +164,7 @@ def _index(held: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]]) -
 
 
 def _entry(tensors: dict[str, _Tensor], piece: Piece, rank: int) -> _Tensor:
+    """Return the entry of a piece's tensor. Raises SyncError for another shape or dtype."""
     new = _Tensor(piece.name, piece.global_shape, piece.dtype, rank)
     tensor = tensors.setdefault(piece.name, new)
     if piece.global_shape != tensor.shape or piece.dtype != tensor.dtype:
@@ -169,7 +176,7 @@ def _entry(tensors: dict[str, _Tensor], piece: Piece, rank: int) -> _Tensor:
 
 
 def _boxes(tensor: _Tensor, ranks_per_node: int) -> tuple[BoxTransfer, ...]:
-    """Cut every wanted region into boxes that one rank can send."""
+    """Cut every wanted region into boxes, each of which one rank can send."""
     holders: dict[Region, list[int]] = {}
     for rank, region in tensor.held:
         holders.setdefault(region, []).append(rank)
@@ -179,31 +186,32 @@ def _boxes(tensor: _Tensor, ranks_per_node: int) -> tuple[BoxTransfer, ...]:
         node = target // ranks_per_node
 
         def distance(source: int, target: int = target, node: int = node) -> int:
+            # The target itself, a rank of its node, a rank of another node.
             return 0 if source == target else 1 if source // ranks_per_node == node else 2
 
         nearest_first = sorted(holders, key=lambda held: min(map(distance, holders[held])))
         rest = [region]
         for source in nearest_first:
             boxes = [box for part in rest if (box := part.intersect(source))]
-            rest = [left for part in rest for left in _without(part, source)]
+            rest = [outside for part in rest for outside in _without(part, source)]
             for box in boxes:
-                able = {
+                candidates = {
                     rank
                     for held, ranks in holders.items()
                     if held.intersect(box) == box
                     for rank in ranks
                 }
-                near = min(map(distance, able))
-                chosen = tuple(sorted(rank for rank in able if distance(rank) == near))
+                shortest = min(map(distance, candidates))
+                nearest = tuple(sorted(rank for rank in candidates if distance(rank) == shortest))
                 nbytes = box.numel * tensor.dtype.itemsize
-                transfers.append(BoxTransfer(target, region, box, nbytes, chosen))
+                transfers.append(BoxTransfer(target, region, box, nbytes, nearest))
         if rest and region.numel:
             raise SyncError(f"rank {target} wants {rest[0]} of {tensor.name}, which no rank holds")
     return tuple(transfers)
 
 
 def _check_once(tensor: _Tensor) -> None:
-    """Refuse a rank that wants an element twice: the second would be written over the first."""
+    """Raise SyncError if a rank wants an element twice: one copy would overwrite the other."""
     wanted: dict[int, list[Region]] = {}
     for rank, region in tensor.wanted:
         wanted.setdefault(rank, []).append(region)
@@ -214,24 +222,24 @@ def _check_once(tensor: _Tensor) -> None:
 
 
 def _without(box: Region, hole: Region) -> list[Region]:
-    """Return boxes that tile what is left of `box` without `hole`."""
+    """Return boxes that tile the part of `box` outside `hole`."""
     inside = box.intersect(hole)
     if inside is None:
         return [box]
-    left = []
+    outside = []
     start, shape = list(box.start), list(box.shape)
     for dim, (first, size) in enumerate(zip(inside.start, inside.shape)):
         last, stop = first + size, start[dim] + shape[dim]
-        for begin, end in ((start[dim], first), (last, stop)):
-            if begin < end:
-                left.append(
+        for low, high in ((start[dim], first), (last, stop)):
+            if low < high:
+                outside.append(
                     Region(
-                        (*start[:dim], begin, *start[dim + 1 :]),
-                        (*shape[:dim], end - begin, *shape[dim + 1 :]),
+                        (*start[:dim], low, *start[dim + 1 :]),
+                        (*shape[:dim], high - low, *shape[dim + 1 :]),
                     )
                 )
         start[dim], shape[dim] = first, size
-    return left
+    return outside
 
 
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
@@ -240,17 +248,18 @@ _LAYER = re.compile(r".*?\blayers\.\d+\.")
 def _in_order(tensors: Sequence[_Tensor]) -> list[_Tensor]:
     """Order tensors layer by layer within a pipeline stage (layers held by the same ranks).
 
-    Stages are interleaved, so that all of them send at all times. Within a layer the same holds for
-    expert ranks."""
+    Stages are interleaved, so that all of them send at all times. Within a layer, the tensors of
+    different expert ranks are interleaved for the same reason.
+    """
     stages: dict[frozenset[int], list[_Tensor]] = {}
-    for layer in _grouped(tensors, lambda tensor: _layer(tensor.name)):
+    for layer in _groups(tensors, lambda tensor: _layer(tensor.name)):
         ranks = frozenset(rank for tensor in layer for rank, _ in tensor.held)
-        streams = _grouped(layer, lambda tensor: tuple(rank for rank, _ in tensor.held))
-        stages.setdefault(ranks, []).extend(_side_by_side(streams))
+        streams = _groups(layer, lambda tensor: tuple(rank for rank, _ in tensor.held))
+        stages.setdefault(ranks, []).extend(_interleave(streams))
     for number, stage in enumerate(stages.values()):
         for tensor in stage:
             tensor.stage = number
-    return _side_by_side(list(stages.values()))
+    return _interleave(list(stages.values()))
 
 
 def _layer(name: str) -> str:
@@ -258,15 +267,15 @@ def _layer(name: str) -> str:
     return match[0] if match else name
 
 
-def _grouped(tensors: Iterable[_Tensor], key: Callable[[_Tensor], Hashable]) -> list[list[_Tensor]]:
+def _groups(tensors: Iterable[_Tensor], key: Callable[[_Tensor], Hashable]) -> list[list[_Tensor]]:
     groups: dict[Hashable, list[_Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(key(tensor), []).append(tensor)
     return list(groups.values())
 
 
-def _side_by_side(streams: Sequence[Sequence[_Tensor]]) -> list[_Tensor]:
-    """Interleave streams so that each is always as far through its bytes as the others."""
+def _interleave(streams: Sequence[Sequence[_Tensor]]) -> list[_Tensor]:
+    """Interleave streams so that all have sent about the same share of their bytes."""
     progress = []
     for stream in streams:
         total, before = sum(tensor.moved for tensor in stream), 0
@@ -277,10 +286,10 @@ def _side_by_side(streams: Sequence[Sequence[_Tensor]]) -> list[_Tensor]:
 
 
 def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> TransferPlan:
-    """Choose sources and cut the ordered tensors into rounds."""
+    """Choose the source of each box and cut the ordered tensors into rounds."""
     rounds: list[list[tuple[int, TensorTransfer]]] = [[]]
-    missing, sent = [0] * num_ranks, [0] * num_ranks  # in all rounds
-    arriving: Counter[int] = Counter()  # in this round
+    missing, sent = [0] * num_ranks, [0] * num_ranks  # bytes in all rounds
+    arriving: Counter[int] = Counter()  # bytes in this round
     leaving: Counter[int] = Counter()
     for tensor in tensors:
         sources = []
@@ -302,7 +311,7 @@ def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> Transfer
             leaving.update(more_out)
             rounds[-1].append((tensor.stage, transfer))
     return TransferPlan(
-        # A layer's tensors follow each other where the round allows it.
+        # Within a round, tensors of one stage, and so of one layer, follow each other.
         tuple(
             tuple(transfer for _, transfer in sorted(entries, key=lambda entry: entry[0]))
             for entries in rounds
@@ -314,7 +323,10 @@ def _fill(tensors: list[_Tensor], num_ranks: int, bucket_bytes: int) -> Transfer
 
 
 def _split(tensor: TensorTransfer, limit: int) -> list[TensorTransfer]:
-    """Cut the transfer between targets, so that no rank sends more than `limit` bytes in a part."""
+    """Cut a transfer between targets, so that no rank sends more than `limit` bytes per part.
+
+    A part with only one target may be larger.
+    """
     if max(tensor.traffic()[1].values(), default=0) <= limit:
         return [tensor]
     parts: list[tuple[list[BoxTransfer], list[int]]] = []
@@ -329,9 +341,9 @@ def _split(tensor: TensorTransfer, limit: int) -> list[TensorTransfer]:
         parts[-1][0].extend(boxes)
         parts[-1][1].extend(sources)
         leaving.update(more)
-    return [TensorTransfer(tensor.name, tuple(boxes), tuple(who)) for boxes, who in parts]
+    return [TensorTransfer(tensor.name, tuple(boxes), tuple(sources)) for boxes, sources in parts]
 
 
 def _over(totals: Counter[int], more: Counter[int], limit: int) -> bool:
-    """Whether a rank that has something already would have more than `limit`."""
+    """Return whether `more` takes a rank above `limit`. A rank at 0 may take any amount."""
     return any(totals[rank] and totals[rank] + nbytes > limit for rank, nbytes in more.items())

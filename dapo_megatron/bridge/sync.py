@@ -1,13 +1,13 @@
-"""One sync: the policy's weights into the engines, and the proof that they arrived.
+"""One sync: move the policy's weights into the engines, and verify that they arrived.
 
-The plan is made once and reused. Every call checks that each engine tensor is written completely
-and once, and that policy and engines give the same log-probs for canary sequences. At a period it
-also compares fingerprints of all weights (verify.py). A failure ends the run and names tensor and
-ranks.
+The transfer plan is made once and reused. Every sync checks that each wanted slice arrives exactly
+once, and that policy and engines give the same log-probs for canary sequences. Every few syncs
+it also compares fingerprints of all weights (verify.py). A failure ends the run and names tensor
+and ranks.
 
-The sync also hands over the accelerator: before it the engine sleeps, after it what policy.offload
-names has left. Both models are on the accelerator while weights move. The KV cache comes back last,
-when the policy has made room.
+The sync also hands over the accelerator. Before it, the engine sleeps. After it, the parts of the
+policy that policy.offload names are in host memory. Both models are on the accelerator while
+weights move. The KV cache is allocated last, after the policy has made room.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
 from dapo_megatron.types import Piece, SyncError, SyncReport
 
 SMALL_MODEL = 200_000_000
-"""Largest number of elements of which every sync is fingerprinted: 10 ms per million on one CPU
-core."""
+"""Largest model, in elements, for which every sync compares fingerprints. They take 10 ms per
+million elements on one CPU core."""
 BIG_MODEL_PERIOD = 10
+"""Syncs per comparison of fingerprints for larger models."""
 
 
 class WeightSync:
@@ -51,10 +52,12 @@ class WeightSync:
         self._exchange = exchange
         shards = policy.shards()
         held = exchange.all_gather([shard.piece for shard in shards], list[Piece])
-        shapes = {p.name: (p.global_shape, p.dtype) for pieces in held for p in pieces}
+        shapes = {
+            piece.name: (piece.global_shape, piece.dtype) for pieces in held for piece in pieces
+        }
         wanted = on_all_ranks(exchange, lambda: engine.wanted(shapes))
         self.wanted = exchange.all_gather(wanted, list[Piece])
-        """The slices of each rank's engine."""
+        """[rank] -> the slices that the rank's engine takes."""
         self.plan: TransferPlan = make_plan(held, self.wanted, ranks_per_node=ranks_per_node)
         self._transfer = Transfer(self.plan, shards, wanted, exchange.rank, shards[0].view.device)
         self.bytes_received = exchange.all_gather(self._transfer.nbytes_received, int)
@@ -76,31 +79,34 @@ class WeightSync:
         )
 
     def __call__(self, version: int) -> SyncReport:
-        """Sync once. Raises SyncError naming tensor and ranks, and ConfigError if the engine finds
-        too little memory to wake up in. The engines must not be used after an error."""
+        """Sync once.
+
+        Raises SyncError naming tensor and ranks, and ConfigError if there is too little memory to
+        wake the engine. The engines must not be used after an error.
+        """
         started = time.perf_counter()
         self._policy.onload()
         on_all_ranks(self._exchange, self._engine.wake_weights)
-        woken = time.perf_counter()
+        awake = time.perf_counter()
         self._move(version)
         moved = time.perf_counter()
         is_due = self._num_done % self._period == 0  # the first after a start or resume always is
         if is_due:
             self._verifier.check_fingerprints(version)
-        ours = self._verifier.canary_logprobs()
+        policy_logprobs = self._verifier.canary_logprobs()
         compared = time.perf_counter()
         self._policy.offload()
         on_all_ranks(self._exchange, self._engine.wake_cache)
-        turned = time.perf_counter()
-        gap = self._verifier.check_canary(version, ours, fingerprinted=is_due)
+        switched = time.perf_counter()
+        gap = self._verifier.check_canary(version, policy_logprobs, fingerprinted=is_due)
         self._num_done += 1
         return SyncReport(
             version=version,
             num_tensors=len({piece.name for piece in self.wanted[self._exchange.rank]}),
             num_bytes=max(self.bytes_received),
-            seconds=moved - woken,
-            verify_seconds=compared - moved + time.perf_counter() - turned,
-            turn_seconds=woken - started + turned - compared,
+            seconds=moved - awake,
+            verify_seconds=compared - moved + time.perf_counter() - switched,
+            turn_seconds=awake - started + switched - compared,
             fingerprinted=is_due,
             unread_tensors=self._verifier.num_unread,
             canary_gap=gap,
@@ -112,14 +118,14 @@ class WeightSync:
         self._policy.onload()
 
     def _move(self, version: int) -> None:
-        """Move the weights, and check that all ranks moved the same version."""
+        """Move the weights. Raises SyncError if ranks have different versions."""
         stream = iter(self._transfer)
         on_all_ranks(self._exchange, lambda: self._engine.receive(stream, version), drain=stream)
         versions = self._exchange.all_gather((version, self._engine.version), tuple[int, int])
-        newest = max(asked for asked, _ in versions)
-        for rank, (asked, running) in enumerate(versions):
-            if (asked, running) != (newest, newest):
+        newest = max(synced for synced, _ in versions)
+        for rank, (synced, running) in enumerate(versions):
+            if (synced, running) != (newest, newest):
                 raise SyncError(
-                    f"weights {newest}: rank {rank} syncs weights {asked}, and its engine has "
-                    f"weights {running}; the ranks are not at the same step"
+                    f"weights {newest}: rank {rank} syncs weights {synced}, and its engine has "
+                    f"weights {running}. The ranks are not at the same step"
                 )

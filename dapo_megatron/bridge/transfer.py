@@ -1,9 +1,8 @@
-"""Execution of a transfer plan: boxes of weights from the ranks that hold them to those that want
-them.
+"""Execution of a transfer plan: boxes of weights move from holders to the ranks that want them.
 
-Each round packs what this rank sends into one flat buffer of bytes, exchanges it with all ranks in
-one all_to_all_single (gloo or NCCL, any mix of dtypes), and yields the tensors that are then
-complete. The buffers of one round are all the memory it takes.
+Each round packs the boxes that this rank sends into one flat buffer of bytes, exchanges it with all
+ranks in one all_to_all_single (gloo or NCCL, any mix of dtypes), and yields the tensors that are
+then complete. Memory use is the buffers of one round and the tensor that is put together.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ _Named = TypeVar("_Named", Piece, Shard)
 
 
 class Transfer:
-    """Yields every tensor wanted here, once and complete, each time it is iterated over.
+    """Iterable over the tensors that this rank wants; each iteration yields each of them once.
 
-    Collective: all ranks of the plan make one with their own shards and pieces, and iterate at the
-    same time, to the end. Weights are read from the shards as each round begins, so one Transfer
-    serves every sync. What the rank holds itself is a view of its own weights, not a copy. What
-    arrives in one box is a view of a buffer that is not used again.
+    Collective: all ranks of the plan construct one with their own shards and wanted pieces, and
+    iterate at the same time, to the end. Weights are read from the shards when each round starts,
+    so one Transfer serves every sync. A region in a single box is yielded without a copy. If this
+    rank holds the box, the tensor is a view of its weights. Otherwise it is a view of a receive
+    buffer that is not reused.
     """
 
     def __init__(
@@ -49,56 +49,62 @@ class Transfer:
         pieces = _by_name(wanted, lambda piece: piece.name)
         self._rounds = []
         for tensors in plan.rounds:
-            step = _Round(plan.num_ranks, rank)
+            round_ = _Round(plan.num_ranks, rank)
             for tensor in tensors:
                 name = tensor.name
-                step.is_exchange |= bool(tensor.traffic()[0])
-                mine = list(tensor.with_sources(rank))
-                for box, source in mine:
-                    step.add(name, box, source, held.get(name, []))
-                is_here = any(box.target == rank for box, _ in mine)
-                # Pieces without elements have no boxes: they come with the others' part.
-                if name in pieces and (is_here or not any(p.nbytes for p in pieces[name])):
-                    step.wanted[name] = pieces.pop(name)
-            self._rounds.append(step)
+                round_.is_exchange |= bool(tensor.traffic()[0])
+                rank_boxes = list(tensor.with_sources(rank))
+                for box, source in rank_boxes:
+                    round_.add(name, box, source, held.get(name, []))
+                is_here = any(box.target == rank for box, _ in rank_boxes)
+                # Pieces without elements have no boxes. They are yielded when other ranks receive
+                # the tensor.
+                if name in pieces and (is_here or not any(piece.nbytes for piece in pieces[name])):
+                    round_.wanted[name] = pieces.pop(name)
+            self._rounds.append(round_)
         if pieces:
             raise SyncError(f"the plan does not bring {sorted(pieces)[0]}, wanted on rank {rank}")
 
     @property
     def nbytes_received(self) -> int:
         """Bytes that this rank receives in one pass, including alignment."""
-        return sum(sum(step.arriving.splits) for step in self._rounds)
+        return sum(sum(round_.arriving.splits) for round_ in self._rounds)
 
     def __iter__(self) -> Iterator[Arrival]:
-        for step in self._rounds:
-            yield from self._run(step)
+        for round_ in self._rounds:
+            yield from self._run(round_)
 
-    def _run(self, step: _Round) -> Iterator[Arrival]:
-        received = step.arriving.allocate(self._device)
-        if step.is_exchange:
-            sent = step.leaving.allocate(self._device)
-            self._pack(step, sent)
-            dist.all_to_all_single(received, sent, step.arriving.splits, step.leaving.splits)
+    def _run(self, round_: _Round) -> Iterator[Arrival]:
+        received = round_.arriving.allocate(self._device)
+        if round_.is_exchange:
+            sent = round_.leaving.allocate(self._device)
+            self._pack(round_, sent)
+            dist.all_to_all_single(received, sent, round_.arriving.splits, round_.leaving.splits)
             del sent
-        for name, pieces in step.wanted.items():
-            yield name, [(p.region, self._complete(p, step, received)) for p in pieces]
+        for name, pieces in round_.wanted.items():
+            yield (
+                name,
+                [(piece.region, self._complete(piece, round_, received)) for piece in pieces],
+            )
 
-    def _pack(self, step: _Round, buffer: Tensor) -> None:
+    def _pack(self, round_: _Round, buffer: Tensor) -> None:
+        """Copy the boxes that this rank sends into `buffer`."""
         last, value = None, buffer
-        for shard, packed in step.sends:
+        for shard, packed in round_.sends:
             if shard is not last:  # a shard that several ranks want is read once
                 last, value = shard, shard.read()
             box = value[packed.box.within(shard.piece.region).slices]
-            step.leaving.window(buffer, packed, shard.piece.dtype).copy_(box)
+            round_.leaving.window(buffer, packed, shard.piece.dtype).copy_(box)
 
-    def _complete(self, piece: Piece, step: _Round, received: Tensor) -> Tensor:
+    def _complete(self, piece: Piece, round_: _Round, received: Tensor) -> Tensor:
+        """Return the tensor of a wanted piece, shaped as its region."""
         key = (piece.name, piece.region)
         parts = [
             (box, shard.read()[box.within(shard.piece.region).slices])
-            for box, shard in step.local.get(key, [])
+            for box, shard in round_.local.get(key, [])
         ] + [
-            (packed.box, step.arriving.window(received, packed, piece.dtype))
-            for packed in step.remote.get(key, [])
+            (packed.box, round_.arriving.window(received, packed, piece.dtype))
+            for packed in round_.remote.get(key, [])
         ]
         if len(parts) == 1:
             return parts[0][1]
@@ -118,16 +124,16 @@ def gather_whole(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor, complete, on the ranks `on` (None: all ranks), from all ranks' shards.
 
-    Collective: all ranks iterate to the end, and ranks not in `on` get nothing. With `deal`, each
-    tensor goes to only one rank of `on`, so that they share the bytes evenly (a parallel export).
-    Raises SyncError naming a tensor of which a part is missing.
+    Collective: all ranks iterate to the end. Ranks not in `on` get nothing. With `deal`, each
+    tensor goes to only one rank of `on`, and the bytes are divided evenly among them, for a
+    parallel export. Raises SyncError naming a tensor of which no rank holds some part.
     """
     held = exchange.all_gather([shard.piece for shard in shards], list[Piece])
     targets = range(len(held)) if on is None else on
     wanted: list[list[Piece]] = [[] for _ in held]
     nbytes = dict.fromkeys(targets, 0)
-    for first in {piece.name: piece for pieces in held for piece in pieces}.values():
-        piece = Piece(first.name, first.global_shape, first.dtype, whole(first.global_shape))
+    for part in {piece.name: piece for pieces in held for piece in pieces}.values():
+        piece = Piece(part.name, part.global_shape, part.dtype, whole(part.global_shape))
         for rank in [min(targets, key=nbytes.__getitem__)] if deal else targets:
             wanted[rank].append(piece)
             nbytes[rank] += piece.nbytes
@@ -139,7 +145,7 @@ def gather_whole(
 
 @dataclass(frozen=True, slots=True)
 class _PackedBox:
-    """A box in a buffer, `offset` bytes into the part of a peer."""
+    """Position of a box in a flat buffer: `offset` bytes into the part of rank `peer`."""
 
     peer: int
     offset: int
@@ -147,28 +153,33 @@ class _PackedBox:
 
 
 class _BufferLayout:
-    """A flat buffer of bytes with a part for each rank, laid out as boxes are added."""
+    """Layout of a flat buffer of bytes with a part for each rank, in the order boxes are added.
+
+    `splits[rank]` is the number of bytes in the part of `rank`.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.splits = [0] * num_ranks
 
     def add(self, peer: int, transfer: BoxTransfer) -> _PackedBox:
+        """Append a box to the part of rank `peer`."""
         packed = _PackedBox(peer, self.splits[peer], transfer.box)
         self.splits[peer] += -(-transfer.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return packed
 
     def allocate(self, device: torch.device) -> Tensor:
+        """Return an uninitialized uint8 buffer of this layout."""
         return torch.empty(sum(self.splits), dtype=torch.uint8, device=device)
 
     def window(self, buffer: Tensor, packed: _PackedBox, dtype: torch.dtype) -> Tensor:
-        """Return the box in the buffer, as a tensor of its shape."""
+        """Return a view of the box in `buffer`, in its shape and dtype."""
         start = sum(self.splits[: packed.peer]) + packed.offset
         stop = start + packed.box.numel * dtype.itemsize
         return buffer[start:stop].view(dtype).view(packed.box.shape)
 
 
 class _Round:
-    """One rank's part in a round. Sender and receiver lay out buffers in the plan's order."""
+    """One rank's part in a round. Sender and receiver add boxes in the same order, the plan's."""
 
     def __init__(self, num_ranks: int, rank: int) -> None:
         self.leaving = _BufferLayout(num_ranks)
@@ -181,7 +192,7 @@ class _Round:
         self._rank = rank
 
     def add(self, name: str, transfer: BoxTransfer, source: int, held: Sequence[Shard]) -> None:
-        """Add a box of the tensor `name` that this rank sends, receives or has."""
+        """Add a box of the tensor `name` that this rank sends, receives or keeps."""
         key = (name, transfer.region)
         if transfer.target == source:
             self.local.setdefault(key, []).append((transfer.box, _holder(name, held, transfer.box)))
@@ -193,6 +204,7 @@ class _Round:
 
 
 def _holder(name: str, held: Sequence[Shard], box: Region) -> Shard:
+    """Return the shard that contains `box`. Raises SyncError if none does."""
     for shard in held:
         if shard.piece.region.intersect(box) == box:
             return shard

@@ -1,14 +1,16 @@
-"""Verification of a sync: the engines hold and compute what the policy does.
+"""Verification of a sync: engines hold the policy's weights and compute the same log-probs.
 
-Fingerprints compare the weights of both sides where they lie, independently of the plan that moved
-them. Canary sequences compare log-probs, which also catches an engine that holds the right weights
-and computes with others.
+Fingerprints compare the weights of both sides in place, independently of the plan that moved them.
+Canary sequences compare log-probs. This also catches an engine that holds the right weights and
+computes something else with them.
 
-A fingerprint has 64 bits and does not depend on who holds which part. The bits of each element, as
-an integer, are multiplied by a weight of its place in the whole tensor and summed modulo 2^64. Sums
-of parts add up to the sum of the whole, in any order. The weights are odd, so one flipped bit
-always changes the sum: 2^k times an odd number is never 0 modulo 2^64. They look random and belong
-to rows and columns, so swapped, shifted or repeated elements show as well.
+A fingerprint has 64 bits and does not depend on the layout of the tensor over ranks. The bits of
+each element, as an integer, are multiplied by a coefficient that depends on the element's position
+in the whole tensor, and the products are summed modulo 2^64. So the fingerprints of disjoint parts
+add up to the fingerprint of the whole, in any order. Coefficients are odd, so one flipped bit
+always changes the sum: 2^k times an odd number is never 0 modulo 2^64. Coefficients are
+pseudo-random and differ between rows and columns, so swapped, shifted or repeated elements change
+the sum, too.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
 from dapo_megatron.types import Piece, Region, Shard, SyncError, TokenBatch
 
 NUM_SEQUENCES = 4
-SEED = 20250318  # any fixed number: the same sequences in every run
+SEED = 20250318  # any fixed number, so that every run has the same sequences
 
 _CHUNK = 2**22
-"""Elements converted to integers at once: 32 MiB."""
+"""Elements converted to int64 at a time (32 MiB)."""
 _MASK = 2**64 - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Odd constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers.
 _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 Fingerprints = Sequence[Sequence[tuple[Piece, int]]]
-"""[rank] -> the pieces it has and their fingerprints."""
+"""[rank] -> (piece, fingerprint) of each piece that the rank has."""
 _Boxes = dict[Region, dict[int, list[int]]]
-"""Region -> fingerprint -> the ranks that have it."""
+"""Region -> fingerprint -> the ranks whose copy has it."""
 
 
 class SyncVerifier:
-    """Compares the policy of all ranks with their engines. Methods are collective."""
+    """Compares the policy, sharded over all ranks, with every engine. Methods are collective."""
 
     def __init__(
         self,
@@ -55,8 +57,8 @@ class SyncVerifier:
         vocab: int,
         num_tokens: int,
     ) -> None:
-        """`shards` are this rank's, `held` are those of all ranks, and `num_tokens` is the length
-        of a canary sequence."""
+        """Take this rank's policy `shards`, the pieces `held` by each rank, and the length of a
+        canary sequence in tokens."""
         self._policy = policy
         self._engine = engine
         self._exchange = exchange
@@ -66,26 +68,26 @@ class SyncVerifier:
         self._ranks_per_engine = exchange.world_size // engine.num_replicas
         self._sequences = canary_sequences(vocab, num_tokens)
         self.num_unread = 0
-        """Tensors that this rank's engine did not let be read at the last check."""
+        """Slices of this rank's engine that could not be read back at the last check."""
 
     def check_fingerprints(self, version: int) -> None:
-        """Raise SyncError naming tensors and ranks if an engine holds other weights."""
-        ours = [fingerprint(shard.read(), shard.piece.region) for shard in self._shards]
-        pieces, theirs, unread = [], [], []
+        """Raise SyncError naming tensors and ranks if policy and engines hold different weights."""
+        policy_prints = [fingerprint(shard.read(), shard.piece.region) for shard in self._shards]
+        pieces, engine_prints, unread = [], [], []
         for piece, value in self._engine.held():
             if value is None:
                 unread.append(piece.name)
             else:
                 pieces.append(piece)
-                theirs.append(fingerprint(value, piece.region))
-        everyone = self._exchange.all_gather(
-            (ours, pieces, theirs), tuple[list[int], list[Piece], list[int]]
+                engine_prints.append(fingerprint(value, piece.region))
+        gathered = self._exchange.all_gather(
+            (policy_prints, pieces, engine_prints), tuple[list[int], list[Piece], list[int]]
         )
         policy = [
             list(zip(held, prints, strict=True))
-            for held, (prints, _, _) in zip(self._held, everyone, strict=True)
+            for held, (prints, _, _) in zip(self._held, gathered, strict=True)
         ]
-        engines = [list(zip(pieces, prints, strict=True)) for _, pieces, prints in everyone]
+        engines = [list(zip(pieces, prints, strict=True)) for _, pieces, prints in gathered]
         if lines := disagreements(policy, engines, self._ranks_per_engine):
             more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
             raise SyncError(
@@ -96,17 +98,17 @@ class SyncVerifier:
         self.num_unread = len(unread)
 
     def canary_logprobs(self) -> Tensor:
-        """Return the policy's log-probs of the canary sequences."""
+        """Return the policy's log-probs of the canary sequences at temperature 1, end to end."""
         return self._policy.logprobs(canary_batch(self._sequences), temperature=1.0).logprobs
 
-    def check_canary(self, version: int, ours: Tensor, *, fingerprinted: bool) -> float:
-        """Return the largest gap of any engine to `ours`, the policy's log-probs.
+    def check_canary(self, version: int, policy_logprobs: Tensor, *, fingerprinted: bool) -> float:
+        """Return the largest gap, in nats, between any engine and the policy.
 
         Raises SyncError if it is above sync.max_gap. Unless this sync was `fingerprinted`, the
-        fingerprints are checked first: they name the tensor.
+        fingerprints are checked first, because their error names the tensor.
         """
-        worst = largest_gap(ours, self._engine.score(self._sequences))
-        gaps = self._exchange.all_gather(worst, tuple[float, int, int])
+        rank_gap = largest_gap(policy_logprobs, self._engine.score(self._sequences))
+        gaps = self._exchange.all_gather(rank_gap, tuple[float, int, int])
         gap, sequence, token = max(gaps)
         if gap <= self._max_gap:
             return gap
@@ -114,12 +116,12 @@ class SyncVerifier:
             self._policy.onload()
             self.check_fingerprints(version)
         unread = f" ({self.num_unread} tensors cannot be read back)" if self.num_unread else ""
-        ranks = ", ".join(str(rank) for rank, one in enumerate(gaps) if one[0] > self._max_gap)
+        ranks = _list(rank for rank, (value, _, _) in enumerate(gaps) if value > self._max_gap)
         raise SyncError(
             f"weights {version}: on fixed sequences policy and engine disagree by {gap:.3g} "
             f"(sequence {sequence}, token {token}), engine ranks {ranks}; sync.max_gap is "
-            f"{self._max_gap:g}. The weights' fingerprints agree{unread}: what the engine makes of "
-            "them (packing, quantising, kernels) or how the two compute differs"
+            f"{self._max_gap:g}. The weights' fingerprints agree{unread}, so the engine packs or "
+            "quantizes the weights wrongly, or its kernels compute something else"
         )
 
 
@@ -127,14 +129,14 @@ class SyncVerifier:
 
 
 def canary_sequences(vocab: int, num_tokens: int) -> list[list[int]]:
-    """Return fixed sequences of `num_tokens` tokens below `vocab`."""
+    """Return NUM_SEQUENCES fixed sequences of `num_tokens` random tokens below `vocab`."""
     generator = torch.Generator().manual_seed(SEED)
-    drawn = torch.randint(vocab, (NUM_SEQUENCES, num_tokens), generator=generator)
-    return [list(map(int, row)) for row in drawn]
+    tokens = torch.randint(vocab, (NUM_SEQUENCES, num_tokens), generator=generator)
+    return [list(map(int, row)) for row in tokens]
 
 
 def canary_batch(sequences: list[list[int]]) -> TokenBatch:
-    """Return the sequences as a batch for Policy.logprobs, with nothing to train on."""
+    """Return the sequences as a batch for Policy.logprobs, without loss tokens."""
     num_tokens = sum(map(len, sequences))
     zeros = torch.zeros(num_tokens)
     return TokenBatch(
@@ -149,16 +151,17 @@ def canary_batch(sequences: list[list[int]]) -> TokenBatch:
 
 
 def largest_gap(policy: Tensor, engine: list[list[float]]) -> tuple[float, int, int]:
-    """Return the largest |log-prob by engine - by policy|, with its sequence and token.
+    """Return the largest |log-prob by engine - by policy| and its sequence and token index.
 
-    `policy` has every token of all sequences, end to end. `engine` lacks each first one.
+    `policy` holds the log-probs of all tokens of all sequences, end to end. `engine` lacks those of
+    each sequence's first token. NaN counts as infinity.
     """
     num_tokens = len(engine[0]) + 1
-    ours = policy.view(-1, num_tokens)[:, 1:].double()
-    gaps = (torch.tensor(engine, dtype=torch.float64) - ours).abs()
-    gaps = torch.where(gaps.isnan(), torch.inf, gaps)  # NaN is the worst there is
-    where = int(gaps.argmax())
-    return float(gaps.max()), where // (num_tokens - 1), where % (num_tokens - 1) + 1
+    expected = policy.view(-1, num_tokens)[:, 1:].double()
+    gaps = (torch.tensor(engine, dtype=torch.float64) - expected).abs()
+    gaps = torch.where(gaps.isnan(), torch.inf, gaps)
+    worst = int(gaps.argmax())
+    return float(gaps.max()), worst // (num_tokens - 1), worst % (num_tokens - 1) + 1
 
 
 # ------------------------------------------------------------------ fingerprints
@@ -166,11 +169,11 @@ def largest_gap(policy: Tensor, engine: list[list[float]]) -> tuple[float, int, 
 
 @torch.no_grad()
 def fingerprint(value: Tensor, region: Region) -> int:
-    """Return the part of a tensor's fingerprint that lies in `region`. `value` has the region's
-    shape and elements of at most 4 bytes.
+    """Return the summand of a tensor's fingerprint for its elements in `region`.
 
-    Subnormal numbers (below 1e-38 in bfloat16 and float32) and -0.0 count as 0, because kernels
-    through which weights are read back flush them to 0. Waits for the device.
+    `value` has the region's shape, and elements of 1, 2 or 4 bytes. Subnormal numbers (below 1e-38
+    in bfloat16 and float32) and -0.0 count as 0, because kernels through which weights are read
+    back flush them to 0. Synchronizes with the device.
     """
     dims = len(region.shape)
     weights = [
@@ -194,12 +197,12 @@ def fingerprint(value: Tensor, region: Region) -> int:
 
 
 def add(*parts: int) -> int:
-    """Return the fingerprint of disjoint parts together."""
+    """Return the fingerprint of the union of disjoint parts."""
     return sum(parts) & _MASK
 
 
 def _weights(dim: int, first: int, size: int, device: torch.device) -> Tensor:
-    """Return odd 64-bit weights of the places first, first + 1, ... along a dimension."""
+    """Return odd 64-bit coefficients of indices first ... first + size - 1 in dimension `dim`."""
     mixed = torch.arange(first + 1, first + 1 + size, dtype=torch.int64, device=device)
     mixed = (mixed + (dim << 40)) * _STEP
     mixed = (mixed ^ (mixed >> 30)) * _MIX_1
@@ -211,10 +214,10 @@ def _weights(dim: int, first: int, size: int, device: torch.device) -> Tensor:
 
 
 def disagreements(policy: Fingerprints, engines: Fingerprints, ranks_per_engine: int) -> list[str]:
-    """Return one line per tensor and fault, naming tensor and ranks.
+    """Return a line for each mismatch, naming tensor and ranks.
 
-    Copies of one region must be equal, on policy ranks and on engine ranks. The engine's weights
-    are compared with the policy's on the smallest boxes that the shards of both sides share.
+    Copies of one region must be equal, among policy ranks and among engine ranks. Shards of policy
+    and engine are compared over the smallest unions of boxes that both sides cover.
     """
     held, wanted = _by_tensor(policy), _by_tensor(engines)
     lines: list[str] = []
@@ -223,7 +226,7 @@ def disagreements(policy: Fingerprints, engines: Fingerprints, ranks_per_engine:
         unequal = list(_unequal_copies(name, "policy", trained))
         lines += unequal
         if unequal:
-            continue  # unknown which copy the engine should hold
+            continue  # it is unknown which copy the engine should hold
         engine_ranks = sorted({rank for rank, _, _ in wanted.get(name, ())})
         for first in sorted({rank - rank % ranks_per_engine for rank in engine_ranks}):
             ranks = range(first, first + ranks_per_engine)
@@ -233,7 +236,7 @@ def disagreements(policy: Fingerprints, engines: Fingerprints, ranks_per_engine:
 
 
 def _by_tensor(prints: Fingerprints) -> dict[str, list[tuple[int, Region, int]]]:
-    """Return (rank, region, fingerprint) of all ranks, by name."""
+    """Return (rank, region, fingerprint) of all pieces, by tensor name."""
     tensors: dict[str, list[tuple[int, Region, int]]] = defaultdict(list)
     for rank, pieces in enumerate(prints):
         for piece, value in pieces:
@@ -251,7 +254,7 @@ def _boxes(entries: Iterable[tuple[int, Region, int]]) -> _Boxes:
 
 
 def _unequal_copies(name: str, side: str, boxes: _Boxes) -> Iterator[str]:
-    """Yield a line per region whose copies differ, naming the smallest group of ranks first."""
+    """Yield a line per region with unequal copies, naming the smallest group of ranks first."""
     for region, values in boxes.items():
         if len(values) > 1:
             fewest, *rest = sorted(values.values(), key=len)
@@ -262,50 +265,54 @@ def _unequal_copies(name: str, side: str, boxes: _Boxes) -> Iterator[str]:
 
 
 def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[str]:
-    """Yield a line per box where one engine's weights are not the policy's."""
-    for ours, theirs in _components(trained, sampled):
-        expected = add(*(next(iter(trained[region])) for region in ours))
-        if len(theirs) == 1:  # each rank's copy by itself
-            [region] = theirs
+    """Yield a line per union of boxes on which one engine's weights are not the policy's."""
+    for policy_boxes, engine_boxes in _components(trained, sampled):
+        expected = add(*(next(iter(trained[region])) for region in policy_boxes))
+        if len(engine_boxes) == 1:  # compare each rank's copy by itself
+            [region] = engine_boxes
             wrong = [
                 rank
                 for value, ranks in sampled[region].items()
                 if value != expected
                 for rank in ranks
             ]
-        elif any(len(sampled[region]) > 1 for region in theirs):
+        elif any(len(sampled[region]) > 1 for region in engine_boxes):
             yield from _unequal_copies(
-                name, "engine", {region: sampled[region] for region in theirs}
+                name, "engine", {region: sampled[region] for region in engine_boxes}
             )
             continue
         else:
-            actual = add(*(next(iter(sampled[region])) for region in theirs))
-            everyone = {
-                rank for region in theirs for ranks in sampled[region].values() for rank in ranks
+            actual = add(*(next(iter(sampled[region])) for region in engine_boxes))
+            holders = {
+                rank
+                for region in engine_boxes
+                for ranks in sampled[region].values()
+                for rank in ranks
             }
-            wrong = sorted(everyone) if actual != expected else []
+            wrong = sorted(holders) if actual != expected else []
         if wrong:
-            where = theirs[0] if len(theirs) == 1 else ""
-            yield f"{name}{where}: engine ranks {_list(wrong)} hold other values than the policy"
+            box = engine_boxes[0] if len(engine_boxes) == 1 else ""
+            yield f"{name}{box}: engine ranks {_list(wrong)} hold other values than the policy"
 
 
 def _components(trained: _Boxes, sampled: _Boxes) -> Iterator[tuple[list[Region], list[Region]]]:
-    """Yield policy boxes and engine boxes that overlap, directly or through others."""
-    left = list(trained)
-    while left:
-        ours, theirs = [left.pop()], []
-        unseen = set(sampled)
+    """Yield connected groups of policy boxes and engine boxes: they overlap, directly or through
+    others."""
+    remaining = list(trained)
+    while remaining:
+        policy_boxes, engine_boxes = [remaining.pop()], []
+        unreached = set(sampled)
         grew = True
         while grew:
-            more_theirs = [box for box in unseen if any(box.intersect(one) for one in ours)]
-            unseen -= set(more_theirs)
-            theirs += more_theirs
-            more_ours = [box for box in left if any(box.intersect(one) for one in theirs)]
-            left = [box for box in left if box not in more_ours]
-            ours += more_ours
-            grew = bool(more_theirs or more_ours)
-        if theirs:  # an engine with expert parallelism has only some
-            yield ours, sorted(theirs, key=lambda region: region.start)
+            more_engine = [box for box in unreached if any(map(box.intersect, policy_boxes))]
+            unreached -= set(more_engine)
+            engine_boxes += more_engine
+            more_policy = [box for box in remaining if any(map(box.intersect, engine_boxes))]
+            remaining = [box for box in remaining if box not in more_policy]
+            policy_boxes += more_policy
+            grew = bool(more_engine or more_policy)
+        if engine_boxes:  # an engine with expert parallelism has only some of the boxes
+            yield policy_boxes, sorted(engine_boxes, key=lambda region: region.start)
 
 
 def _list(ranks: Iterable[int]) -> str:

@@ -1,3 +1,4 @@
-"""vLLM in this process: it samples completions, and takes the policy's weights between steps.
+"""vLLM in this process: it samples completions, and receives the policy's weights between steps.
 
-`VllmEngine` (engine.py) implements `protocols.RolloutEngine`; importing it imports vLLM."""
+`VllmEngine` (engine.py) implements `protocols.RolloutEngine`. Importing it imports vLLM.
+"""

@@ -1,5 +1,6 @@
-"""Everything in which an engine on CUDA differs from one on CPU, and what vLLM needs of, or does
-to, the process it shares with the policy.
+"""Differences between engines on CUDA and on CPU, and the process state that vLLM needs or changes.
+
+vLLM shares the process with the policy, so its changes to global state are undone here.
 """
 
 from __future__ import annotations
@@ -38,35 +39,36 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _CUDA_ENVIRONMENT = {
-    # FlashInfer and DeepGEMM compile their kernels with nvcc at the first use: minutes, or an
-    # engine that dies in its first all-reduce where a node has no nvcc.
+    # FlashInfer and DeepGEMM compile their kernels with nvcc at the first use. This takes minutes,
+    # and on a node without nvcc the engine fails in its first all-reduce.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
     # DeepGEMM also quantizes FP8 weights a second time, to scales that are powers of two.
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_MOE_USE_DEEP_GEMM": "0",
 }
-"""Choose kernels that vLLM's wheel ships compiled. They are then the same on every node."""
+"""Select kernels that vLLM's wheel ships compiled, so that all nodes use the same kernels."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 FP8 = "fp8_per_block"
-"""How vLLM is to quantise: a scale per 128 x 128 weights and per 128 activations of a token. Unlike
-its other ways this takes no maximum over tensor-parallel ranks while weights arrive, which would
-be a collective inside another, and could hang a sync that fails."""
+"""vLLM's quantization: a scale per 128 x 128 weights and per 128 activations of a token. vLLM's
+other FP8 methods take a maximum over tensor-parallel ranks while weights arrive. That would be a
+collective inside another collective, and could hang a sync that fails on one rank."""
 FP8_BLOCK = 128
+"""Rows, and columns, of a block of weights with one scale."""
 
 CPU_LATENT_SIZE = 576
-"""Of a token in the cache of latent attention: all that vLLM's kernels on CPU are made for."""
+"""Elements per token in the cache of latent attention: the only size vLLM's CPU kernels support."""
 
 
 def has_cuda() -> bool:
-    """Whether engines run on a GPU."""
+    """Return whether engines run on a GPU."""
     return torch.cuda.is_available()
 
 
 def prepare_environment(rank: int, local_rank: int) -> None:
-    """Set what vLLM reads when it is imported. What the user has set stays as it is."""
+    """Set the environment variables that vLLM reads on import, unless the user has set them."""
     variables = _ENVIRONMENT | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
     if has_cuda():
         variables |= _CUDA_ENVIRONMENT
@@ -77,7 +79,7 @@ def prepare_environment(rank: int, local_rank: int) -> None:
 
 
 def import_vllm() -> None:
-    """Import vLLM, after `prepare_environment`."""
+    """Import vLLM. Call after `prepare_environment`."""
     import vllm.entrypoints.llm  # noqa: F401
 
 
@@ -95,8 +97,8 @@ def arguments(config: Config) -> dict[str, Any]:
         if not engine.enforce_eager:
             chosen["compilation_config"] = _graphs(engine.max_sequences)
         if config.policy.precision == "bfloat16":
-            # Else the output head rounds logits to bfloat16, which the policy's head does not do:
-            # a mean gap of about 0.025 nats where the largest logits are about 30.
+            # By default the output head rounds logits to bfloat16, which the policy's head does
+            # not do. The mean gap is then about 0.025 nats if the largest logits are about 30.
             chosen["hf_overrides"] = {"head_dtype": "float32"}
         return chosen | {
             "gpu_memory_utilization": engine.memory_fraction,
@@ -144,13 +146,13 @@ def _capture_size(max_sequences: int) -> int:
 
 
 def check_config(config: Config, arch: Architecture) -> None:
-    """Raise ConfigError naming the key of what vLLM would only fail on later, or get wrong."""
+    """Raise ConfigError naming a key with which vLLM would fail later, or compute wrong results."""
     engine = config.engine
     if not has_cuda() and (engine.max_batched_tokens or math.inf) < config.max_sequence_tokens:
         raise ConfigError(
             f"engine.max_batched_tokens: {engine.max_batched_tokens} is less than prompt and "
-            f"response together ({config.max_sequence_tokens}); on CPU a prompt is never prefilled "
-            "in chunks. Leave it null"
+            f"response together ({config.max_sequence_tokens}). On CPU a prompt is never prefilled "
+            "in chunks. Set it to null"
         )
     if engine.model_runner == "v2" and not has_cuda():
         raise ConfigError("engine.model_runner: v2 needs Triton and a GPU. Set it to auto")
@@ -176,25 +178,25 @@ def _check_fp8(config: Config, arch: Architecture) -> None:
         *((name, size, ranks) for name, size in arch.mlp_columns(whole_experts=True).items()),
         ("moe_intermediate_size", arch.moe_intermediate_size, over_experts),
     )
-    for what, size, over in inputs:
+    for input_name, size, over in inputs:
         if size % (FP8_BLOCK * over):
             raise ConfigError(
-                f"{key}: {what} = {size}, over {over} of engine.tensor_parallel = {ranks} ranks, "
-                f"is no whole number of blocks of {FP8_BLOCK}. Use fewer ranks per engine, "
-                "engine.expert_parallel for experts, or none"
+                f"{key}: {input_name} = {size}, over {over} of engine.tensor_parallel = {ranks} "
+                f"ranks, is not a multiple of {FP8_BLOCK} per rank. Use fewer ranks per engine, "
+                "engine.expert_parallel for experts, or engine.quantization none"
             )
 
 
 def _check_model(arch: Architecture) -> None:
     if arch.latent and arch.tie_word_embeddings:
-        raise ConfigError("model.path: tie_word_embeddings; vLLM does not tie a DeepSeek-V3 head")
+        raise ConfigError("model.path: tie_word_embeddings: vLLM does not tie a DeepSeek-V3 head")
     if has_cuda():
         return
     if arch.latent:
         if (size := arch.latent.down_rows) != CPU_LATENT_SIZE:
             raise ConfigError(
-                f"model.path: kv_lora_rank + qk_rope_head_dim = {size}; vLLM on CPU takes "
-                f"{CPU_LATENT_SIZE} (512 + 64)"
+                f"model.path: kv_lora_rank + qk_rope_head_dim = {size}, but vLLM on CPU supports "
+                f"only {CPU_LATENT_SIZE} (512 + 64)"
             )
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -202,18 +204,19 @@ def _check_model(arch: Architecture) -> None:
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if arch.head_dim not in sizes:
         raise ConfigError(
-            f"model.path: attention heads of {arch.head_dim}; vLLM on CPU takes "
+            f"model.path: head_dim = {arch.head_dim}, but vLLM on CPU supports only "
             f"{', '.join(map(str, sizes))}"
         )
 
 
 @contextmanager
 def construction() -> Iterator[None]:
-    """Around the making of an engine: the process's global state is afterwards as it was.
+    """Restore the process's global state after an engine is constructed inside this context.
 
-    vLLM seeds every generator, and on CPU replaces `torch.set_num_threads` by a function that
-    only warns and sets environment variables that processes started later would inherit. (That it
-    makes `torch.accelerator.synchronize` and `empty_cache` do nothing stays: it needs that.)
+    vLLM seeds every generator. On CPU it replaces `torch.set_num_threads` by a function that only
+    warns, and sets environment variables that later child processes would inherit. On CPU it also
+    makes `torch.accelerator.synchronize` and `empty_cache` do nothing. That is not undone, because
+    vLLM needs it.
     """
     names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS")
     environment = {name: os.environ.get(name) for name in names}
@@ -237,23 +240,26 @@ def construction() -> Iterator[None]:
 
 @contextmanager
 def _shared_memory() -> Iterator[None]:
-    """Name and lock the memory that ranks of an engine share. The last rank that has the memory
-    deletes the names, so that a later kill leaves nothing. What an earlier kill left is deleted
-    first."""
+    """Name and lock the shared memory of an engine's ranks.
+
+    First, shared memory of killed runs is deleted. The last rank that leaves this context deletes
+    the names, so that a later kill leaves nothing behind.
+    """
     clear_abandoned(_SHARED_MEMORY)
-    plain = shared_memory.SharedMemory
+    original = shared_memory.SharedMemory
     shared_memory.SharedMemory = _NamedMemory  # type: ignore[misc]
     try:
         with locked(_SHARED_MEMORY / _shared_memory_name()):
             yield
     finally:
-        shared_memory.SharedMemory = plain  # type: ignore[misc]
+        shared_memory.SharedMemory = original  # type: ignore[misc]
 
 
 class _NamedMemory(shared_memory.SharedMemory):
-    """Shared memory whose name says whose it is, and may be deleted while it is in use.
+    """Shared memory with a name that identifies its run, and that may be deleted while in use.
 
-    Python's own resource tracker would warn of a name that is gone, and is killed with the ranks.
+    It is not registered with Python's resource tracker, which would warn about names that are
+    already deleted, and is killed together with the ranks.
     """
 
     def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
@@ -264,17 +270,17 @@ class _NamedMemory(shared_memory.SharedMemory):
             resource_tracker.unregister(f"/{self.name}", "shared_memory")
 
     def unlink(self) -> None:
-        """Delete the name, if nobody has."""
+        """Delete the name, unless another rank has deleted it."""
         (_SHARED_MEMORY / self.name).unlink(missing_ok=True)
 
 
 @contextmanager
 def random_state(cuda: bool = False) -> Iterator[None]:
-    """Around vLLM's use of the global generators: the policy draws as if there were no engine.
+    """Restore the states of the global random generators after the context.
 
-    On CPU each sampling step draws from torch's global generator even when every request has its
-    own seed, so that the ranks' generators would drift apart with the work of their engines.
-    (`cuda`: the device's generator, too; reading it waits for the device.)
+    On CPU each sampling step of vLLM draws from torch's global generator, even if every request has
+    its own seed. Without this, the generators of the ranks would diverge with the work of their
+    engines. `cuda`: also restore the GPU's generator. Reading its state synchronizes with the GPU.
     """
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if cuda else []
@@ -287,8 +293,11 @@ def random_state(cuda: bool = False) -> Iterator[None]:
 
 
 def _keep_process_groups() -> None:
-    """An engine that is dropped, or ends with the process, leaves torch.distributed alone: vLLM
-    would destroy every process group, the policy's too, and fail if they are gone already."""
+    """Prevent an engine that is deleted, or ends with the process, from touching torch.distributed.
+
+    vLLM would destroy every process group, including the policy's, and fail if they are already
+    destroyed.
+    """
     from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
@@ -300,20 +309,20 @@ def _keep_process_groups() -> None:
 
 
 def _adapt_cpu_platform() -> None:
-    """Mend what vLLM gets wrong on CPU, before it is used.
+    """Patch errors of vLLM on CPU before it is used.
 
-    Under `external_launcher` it names the memory that the ranks of an engine share after the ranks
-    alone, so that two jobs on one machine would open each other's: user and port go into the name.
+    With `external_launcher` vLLM names the shared memory of an engine's ranks only after the ranks,
+    so two jobs on one machine would open each other's memory. Here the name has user and port.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    plain = _CPUSHMDistributed.make_group_name
+    original = _CPUSHMDistributed.make_group_name
     name = _shared_memory_name()
     _CPUSHMDistributed.make_group_name = staticmethod(
-        lambda communicator: f"/{name}-{plain(communicator).replace('/', '')}"
+        lambda communicator: f"/{name}-{original(communicator).replace('/', '')}"
     )
-    _mend_expert_parallel()
-    _mend_paired_rope()
+    _patch_expert_parallel()
+    _patch_interleaved_rope()
     _add_fp8_kernel()
 
 
@@ -321,8 +330,8 @@ def _adapt_cpu_platform() -> None:
 def _add_fp8_kernel() -> None:
     """Add FP8 linear layers for a CPU without AMX, which vLLM's kernels need.
 
-    vLLM quantises weights and activations in blocks as on a GPU, and plain torch multiplies them
-    with float32 sums. This is slow, and lets all of a quantised rollout be tested without a GPU.
+    vLLM quantizes weights and activations in blocks as on a GPU, and torch multiplies them with
+    float32 sums. This is slow, but lets quantized rollouts be tested without a GPU.
 
     Shape letters: T tokens, I and O input and output features, G = ceil(I / 128),
     H = ceil(O / 128).
@@ -334,7 +343,7 @@ def _add_fp8_kernel() -> None:
     from vllm.platforms.interface import PlatformEnum
 
     def spread(scales: Tensor, times: int, dim: int, size: int) -> Tensor:
-        """Repeat each scale over the `times` elements that it belongs to, `size` in all."""
+        """Repeat each scale `times` times along `dim`, and cut the result to `size`."""
         return torch.repeat_interleave(scales, times, dim).narrow(dim, 0, size)
 
     class PlainBlockKernel(Fp8BlockScaledMMLinearKernel):
@@ -343,7 +352,7 @@ def _add_fp8_kernel() -> None:
             return True, None
 
         def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
-            """Return A_TI times B_OI transposed, with scales As_TG and Bs_HG."""
+            """Return A_TI @ B_OI.T, with scales As_TG and Bs_HG."""
             rows, columns = self.weight_group_shape.row, self.weight_group_shape.col
             scales_OI = spread(spread(Bs, rows, 0, B.shape[0]), columns, 1, B.shape[1])
             input_TI = A.float() * spread(As, columns, 1, A.shape[1])
@@ -352,49 +361,55 @@ def _add_fp8_kernel() -> None:
     _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(PlainBlockKernel)
 
 
-def _mend_paired_rope() -> None:
-    """Turn neighbouring columns (DeepSeek-V3 without yarn) as vLLM does in plain torch: its CPU
-    kernel (0.32) gets them wrong for queries of three dimensions, by nats."""
+def _patch_interleaved_rope() -> None:
+    """Use vLLM's torch implementation of interleaved rotary embedding (DeepSeek-V3 without yarn).
+
+    vLLM's CPU kernel (0.32) rotates queries of three dimensions wrongly, with gaps of several nats.
+    """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    plain = RotaryEmbedding.forward_cpu
+    original = RotaryEmbedding.forward_cpu
 
     def forward(rope: Any, positions: Any, query: Any, key: Any = None) -> Any:
-        turn = plain if rope.is_neox_style else RotaryEmbedding.forward_native
-        return turn(rope, positions, query, key)
+        rotate = original if rope.is_neox_style else RotaryEmbedding.forward_native
+        return rotate(rope, positions, query, key)
 
     RotaryEmbedding.forward_cpu = forward
 
 
-def _mend_expert_parallel() -> None:
-    """Let vLLM's CPU experts be spread over ranks (vLLM 0.32): they take global numbers of experts
-    for local ones and read past their weights. A choice that lies on another rank becomes local
-    expert 0 with weight 0."""
+def _patch_expert_parallel() -> None:
+    """Make expert parallelism work with vLLM's CPU experts (vLLM 0.32).
+
+    Their kernel uses global expert indices as local ones and reads beyond its weights. Here indices
+    are mapped to local ones. An expert of another rank becomes local expert 0 with weight 0.
+    """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    plain = CPUUnquantizedExperts.apply
+    original = CPUUnquantizedExperts.apply
 
-    def apply(experts: Any, **given: Any) -> None:
-        here = given["expert_map"]
-        if here is not None:
-            local = here[given["topk_ids"].long()]
-            weights = given["topk_weights"].masked_fill(local < 0, 0.0)
-            chosen = local.clamp(min=0).to(given["topk_ids"].dtype)
-            given |= {"topk_ids": chosen, "topk_weights": weights, "expert_map": None}
-        plain(experts, **given)
+    def apply(experts: Any, **arguments: Any) -> None:
+        expert_map = arguments["expert_map"]
+        if expert_map is not None:
+            local = expert_map[arguments["topk_ids"].long()]
+            weights = arguments["topk_weights"].masked_fill(local < 0, 0.0)
+            topk_ids = local.clamp(min=0).to(arguments["topk_ids"].dtype)
+            arguments |= {"topk_ids": topk_ids, "topk_weights": weights, "expert_map": None}
+        original(experts, **arguments)
 
     CPUUnquantizedExperts.apply = apply
 
 
 def _shared_memory_name() -> str:
-    """Name of this start's shared memory, and of the folder that is its lock
-    (cluster/scratch.py). All ranks have the same MASTER_PORT."""
+    """Return the name of this run's shared memory, and of its lock (cluster/scratch.py). It is the
+    same on all ranks, because they have the same MASTER_PORT."""
     return f"dapo-{os.geteuid()}-{os.environ['MASTER_PORT']}"
 
 
 def forget_expert_kernels(model: nn.Module) -> None:
-    """Make vLLM on CPU pack the experts again: it does so where it sets up their kernel, which it
-    leaves out of a weight update if there is one, and unpacked weights would be taken for packed.
+    """Make vLLM on CPU pack the experts again in the next weight update.
+
+    vLLM packs experts when it creates their kernel, and does not create it again in a weight update
+    if it exists. The kernel would then read unpacked weights as packed ones.
     """
     if has_cuda():
         return
@@ -409,7 +424,7 @@ def forget_expert_kernels(model: nn.Module) -> None:
 
 
 def pack_tied_head(model: nn.Module) -> None:
-    """Make vLLM on CPU pack a tied output head again: it does so for the embedding alone."""
+    """Pack a tied output head again on CPU. vLLM packs only the embedding in a weight update."""
     if has_cuda():
         return
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

@@ -1,12 +1,13 @@
-"""A vLLM engine in this process, one shard of it per rank, fed and polled step by step.
+"""A vLLM engine in this process, one shard per rank, driven step by step.
 
-Replicas: vLLM cuts the world into groups of `tensor_parallel` consecutive ranks, and each group is
-an engine of its own. The ranks of a group schedule and sample on their own and agree because they
-are given the same requests, in the same order, between the same steps.
+vLLM divides the world into groups of `tensor_parallel` consecutive ranks. Each group is a separate
+engine, a replica. The ranks of a group schedule and sample independently. They agree because they
+get the same requests, in the same order, between the same steps.
 
-Log-probs are vLLM's `processed_logprobs`: at the request's temperature (at 0 the plain ones) and
-after top-p. At top-p 1, which the configuration asks of rollouts, they are those of the whole
-distribution a token was drawn from. (`raw_logprobs` are before both: wrong at other temperatures.)
+Log-probs are vLLM's `processed_logprobs`: at the request's temperature (at temperature 0, those at
+temperature 1) and after top-p. At top-p 1, which the config requires for rollouts, they are those
+of the whole distribution a token was drawn from. `raw_logprobs` are before both, so they would be
+wrong at temperatures other than 1.
 """
 
 from __future__ import annotations
@@ -38,21 +39,22 @@ if TYPE_CHECKING:
     from dapo_megatron.protocols import Arrival
     from dapo_megatron.types import Piece
 
-_TRANSFER = "dapo_megatron"  # our back end of vLLM's weight transfer
-_SYNC_FAILED = "a weight sync failed midway, it holds old weights and new ones"
-_NO_WEIGHTS = "it has no weights, receive() must come first"
-_WEIGHTS_DROPPED = "sleep() dropped its weights, receive() must come first"
-_NO_CACHE = "its KV cache sleeps, wake_cache() must come first"
+_TRANSFER = "dapo_megatron"  # name of our back end of vLLM's weight transfer
+_SYNC_FAILED = "a weight sync failed midway, so it holds a mixture of old and new weights"
+_NO_WEIGHTS = "it has no weights. Call receive() first"
+_WEIGHTS_DROPPED = "sleep() dropped its weights. Call receive() first"
+_NO_CACHE = "its KV cache is asleep. Call wake_cache() first"
 
 
 class VllmEngine:
-    """See `protocols.RolloutEngine`. All ranks construct it, with torch.distributed initialized.
+    """Implements `protocols.RolloutEngine`. Construction is collective over all ranks, with
+    torch.distributed initialized.
 
-    With `is_empty` it starts on random weights, and the first `receive` must come before the first
-    request: a checkpoint is then read once, by the policy, in whatever format it has.
+    With `is_empty` it starts with random weights, and `receive` must be called before the first
+    request. The checkpoint, in any format, is then read only once, by the policy.
 
-    Asleep (engine.sleep), weights and KV cache have no memory on a GPU. On CPU vLLM cannot give any
-    back, and all else is the same: weights count as lost, and nothing is sampled.
+    Asleep (engine.sleep), weights and KV cache have no memory on a GPU. On CPU vLLM cannot free
+    memory. Otherwise sleep is the same there: weights count as lost, and nothing is sampled.
     """
 
     def __init__(
@@ -84,14 +86,14 @@ class VllmEngine:
         self._receiver: WeightReceiver | None = None
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight, or to
-        be continued beyond its limit."""
+        """Queue requests. Raises DapoError for a (ticket, sample) that is already in flight, or
+        whose completion so far has reached its limit."""
         self._require_awake()
         for request in requests:
             name = f"{request.ticket}/{request.sample}"
             if name in self._requests:
                 raise DapoError(
-                    f"ticket {request.ticket}, sample {request.sample}: asked for twice"
+                    f"ticket {request.ticket}, sample {request.sample}: already in flight"
                 )
             sampling = self._sampling(request)
             self._requests[name] = request
@@ -100,7 +102,7 @@ class VllmEngine:
             )
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:
-        """Advance by one engine step. Return the requests that finished in it, answered."""
+        """Advance by one engine step. Return the requests that finished, with their completions."""
         self._require_awake()
         with device.random_state():
             outputs = self._llm.llm_engine.step()
@@ -125,11 +127,11 @@ class VllmEngine:
         return unfinished
 
     def wanted(self, offered: Offer) -> list[Piece]:
-        """The slices that this rank needs of whole HF tensors, offered by name, shape and dtype.
+        """Return the slices that this rank needs of HF tensors, offered by name, shape and dtype.
 
-        Collective over the ranks of the engine, which does not change by it. Raises SyncError
-        naming a tensor that is unknown, misshapen or left over in part, or a parameter of the
-        engine that would not be written exactly once.
+        Collective over the ranks of the engine. The engine does not change. Raises SyncError naming
+        a tensor that is unknown, misshapen or partly unused, or a parameter of the engine that
+        would not be written exactly once.
         """
         from dapo_megatron.engine.receiver import WeightReceiver
 
@@ -137,39 +139,46 @@ class VllmEngine:
         return list(self._receiver.pieces)
 
     def receive(self, weights: Iterable[Arrival], version: int) -> None:
-        """Replace all weights and drop cached prefixes; completions carry `version` from now.
+        """Replace all weights and drop cached prefixes. New tokens are stamped with `version`.
 
-        Memory of an arrival may be reused once the next one is asked for. Raises SyncError naming
-        a wanted slice that is missing, repeated or misshapen; the engine then takes no requests.
+        The memory of a tensor in `weights` may be reused when the next one is fetched. Raises
+        SyncError naming a wanted slice that is missing, repeated or misshapen. The engine then
+        accepts no more requests.
         """
         if self._unusable == _SYNC_FAILED:
             self._require_usable()
         if self._requests:
             raise SyncError(f"weights offered with {len(self._requests)} requests in flight")
         if "weights" in self._asleep:
-            raise SyncError("weights offered to an engine asleep, wake_weights() must come first")
-        receiver = self._asked()
+            raise SyncError("weights offered to an engine asleep. Call wake_weights() first")
+        receiver = self._require_receiver()
         self._unusable = _SYNC_FAILED
         receiver.receive(weights)
         self._unusable = ""
         self.version = version
 
     def held(self) -> Iterator[tuple[Piece, Tensor | None]]:
-        """Each wanted slice as the engine computes with it now, in the engine's dtype; None where
-        its layout is not known (readback.py). Not collective. Zeros may lack their sign."""
+        """Yield each wanted slice and its current value in the engine's dtype.
+
+        The value is None if its layout is unknown (readback.py). Zeros may lose their sign. Not
+        collective.
+        """
         from dapo_megatron.engine.readback import read_back
 
         self._require_usable()
-        (values,) = self._llm.apply_model(partial(read_back, loads=self._asked().loads))
+        (values,) = self._llm.apply_model(partial(read_back, loads=self._require_receiver().loads))
         yield from values
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Natural log-prob, at temperature 1 and of the whole distribution, of each token but the
-        first of each sequence, computed anew. A sequence has at least two tokens, and fewer than
-        prompt and response may have together. Raises DapoError with requests in flight."""
+        """Return the log-prob, in nats, of each token except the first of each sequence.
+
+        Log-probs are at temperature 1, of the whole distribution, and use no cached prefix. A
+        sequence must have at least two tokens, and fewer than the maximum of prompt and response
+        together. Raises DapoError with requests in flight.
+        """
         self._require_awake()
         if self._requests:
-            raise DapoError(f"sequences to score with {len(self._requests)} requests in flight")
+            raise DapoError(f"cannot score sequences with {len(self._requests)} requests in flight")
         engine = self._llm.llm_engine
         for index, tokens in enumerate(sequences):
             engine.add_request(str(index), {"prompt_token_ids": list(tokens)}, _scoring())
@@ -181,10 +190,10 @@ class VllmEngine:
         return [scored[str(index)] for index in range(len(sequences))]
 
     def sleep(self) -> None:
-        """Leave the accelerator's memory to the policy; weights and cached prefixes are lost.
-        Nothing happens if it sleeps already, or with engine.sleep false."""
+        """Free the accelerator's memory for the policy. Weights and cached prefixes are lost. Does
+        nothing if the engine is asleep, or with engine.sleep false."""
         if self._requests:
-            raise DapoError(f"engine put to sleep with {len(self._requests)} requests in flight")
+            raise DapoError(f"cannot sleep with {len(self._requests)} requests in flight")
         if not self._sleeps or "weights" in self._asleep:
             return
         self._llm.sleep(level=2)
@@ -193,19 +202,19 @@ class VllmEngine:
             self._unusable = _WEIGHTS_DROPPED
 
     def wake_weights(self) -> None:
-        """Have memory for weights again, which `receive` must fill. Raises ConfigError if there is
-        too little."""
+        """Allocate memory for weights, which `receive` must fill. Raises ConfigError if too little
+        is free."""
         self._wake("weights")
 
     def wake_cache(self) -> None:
-        """Have memory for the KV cache again; after `wake_weights`. Raises ConfigError if there is
-        too little."""
+        """Allocate memory for the KV cache. Call after `wake_weights`. Raises ConfigError if too
+        little is free."""
         assert "weights" not in self._asleep
         if self._wake("kv_cache") and device.has_cuda():
             memory.clear_cache(self._llm)
 
     def _wake(self, part: memory.Part) -> bool:
-        """Whether it slept."""
+        """Wake a part. Return whether it was asleep."""
         if part not in self._asleep:
             return False
         if device.has_cuda():
@@ -214,9 +223,9 @@ class VllmEngine:
         self._asleep.remove(part)
         return True
 
-    def _asked(self) -> WeightReceiver:
+    def _require_receiver(self) -> WeightReceiver:
         if self._receiver is None:
-            raise SyncError("the engine was not asked which slices it wants")
+            raise SyncError("the engine was not asked which slices it wants. Call wanted() first")
         return self._receiver
 
     def _require_usable(self) -> None:
@@ -296,7 +305,7 @@ def _scoring() -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    # With prompt_logprobs vLLM reads no cached prefix.
+    # With prompt_logprobs vLLM does not use cached prefixes.
     return SamplingParams(
         temperature=0.0,
         max_tokens=1,
@@ -308,11 +317,11 @@ def _scoring() -> SamplingParams:
 
 def _prompt_logprobs(output: RequestOutput) -> list[float]:
     tokens, logprobs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
-    return [of[token].logprob for token, of in zip(tokens, logprobs, strict=True)]
+    return [by_token[token].logprob for token, by_token in zip(tokens, logprobs, strict=True)]
 
 
 def _stop_ids(llm: LLM) -> list[int]:
-    """End-of-sequence ids by tokenizer, model config and generation config."""
+    """Return the end-of-sequence ids of tokenizer, model config and generation config."""
     model = llm.llm_engine.model_config
     sources = (
         llm.get_tokenizer().eos_token_id,
@@ -329,14 +338,14 @@ def _stop_ids(llm: LLM) -> list[int]:
 
 
 def tokens_left(request: SampleRequest) -> int:
-    """Return how many tokens may still be sampled. Raises DapoError if none, because vLLM's own
-    error does not name the request."""
+    """Return how many tokens may still be sampled. Raises DapoError if there are none. vLLM's own
+    error would not name the request."""
     left = request.max_tokens - len(_tokens(request))
     if left < 1:
         raise DapoError(
             f"ticket {request.ticket}, sample {request.sample}: asked to continue "
             f"{len(_tokens(request))} tokens, but rollout.max_response_tokens is "
-            f"{request.max_tokens}; it was more when they were sampled"
+            f"{request.max_tokens}. It was larger when they were sampled. Resume with that limit"
         )
     return left
 
@@ -355,8 +364,8 @@ def joined(
 ) -> Completion:
     """Append `tokens`, sampled by weights `version`, to the completion so far. Text is left empty.
 
-    Without new tokens this returns the completion so far itself. A request without one must have
-    a new token. Raises ValueError if tokens and log-probs differ in number.
+    Without new tokens, the completion so far is returned unchanged. A request without a completion
+    so far must have a new token. Raises ValueError if tokens and log-probs differ in number.
     """
     if len(tokens) != len(logprobs):
         raise ValueError(
@@ -377,12 +386,12 @@ def joined(
 
 
 def sampled_so_far(llm: LLM) -> dict[str, tuple[list[int], list[float]]]:
-    """Return (tokens, log-probs) that the engine has sampled so far, by the request's name.
+    """Return the (tokens, log-probs) that the engine has sampled so far, by request id.
 
-    Both are empty for a queued request. This reads internals of vLLM 0.32, which has no call for
-    it. Cumulative outputs would cost one object for each sequence and step. Final outputs are made
-    of what is read here, so tokens and log-probs match. With asynchronous scheduling (CUDA) the
-    engine core is one step ahead. The tokens of that step are lost, and vLLM skips them once their
+    Both are empty for a queued request. This reads internals of vLLM 0.32, which has no API for
+    it. Cumulative outputs would create an object for each sequence and step. vLLM makes final
+    outputs from the same lists, so tokens and log-probs match. With asynchronous scheduling (CUDA)
+    the engine core is one step ahead. The tokens of that step are lost: vLLM skips them once their
     requests are aborted.
     """
     states = llm.llm_engine.output_processor.request_states.values()

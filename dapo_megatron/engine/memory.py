@@ -1,8 +1,8 @@
-"""An engine's GPU memory: what it must find when it wakes up.
+"""GPU memory that an engine needs to wake up.
 
-vLLM (0.32) keeps weights and KV cache in pools of their own, next to torch's caching allocator
-(`vllm.device_allocator.cumem`): asleep they have addresses and no memory behind them. Settings of
-torch's allocator that these pools cannot live with are refused by plan/compatibility.
+vLLM (0.32) keeps weights and KV cache in separate memory pools, next to torch's caching allocator
+(`vllm.device_allocator.cumem`). Asleep, they have addresses but no physical memory.
+plan/compatibility refuses settings of torch's allocator that do not work with these pools.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from vllm.device_allocator import AllocationData
 
 Part = Literal["weights", "kv_cache"]
-"""vLLM's tags of what can be woken by itself; anything else comes with either."""
+"""vLLM's tags of memory that can be woken separately. Memory with another tag wakes with either."""
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 _NAMES = {"weights": "weights", "kv_cache": "KV cache"}
 
 
 def check_room(part: Part) -> None:
-    """Before waking `part` on a GPU. What torch keeps for the policy without using it is given back
-    first: no pool can have it otherwise. Raises ConfigError if there is too little memory."""
+    """Raise ConfigError if a GPU has too little free memory to wake `part`.
+
+    First frees the memory that torch caches for the policy, because the pools cannot use it.
+    """
     from vllm.device_allocator.cumem import CuMemAllocator
 
     gc.collect()
@@ -41,24 +43,25 @@ def check_room(part: Part) -> None:
 
 
 def clear_cache(llm: LLM) -> None:
-    """Zeros into the KV cache. What a GPU maps for it may hold numbers that are none, and attention
-    multiplies by those of a block's unused places: by 0, which leaves them what they are."""
+    """Set the KV cache to zero. Fresh GPU memory may contain NaN. Attention multiplies the unused
+    slots of a block by 0, and 0 * NaN is NaN."""
 
     @torch.no_grad()
     def clear(model: nn.Module) -> None:
-        seen = set()
+        cleared = set()
         for module in model.modules():
             cache = getattr(module, "kv_cache", None)
             for tensor in cache if isinstance(cache, list | tuple) else [cache]:
-                if isinstance(tensor, Tensor) and tensor.data_ptr() not in seen:
-                    seen.add(tensor.data_ptr())
+                if isinstance(tensor, Tensor) and tensor.data_ptr() not in cleared:
+                    cleared.add(tensor.data_ptr())
                     tensor.zero_()
 
     llm.apply_model(clear)
 
 
 def bytes_asleep(allocations: Iterable[AllocationData], part: Part) -> int:
-    """That waking `part` allocates: itself, and what is neither weights nor KV cache."""
+    """Return the bytes that waking `part` allocates: those of `part`, and those that are neither
+    weights nor KV cache."""
     return sum(
         data.handle[1]
         for data in allocations
@@ -67,13 +70,13 @@ def bytes_asleep(allocations: Iterable[AllocationData], part: Part) -> int:
 
 
 def shortage(part: Part, needed: int, free: int, total: int) -> str | None:
-    """What to say if `needed` bytes are more than are `free` of a device's `total`."""
+    """Return an error message if `needed` exceeds `free` of a device's `total` bytes, else None."""
     if needed <= free:
         return None
     gib = 2**30
     return (
-        f"engine.memory_fraction: the engine's {_NAMES[part]} take {needed / gib:.2f} GiB and "
-        f"{free / gib:.2f} GiB of {total / gib:.2f} GiB are free when it wakes up; the policy has "
-        "the rest. Lower engine.memory_fraction, or let the policy leave more by policy.offload "
-        "(weights, gradients, optimizer)"
+        f"engine.memory_fraction: the engine's {_NAMES[part]} take {needed / gib:.2f} GiB, but "
+        f"only {free / gib:.2f} GiB of {total / gib:.2f} GiB are free when it wakes up. The policy "
+        "has the rest. Lower engine.memory_fraction, or offload more of the policy by "
+        "policy.offload (weights, gradients, optimizer)"
     )

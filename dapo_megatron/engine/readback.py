@@ -1,10 +1,10 @@
 """The weights that an engine computes with, read back slice by slice for the fingerprints.
 
 Usually vLLM keeps a parameter as its loaders filled it. On CPU it packs linear layers and empties
-the parameter. They are read by sending the rows of an identity matrix through them. This returns
-each weight exactly in any dtype, except for the sign of a zero, because all other terms of its sum
-are zeros. Experts on CPU are packed by permuting elements, and packing numbers shows where each one
-goes. Parameters in any other layout are not read.
+the parameter. Such a layer is read by multiplying the rows of an identity matrix by it. The result
+is exact in any dtype, except for the sign of a zero, because only one term of each sum is not zero.
+Experts on CPU are packed by permuting elements. Packing the numbers 0, 1, 2, ... gives the
+permutation. Parameters in any other layout are not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dapo_megatron.engine.slices import Shape
 from dapo_megatron.types import Piece
 
 _ROWS = 256
-"""Rows of the identity matrix sent at once."""
+"""Rows of the identity matrix per multiplication."""
 _PLAIN_EXPERTS = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON}
 
 
@@ -42,16 +42,16 @@ _PLAIN_EXPERTS = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TR
 def read_back(
     model: nn.Module, loads: Sequence[LoadedSlice]
 ) -> Iterator[tuple[Piece, Tensor | None]]:
-    """Yield the value of each loaded piece, shaped as its region, in the engine's dtype.
+    """Yield each loaded piece and its value, shaped as its region, in the engine's dtype.
 
-    The value is None where the layout of its parameter is not known. One parameter at a time is
-    unpacked. Not collective.
+    The value is None if the layout of the parameter is unknown. Only one parameter at a time is
+    unpacked, which bounds memory. Not collective.
     """
     modules = dict(model.named_modules())
-    of_parameter: dict[tuple[str, str], list[LoadedSlice]] = {}
+    loads_by_parameter: dict[tuple[str, str], list[LoadedSlice]] = {}
     for load in loads:
-        of_parameter.setdefault((load.module, load.parameter), []).append(load)
-    for (path, name), group in of_parameter.items():
+        loads_by_parameter.setdefault((load.module, load.parameter), []).append(load)
+    for (path, name), group in loads_by_parameter.items():
         module = modules[path]
         value = _as_loaded(module, name, group[0].parameter_shape)
         if value is not None and isinstance(module, VocabParallelEmbedding):
@@ -66,16 +66,16 @@ def _slice(load: LoadedSlice, parameter: Tensor) -> Tensor:
 
 
 def _as_loaded(module: nn.Module, name: str, shape: Shape) -> Tensor | None:
-    """Return a parameter of `module`, of `shape`, as the loaders filled it."""
+    """Return a parameter of `module`, of `shape`, as the loaders filled it; None if unknown."""
     parameter = getattr(module, name).detach()
     method = getattr(module, "quant_method", None)
     if isinstance(method, UnquantizedFusedMoEMethod):
         return _experts_as_loaded(method, parameter, shape)
     if isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
-        looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(
+        is_lookup = isinstance(module, VocabParallelEmbedding) and not isinstance(
             module, ParallelLMHead
         )
-        if name == "weight" and hasattr(module, "cpu_linear") and not looked_up:
+        if name == "weight" and hasattr(module, "cpu_linear") and not is_lookup:
             return _through_kernel(module, parameter, shape)
     elif isinstance(method, QuantizeMethodBase):
         return None
@@ -83,7 +83,7 @@ def _as_loaded(module: nn.Module, name: str, shape: Shape) -> Tensor | None:
 
 
 def _through_kernel(module: Any, parameter: Tensor, shape: Shape) -> Tensor:
-    """Return the matrix that a linear layer multiplies by."""
+    """Return the weight of a linear layer, [outputs, inputs], computed with its own kernel."""
     num_columns = shape[1]
     transposed = parameter.new_empty(num_columns, shape[0])
     for first in range(0, num_columns, _ROWS):
@@ -95,15 +95,15 @@ def _through_kernel(module: Any, parameter: Tensor, shape: Shape) -> Tensor:
 
 
 def _or_tied_head(model: nn.Module, embedding: nn.Module, value: Tensor) -> Tensor:
-    """Return the weights of a tied output head if they differ from `value`, those of the
-    embedding."""
+    """Return the weights of a tied output head if they differ from the embedding's, else `value`,
+    which are the embedding's."""
     head = getattr(model, "lm_head", None)
     if head is embedding or not isinstance(head, ParallelLMHead):
         return value
     if head.weight is not embedding.weight or not hasattr(head, "cpu_linear"):
         return value
-    multiplied = _through_kernel(head, value, tuple(value.shape))
-    return value if torch.equal(multiplied, value) else multiplied
+    head_value = _through_kernel(head, value, tuple(value.shape))
+    return value if torch.equal(head_value, value) else head_value
 
 
 def _experts_as_loaded(
@@ -117,8 +117,8 @@ def _experts_as_loaded(
 
 
 def _unpacked(packed: Tensor, shape: Shape, isa: str) -> Tensor | None:
-    """Return experts [expert, row, column] of `shape` from the layout of vLLM's CPU kernel, which
-    pads the intermediate size with zeros and permutes each expert's elements."""
+    """Return experts [expert, row, column] of `shape`, unpacked from the layout of vLLM's CPU
+    kernel. It pads the intermediate size with zeros and permutes each expert's elements."""
     num_experts, rows, columns = packed.shape
     order = _packing(rows, columns, packed.dtype, isa)
     if order is None:
@@ -133,10 +133,13 @@ def _unpacked(packed: Tensor, shape: Shape, isa: str) -> Tensor | None:
 
 @cache
 def _packing(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor | None:
-    """Return where each element of a packed expert was before, or None if packing does more than
-    permute."""
+    """Return the original index of each element of a packed expert, or None if packing is not a
+    permutation."""
     numbers = torch.arange(rows * columns)
-    digits = numbers.view(dtype).view(rows * columns, -1).T.contiguous()  # their bits, as elements
-    moved = [cpu_prepack_moe_weight(digit.view(1, rows, columns), isa).view(-1) for digit in digits]
-    order = torch.stack(moved, 1).view(torch.int64).view(-1)
+    # The bits of the numbers as elements of `dtype`, since the kernel packs only this dtype.
+    digits = numbers.view(dtype).view(rows * columns, -1).T.contiguous()
+    packed = [
+        cpu_prepack_moe_weight(digit.view(1, rows, columns), isa).view(-1) for digit in digits
+    ]
+    order = torch.stack(packed, 1).view(torch.int64).view(-1)
     return order if torch.equal(order.sort().values, numbers) else None

@@ -2,11 +2,12 @@
 
 `StreamTransferEngine` is a back end of vLLM's weight transfer (`vllm.distributed.weight_transfer`)
 that takes weights from an iterator in the same process instead of a network. vLLM packs and
-quantises as it does when it loads a checkpoint.
+quantizes as it does when it loads a checkpoint.
 
-A quantised layer cannot be compared bit by bit with what was sent, and a training step is smaller
-than the rounding, so an engine that kept its old weights would go unnoticed for long. Therefore
-every number of quantised layers is set to NaN before each update, and none may be left afterwards.
+A quantized layer cannot be compared bit by bit with the weights sent. A training step changes
+weights by less than the rounding, so an engine that kept its old weights would go unnoticed for
+long. Therefore every number of quantized layers is set to NaN before each update, and after the
+update no NaN may be left.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class StreamUpdateInfo(WeightTransferUpdateInfo):
 
 
 class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
-    """Loads what an iterator yields into this rank's model. See vLLM's base class."""
+    """Loads the tensors of an iterator into this rank's model. See vLLM's base class."""
 
     init_info_cls = StreamInitInfo
     update_info_cls = StreamUpdateInfo
@@ -71,7 +72,7 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
         """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Give the parameters the shape that loaders expect."""
+        """Set quantized parameters to NaN, and give all parameters the shape of loading."""
         device.forget_expert_kernels(self.model)
         poison_with_nan(self.model)
         initialize_layerwise_reload(self.model)
@@ -79,8 +80,8 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
     def receive_weights(self, update_info: StreamUpdateInfo) -> None:
         """Load the weights. A layer is packed as soon as it is complete.
 
-        Raises what the iterator raises. The weights are then a mixture, and vLLM is ready for
-        another update.
+        Errors of the iterator are raised again. The engine then holds a mixture of old and new
+        weights, and vLLM is ready for another update.
         """
         try:
             self.model.load_weights(update_info.weights)
@@ -98,16 +99,16 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
 
 
 class WeightReceiver:
-    """Replaces all weights of one rank of an engine."""
+    """Replaces all weights of this rank of an engine."""
 
     def __init__(self, llm: LLM, offered: Offer) -> None:
-        """Find the slices that the model takes of `offered`, the whole HF tensors.
+        """Find the slices of the `offered` HF tensors that the model needs on this rank.
 
-        Collective over the ranks of the engine. Raises SyncError, on all of them, naming a tensor
-        or parameter.
+        Collective over the ranks of the engine. Raises SyncError on all of them, naming a tensor or
+        parameter.
         """
         self._llm = llm
-        self.loads, error = _traced(llm, offered)
+        self.loads, error = _try_trace(llm, offered)
         self.pieces = list(dict.fromkeys(load.piece for load in self.loads))
         gathered = collectives.all_gather(
             (self.pieces, error), tuple[list[Piece], str], get_tp_group().cpu_group
@@ -120,7 +121,7 @@ class WeightReceiver:
     def receive(self, weights: Iterable[Arrival]) -> None:
         """Load `weights`, each wanted slice once, and drop the cached prefixes.
 
-        Raises SyncError as `proxies` does, and for a layer that was not quantised again. The engine
+        Raises SyncError like `proxies`, and for a layer that was not quantized again. The engine
         then holds a mixture of old and new weights and must not be used.
         """
         update = {"weights": proxies(weights, self.pieces)}
@@ -129,10 +130,11 @@ class WeightReceiver:
         self._llm.finish_weight_update()
         self._llm.apply_model(check_requantized)
         if not self._llm.reset_prefix_cache():
-            raise SyncError("prefix cache: not dropped; requests with old weights are in flight")
+            raise SyncError("prefix cache: not dropped. Requests with old weights are in flight")
 
 
-def _traced(llm: LLM, offered: Offer) -> tuple[list[LoadedSlice], str]:
+def _try_trace(llm: LLM, offered: Offer) -> tuple[list[LoadedSlice], str]:
+    """Return the loads of this rank, and an error message or an empty string."""
     try:
         (loads,) = llm.apply_model(lambda model: trace(model, offered))
     except SyncError as error:
@@ -145,9 +147,9 @@ def proxies(
 ) -> Iterator[tuple[str, ProxyTensor]]:
     """Yield proxies for vLLM's loaders, backed by copies of the slices that arrive.
 
-    They are copies because vLLM keeps a tensor until its layer is complete, and the sender may
+    Slices are copied, because vLLM keeps a tensor until its layer is complete, while the sender may
     reuse its memory at once. Raises SyncError at the first tensor or slice that is extra, repeated
-    or misshapen, without passing it on, and at the end for missing ones.
+    or misshapen, before yielding it, and at the end for missing tensors.
     """
     pieces: dict[str, dict[Region, Piece]] = {}
     for piece in wanted:
@@ -155,10 +157,10 @@ def proxies(
     missing = dict(pieces)
     for name, parts in weights:
         if name not in pieces:
-            raise SyncError(f"{name}: this rank of the engine takes no part of such a tensor")
+            raise SyncError(f"{name}: this rank of the engine needs no part of this tensor")
         if missing.pop(name, None) is None:
             raise SyncError(f"{name}: given twice")
-        slices = _checked(name, parts, pieces[name])
+        slices = _copy_slices(name, parts, pieces[name])
         any_piece = next(iter(pieces[name].values()))
         shape, dtype = any_piece.global_shape, any_piece.dtype
         yield name, ProxyTensor.whole(name, shape, dtype, _copier(slices))
@@ -166,10 +168,10 @@ def proxies(
         raise SyncError(f"{', '.join(missing)}: missing from the weights given to the engine")
 
 
-def _checked(
+def _copy_slices(
     name: str, parts: Sequence[tuple[Region, Tensor]], pieces: Mapping[Region, Piece]
 ) -> dict[Region, Tensor]:
-    """Return copies of the slices of one tensor. Raises SyncError unless they are `pieces`."""
+    """Return copies of the slices of one tensor. Raises SyncError if they are not `pieces`."""
     slices: dict[Region, Tensor] = {}
     for region, part in parts:
         piece = pieces.get(region)
@@ -189,8 +191,10 @@ def _checked(
 
 
 def _copier(slices: Mapping[Region, Tensor]) -> Sink:
+    """Return a sink that copies a proxy's elements from `slices`."""
+
     def copy(target: Tensor, source: ProxyTensor) -> None:
-        # vLLM first counts what a loader copies, on parameters that have no memory yet.
+        # vLLM first runs loaders on meta parameters, to count the elements that they copy.
         if not target.is_meta:
             view = source.locate()
             target.copy_(view.read(slices[view.region]))
@@ -200,8 +204,8 @@ def _copier(slices: Mapping[Region, Tensor]) -> Sink:
 
 @torch.no_grad()
 def poison_with_nan(model: nn.Module) -> None:
-    """Set every number of quantised layers to NaN."""
-    for _, value in _quantised_parameters(model):
+    """Set every number of quantized layers to NaN."""
+    for _, value in _quantized_parameters(model):
         if value.itemsize == 1:
             value.view(torch.uint8).fill_(_FP8_NAN)
         else:
@@ -210,18 +214,18 @@ def poison_with_nan(model: nn.Module) -> None:
 
 @torch.no_grad()
 def check_requantized(model: nn.Module) -> None:
-    """Raise SyncError naming a parameter of which `poison_with_nan` left a number."""
-    for name, value in _quantised_parameters(model):
+    """Raise SyncError naming a parameter in which a NaN of `poison_with_nan` is left."""
+    for name, value in _quantized_parameters(model):
         nan = value.view(torch.uint8) == _FP8_NAN if value.itemsize == 1 else value.isnan()
         if bool(nan.any()):
             raise SyncError(
-                f"{name}: not quantised anew from the weights given to the engine, or these are "
-                "not numbers"
+                f"{name}: not quantized again from the weights given to the engine, or these are "
+                "NaN"
             )
 
 
-def _quantised_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of quantised layers by name."""
+def _quantized_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, parameter) of quantized layers."""
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and not isinstance(method, _UNQUANTIZED):

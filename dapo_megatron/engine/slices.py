@@ -1,9 +1,9 @@
-"""Slices of HF tensors: proxies for whole tensors of which only some slices are here.
+"""Proxies for whole HF tensors of which this rank has only some slices.
 
-vLLM's loaders take whole HF tensors and cut out what their rank needs. They are given proxies,
-which have the shape of the whole tensor and no elements. Cutting a proxy gives another proxy.
-Copying one into a parameter calls a sink with the part of the parameter and the proxy. One sink
-records what is copied where (loads.py), another copies the slice that has arrived (receiver.py).
+vLLM's loaders take whole HF tensors and slice them for their rank. Here they get proxies, which
+have the shape of the whole tensor and no elements. Slicing a proxy gives another proxy. Copying a
+proxy into a parameter calls a sink with the part of the parameter and the proxy. One sink records
+the copies (loads.py), another one copies the slice that has arrived (receiver.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dapo_megatron.types import Piece, Region, SyncError, overlap
 
 Shape = tuple[int, ...]
 Sink = Callable[[Tensor, "ProxyTensor"], None]
-"""(part of a parameter, proxy of the same shape) -> None."""
+"""Called for each copy with (part of a parameter, proxy of the same shape)."""
 Offer = Mapping[str, tuple[Shape, torch.dtype]]
 """HF name -> (shape, dtype) of the whole tensor."""
 
@@ -30,19 +30,21 @@ _COPIES = {_aten.clone.default, _aten._to_copy.default}
 
 @dataclass(frozen=True, slots=True)
 class BoxView:
-    """A view that shows exactly one box of a tensor. `shape` and `strides` are those of the view
-    in that box."""
+    """A view of exactly one box of a tensor.
+
+    `shape` and `strides` (in elements) describe the view relative to the box, stored contiguously.
+    """
 
     region: Region
     shape: Shape
     strides: tuple[int, ...]
 
     def read(self, box: Tensor) -> Tensor:
-        """Return the view of `box`, which is contiguous and shaped as the region."""
+        """Return the view, given the contiguous `box`, shaped as the region."""
         return box.as_strided(self.shape, self.strides)
 
     def unread(self, view: Tensor) -> Tensor:
-        """Return the box from the view's elements: the inverse of `read`. No copy if possible."""
+        """Return the box, given the view: the inverse of `read`. Copies only if necessary."""
         if self.strides == strides_of(self.shape):
             return view.reshape(self.region.shape)
         box = view.new_empty(self.region.shape)
@@ -51,20 +53,20 @@ class BoxView:
 
 
 def strides_of(shape: Shape) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
+    """Return the strides, in elements, of a contiguous tensor."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def locate(shape: Shape, view: Tensor) -> BoxView | None:
-    """Return where `view` lies in a contiguous tensor of `shape`, or None if it does not show
-    exactly one box."""
+    """Return the box of a contiguous tensor of `shape` that `view` shows, or None if the view is
+    not exactly one box."""
     strides, rest, start = strides_of(shape), view.storage_offset(), []
     for stride in strides:
         start.append(rest // stride)
         rest %= stride
     extent = [1] * len(shape)
     dim_of = {strides[dim]: dim for dim in range(len(shape)) if shape[dim] > 1}
-    inner = []  # for each dimension of the view, the innermost one of the tensor that it runs over
+    inner = []  # for each dimension of the view, the innermost dimension of the tensor it covers
     for size, stride in zip(view.shape, view.stride(), strict=True):
         dim = dim_of.get(stride) if size > 1 else None
         inner.append(dim)
@@ -72,12 +74,13 @@ def locate(shape: Shape, view: Tensor) -> BoxView | None:
             return None
     region = Region(tuple(start), tuple(extent))
     in_box = strides_of(region.shape)
-    own = tuple(1 if dim is None else in_box[dim] for dim in inner)
-    return BoxView(region, tuple(view.shape), own)
+    strides_in_box = tuple(1 if dim is None else in_box[dim] for dim in inner)
+    return BoxView(region, tuple(view.shape), strides_in_box)
 
 
 def _extend(extent: list[int], dim: int, size: int, shape: Shape, start: list[int]) -> bool:
-    """Extend the box by `size` elements from `dim` outwards. False if they are not a box."""
+    """Extend the box by `size` elements from dimension `dim` outwards, in place. Return False if
+    the result is not a box."""
     while size > 1:
         if dim < 0 or extent[dim] > 1:
             return False
@@ -92,7 +95,7 @@ def _extend(extent: list[int], dim: int, size: int, shape: Shape, start: list[in
 
 
 class ProxyTensor(Tensor):
-    """A view of the HF tensor `hf_name`; `shadow`, on the meta device, has its geometry."""
+    """A view of the HF tensor `hf_name`. `shadow` is the same view of a meta tensor."""
 
     hf_name: str
     hf_shape: Shape
@@ -103,12 +106,12 @@ class ProxyTensor(Tensor):
 
     @classmethod
     def whole(cls, name: str, shape: Shape, dtype: torch.dtype, sink: Sink) -> ProxyTensor:
-        """Return a proxy for a whole tensor."""
+        """Return a proxy for a whole tensor. `sink` is called for each copy of it or its slices."""
         return cls._make(name, shape, torch.empty(shape, dtype=dtype, device="meta"), sink)
 
     @classmethod
     def _make(cls, name: str, shape: Shape, shadow: Tensor, sink: Sink) -> ProxyTensor:
-        made = cls._make_wrapper_subclass(
+        proxy_view = cls._make_wrapper_subclass(
             cls,
             shadow.shape,
             strides=shadow.stride(),
@@ -116,18 +119,24 @@ class ProxyTensor(Tensor):
             dtype=shadow.dtype,
             device=torch.device("meta"),
         )
-        made.hf_name, made.hf_shape, made.shadow, made.sink = name, shape, shadow, sink
-        return made
+        proxy_view.hf_name, proxy_view.hf_shape, proxy_view.shadow, proxy_view.sink = (
+            name,
+            shape,
+            shadow,
+            sink,
+        )
+        return proxy_view
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ProxyTensor({self.hf_name}, {tuple(self.shape)})"
 
     def locate(self) -> BoxView:
-        """Return where in the HF tensor this view lies. Raises SyncError if it is not one box."""
+        """Return the box of the HF tensor that this view shows. Raises SyncError if it is not
+        exactly one box."""
         view = locate(self.hf_shape, self.shadow)
         if view is None:
             raise SyncError(
-                f"{self.hf_name}: its loader takes elements that are no slice of it "
+                f"{self.hf_name}: vLLM's loader reads elements that are not one slice of it "
                 f"(shape {tuple(self.shape)}, strides {self.shadow.stride()})"
             )
         return view
@@ -140,18 +149,18 @@ class ProxyTensor(Tensor):
             target, source = args[:2]
             if target.shape != source.shape:
                 raise SyncError(
-                    f"{source.hf_name}: {tuple(source.shape)} of it are copied into "
-                    f"{tuple(target.shape)} of a parameter"
+                    f"{source.hf_name}: vLLM's loader copies a slice of shape "
+                    f"{tuple(source.shape)} into {tuple(target.shape)} of a parameter"
                 )
             source.sink(target, source)
             return target
         proxy = args[0] if args else None
         if isinstance(proxy, cls):
             if func.is_view:
-                made = func(proxy.shadow, *args[1:], **(kwargs or {}))
-                if isinstance(made, Tensor):
-                    return proxy._child(made, func)
-                return [proxy._child(each, func) for each in made]
+                proxy_view = func(proxy.shadow, *args[1:], **(kwargs or {}))
+                if isinstance(proxy_view, Tensor):
+                    return proxy._child(proxy_view, func)
+                return [proxy._child(item, func) for item in proxy_view]
             if func in _COPIES and (kwargs or {}).get("dtype") in (None, proxy.dtype):
                 return proxy._child(proxy.shadow, func)
         raise _refusal(func, (*args, *(kwargs or {}).values()))
@@ -163,16 +172,17 @@ class ProxyTensor(Tensor):
 
 
 def _refusal(func: Any, args: tuple[Any, ...]) -> SyncError:
-    flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
+    """Return the error for an operation that needs the elements of a proxy."""
+    flat = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
     name = next((arg.hf_name for arg in flat if isinstance(arg, ProxyTensor)), "a tensor")
-    return SyncError(f"{name}: its loader in vLLM calls {func}, which needs the whole tensor")
+    return SyncError(f"{name}: vLLM's loader calls {func}, which needs the whole tensor")
 
 
 def check_used(offered: Offer, taken: Sequence[Sequence[Piece]]) -> None:
     """Check that the ranks of an engine (`taken` by rank) together take all of each offered tensor.
 
-    Loaders narrow without an error, so this is what finds a tensor that is too large. Raises
-    SyncError naming a tensor that no rank takes completely.
+    Raises SyncError naming a tensor that is unknown or partly unused. This check detects tensors
+    that are too large, because vLLM's loaders slice them without an error.
     """
     regions: dict[str, set[Region]] = {name: set() for name in offered}
     for pieces in taken:

@@ -1,4 +1,4 @@
 """The policy: a Megatron-core model, its update step, optimizer state and checkpoints.
 
-Nothing here knows the algorithm; the loss comes in as a function of log-probs.
+Nothing here depends on the RL algorithm. The loss is passed in as a function of log-probs.
 """

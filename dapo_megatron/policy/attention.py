@@ -1,7 +1,7 @@
 """Attention for the local layer spec: torch's scaled-dot-product attention over packed sequences,
 and multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Megatron's own local core attention builds the whole score matrix and refuses packed rows and
+Megatron's own local core attention builds the whole score matrix. It rejects packed rows and
 context parallelism, which only Transformer Engine supports. This one runs wherever torch does.
 
 Sequences lie end to end, each of a padded length. Each attends only to itself, causally. Padding
@@ -9,12 +9,12 @@ comes last, so no real token attends to it. With context parallelism of C ranks 
 into 2 C equal chunks, and rank r holds chunks r and 2 C - 1 - r, so that all ranks have the same
 work. Keys and values are gathered from all ranks.
 
-Latent attention is Megatron's, but with the down projections complete on every tensor-parallel
-rank. Megatron's own layers cut them by rows and gather their outputs. In the backward pass a gather
-gives each rank its rows of the gradient, and for the rotary part of the key each rank has only the
-gradient of its own heads. Nothing adds these up (megatron-core 0.16.1, multi_latent_attention.py,
-get_query_key_value_tensors), so on two ranks the gradient of that projection is off by 22 %.
-Transformer Engine's layers and vLLM also keep them complete.
+Latent attention is Megatron's, except that every tensor-parallel rank has the complete down
+projections. Megatron's own layers shard them by rows and gather their outputs. In the backward pass
+a gather gives each rank its rows of the gradient, and for the rotary part of the key each rank has
+only the gradient of its own heads. Megatron does not sum these (megatron-core 0.16.1,
+multi_latent_attention.py, get_query_key_value_tensors), so on two ranks the gradient of that
+projection is off by 22 %. Transformer Engine's layers and vLLM also keep the projections complete.
 
 Shape letters: T query tokens and U key tokens of a micro-batch on this rank, N query heads and
 G key-value heads of this rank, D size of a head; S sequences of one block, padded to Q queries and
@@ -66,8 +66,11 @@ class CausalAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Packed, `query` [T, N, D] and `key`, `value` [T, G, D]: the output is [T, N*D].
-        Padded, with rows [length, rows, N or G, D] each: [length, rows, N*D]."""
+        """Return the attention output.
+
+        Packed: `query` [T, N, D], `key` and `value` [T, G, D], output [T, N*D]. Padded: `query`
+        [length, rows, N, D], `key` and `value` [length, rows, G, D], output [length, rows, N*D].
+        """
         if packed_seq_params is not None:
             bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
             return self._attend(query, key, value, bounds)
@@ -75,7 +78,8 @@ class CausalAttention(MegatronModule):
         whole = length * parallel_state.get_context_parallel_world_size()
         bounds = tuple(range(0, (rows + 1) * whole, whole))
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        return self._attend(query, key, value, bounds).view(rows, length, -1).transpose(0, 1)
+        output = self._attend(query, key, value, bounds)
+        return output.view(rows, length, -1).transpose(0, 1)
 
     def _attend(
         self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: tuple[int, ...]
@@ -92,9 +96,13 @@ class CausalAttention(MegatronModule):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Sequences of about one length, computed together; where each finds its tokens.
+    """Sequences of similar length, computed in one call.
 
-    `visible` [S, 1, Q, K] says which keys a query sees; None where that is plainly causal."""
+    queries_SQ    int64  indices of the queries among the rank's tokens, 0 on padding
+    keys_SK       int64  indices of the keys among the tokens of all ranks, 0 on padding
+    is_query_SQ   bool   False on padding
+    visible       bool   [S, 1, Q, K], the keys that a query sees; None if the mask is causal
+    """
 
     queries_SQ: Tensor
     keys_SK: Tensor
@@ -104,26 +112,31 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """`order_T` brings the outputs of the blocks, end to end, back into the rank's order."""
+    """The blocks of a micro-batch. Indexing their concatenated outputs by `order_T` restores the
+    order of the rank's tokens."""
 
     blocks: tuple[Block, ...]
     order_T: Tensor
 
 
-@lru_cache(maxsize=4)  # the same for every layer, forward, backward and recomputed; masks are large
+@lru_cache(maxsize=4)  # all layers and recomputation share a plan; few are kept, masks are large
 def attention_plan(
     bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.device
 ) -> AttentionPlan:
-    """Which queries of this rank meet which keys, the keys lying rank after rank."""
+    """Return which queries of this rank attend to which keys.
+
+    `bounds` are the cumulative padded lengths of the sequences over all context-parallel ranks.
+    Keys are those of all ranks, rank after rank.
+    """
     blocks, sources = [], []
-    for members in _alike([end - start for start, end in pairwise(bounds)]):
+    for members in _by_length([end - start for start, end in pairwise(bounds)]):
         starts = torch.tensor([bounds[i] for i in members])
         lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in members])
         key_position_SK, is_key_SK = _ragged(lengths)
-        keys_SK = _gathered_place(starts, lengths, key_position_SK, bounds[-1], cp_size)
-        number_SQ, is_query_SQ = _ragged(lengths // cp_size)
-        query_position_SQ = _position(lengths, number_SQ, cp_rank, cp_size)
-        queries_SQ = (starts // cp_size)[:, None] + number_SQ
+        keys_SK = _gathered_index(starts, lengths, key_position_SK, bounds[-1], cp_size)
+        index_SQ, is_query_SQ = _ragged(lengths // cp_size)
+        query_position_SQ = _position(lengths, index_SQ, cp_rank, cp_size)
+        queries_SQ = (starts // cp_size)[:, None] + index_SQ
         visible = None
         if cp_size > 1:
             causal = key_position_SK[:, None, :] <= query_position_SQ[:, :, None]
@@ -147,8 +160,11 @@ def attend(
     value_UGD: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """[T, N*D]: each query over the keys of its own sequence, up to its own position. Keys and
-    values are those of all context-parallel ranks, rank after rank; `scale` defaults to D^-0.5."""
+    """Attend from each query to the keys of its sequence up to its position; return [T, N*D].
+
+    Keys and values are those of all context-parallel ranks, rank after rank. `scale` defaults to
+    D^-0.5.
+    """
     repeats = query_TND.shape[1] // key_UGD.shape[1]
     outputs = []
     for block in plan.blocks:
@@ -168,8 +184,8 @@ def attend(
     return torch.cat(outputs)[plan.order_T].flatten(1)
 
 
-def _alike(lengths: list[int]) -> Iterator[list[int]]:
-    """Indices of the sequences whose lengths lie between the same powers of two."""
+def _by_length(lengths: list[int]) -> Iterator[list[int]]:
+    """Yield groups of sequence indices whose lengths lie between the same powers of two."""
     by_size: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         by_size.setdefault((length - 1).bit_length(), []).append(index)
@@ -177,26 +193,28 @@ def _alike(lengths: list[int]) -> Iterator[list[int]]:
 
 
 def _ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """0, 1, 2, ... for each length, as rows of the longest; and which of them are real."""
-    count = torch.arange(int(lengths.max())).expand(len(lengths), -1)
-    return count, count < lengths[:, None]
+    """Return 0, 1, 2, ... up to the longest length as a row per sequence, and a mask that is False
+    beyond the sequence's own length; both [S, longest]."""
+    index = torch.arange(int(lengths.max())).expand(len(lengths), -1)
+    return index, index < lengths[:, None]
 
 
-def _position(lengths: Tensor, number_SQ: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-    """Position in its sequence of a rank's token, counted over the rank's two chunks."""
+def _position(lengths: Tensor, index_SQ: Tensor, cp_rank: int, cp_size: int) -> Tensor:
+    """Return the position in its sequence of the rank's `index`-th token of that sequence. The
+    rank's tokens of a sequence are its two chunks."""
     if cp_size == 1:
-        return number_SQ
+        return index_SQ
     chunk = (lengths // (2 * cp_size))[:, None]
     last = 2 * cp_size - 1 - cp_rank
     return torch.where(
-        number_SQ < chunk, cp_rank * chunk + number_SQ, last * chunk + number_SQ - chunk
+        index_SQ < chunk, cp_rank * chunk + index_SQ, last * chunk + index_SQ - chunk
     )
 
 
-def _gathered_place(
+def _gathered_index(
     starts: Tensor, lengths: Tensor, position_SK: Tensor, total: int, cp_size: int
 ) -> Tensor:
-    """Where the token at a position of a sequence lies once all ranks' tokens are gathered."""
+    """Return the index, among the gathered tokens of all ranks, of the token at `position_SK`."""
     if cp_size == 1:
         return starts[:, None] + position_SK
     chunk_size = (lengths // (2 * cp_size))[:, None]
@@ -210,10 +228,10 @@ def _gathered_place(
 
 
 class DownProjection(MegatronModule):
-    """A linear layer, complete on every rank.
+    """A linear layer whose weight is complete on every tensor-parallel rank.
 
-    Every head reads the last `shared` columns of its output directly. The layers that read the
-    other columns add up their gradients over tensor-parallel ranks themselves.
+    Every head reads the last `shared` columns of the output directly, so their gradients are summed
+    over tensor-parallel ranks here. The layers that read the other columns sum theirs themselves.
     """
 
     def __init__(
@@ -222,23 +240,24 @@ class DownProjection(MegatronModule):
         super().__init__(config=config)
         self.shared = 0
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
-        # Each rank then sees only some tokens, so their gradients must be added.
+        # Under sequence parallelism each rank sees only some tokens. The mark makes Megatron sum
+        # the weight's gradients over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """[length, rows, hidden] to ([length, rows, outputs], no bias)."""
+        """Map [length, rows, hidden] to ([length, rows, outputs], no bias)."""
         out = torch.nn.functional.linear(hidden, self.weight)
-        # Under sequence parallelism, gathering the tokens adds up the gradients.
+        # Under sequence parallelism, the gather of tokens sums the gradients in its backward.
         if self.shared and not self.config.sequence_parallel:
             latent, shared = out.split([out.shape[-1] - self.shared, self.shared], dim=-1)
             out = torch.cat([latent, _AddGradients.apply(shared)], dim=-1)  # type: ignore[no-untyped-call]
         return out, None
 
 
-# Megatron accepts a layer of this name as a down projection, besides its own cut layers.
+# As a down projection Megatron accepts only its own sharded layers and the class of this name.
 multi_latent_attention.Linear = DownProjection
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Without Transformer Engine the names of its layers are placeholders that `isinstance` refuses.
+    # Without Transformer Engine its layer names are placeholders, and `isinstance` raises on them.
     multi_latent_attention.HAVE_TE = False
 
 
@@ -256,8 +275,9 @@ class LatentAttention(MLASelfAttention):
 class _AddGradients(torch.autograd.Function):
     """Identity that sums gradients over tensor-parallel ranks in the backward pass.
 
-    Megatron's function for this drops the sum of a gradient that is not contiguous, as that of a
-    range of columns."""
+    Megatron's own function drops the sum if the gradient is not contiguous, such as that of a range
+    of columns.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

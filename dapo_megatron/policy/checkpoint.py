@@ -1,14 +1,14 @@
 """A rank's part of a checkpoint: weights, optimizer state and RNG state, in one safetensors file.
 
-Each rank writes what it holds under Megatron's parameter names, with the flat range of the
-parameter that its optimizer shard covers. A file is therefore self-describing and can be read into
-another layout: other parallel sizes, other stages, another precision, other kernels. Weights and
-optimizer state are then found by HF name (checkpoints/formats/moments.py), and each rank reads the
-rows that its own ranges lie in. Nothing is rounded on the way, except for model weights next to
-main copies that keep the exact ones. RNG states belong to ranks and are not carried over: they
-start fresh from the run's seed. The policy draws nothing from them, because it has no dropout.
+Each rank writes its tensors under Megatron's parameter names, and optimizer state with the flat
+range of the parameter that its optimizer shard covers. A file is therefore self-describing and can
+be read into another layout: other parallel sizes, other stages, another precision, other kernels.
+Weights and optimizer state are then looked up by HF name (checkpoints/formats/moments.py), and each
+rank reads the rows that contain its ranges. No value is rounded, except for model weights with
+exact main copies. RNG states belong to ranks and are not restored in another layout. They start
+from the run's seed. The policy does not use them, because it has no dropout.
 
-docs/decisions.md 6 says why these are not Megatron's own distributed checkpoints.
+docs/decisions.md, number 6, explains why these are not Megatron's own distributed checkpoints.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ _TRACKED = f"{RNG}tracked/"
 def snapshot(
     exchange: Exchange, params: Mapping[str, Tensor], places: Sequence[Place], optimizer: Any
 ) -> Snapshot:
-    """Copy what goes into `rank_<N>.safetensors`. `places` are those of the rank's model chunks, by
-    which checkpoints/formats finds HF tensors in it."""
+    """Copy the contents of `rank_<N>.safetensors` to host memory.
+
+    `places` are those of the rank's model chunks. checkpoints/formats needs them to find HF tensors
+    in the file.
+    """
     tensors = {f"model/{name}": value for name, value in params.items()}
     init_state(optimizer)
     tensors.update(state_tensors(optimizer, params))
@@ -78,8 +81,9 @@ def load(
 ) -> None:
     """Read a checkpoint back. Collective. Raises CheckpointError naming file and key, on all ranks.
 
-    If layout, precision and kernels are those that saved, each rank reads its own file, including
-    its RNG state, and continues bit by bit. Otherwise see `reshard`. `ignore`: see open_store.
+    With the same layout, precision and kernels as in the run that saved it, each rank reads its own
+    file, including its RNG state, and training continues bit by bit. Otherwise see `reshard`.
+    `ignore`: see open_store.
     """
     init_state(optimizer)
     targets = {f"model/{name}": value for name, value in params.items()}
@@ -90,8 +94,8 @@ def load(
     else:
         on_all_ranks(exchange, lambda: reshard(folder, targets, places, arch, ignore))
         logger.warning(
-            "%s: saved in another layout, precision or by other kernels: weights and optimizer "
-            "state are carried over, RNG states are not and start fresh from the seed",
+            "%s: saved in another layout or precision, or by other kernels. Weights and optimizer "
+            "state are restored. RNG states are not: they start from the seed",
             folder,
         )
     set_group_steps(optimizer, params, targets)
@@ -100,14 +104,15 @@ def load(
 def _is_own(
     folder: Path, exchange: Exchange, targets: Mapping[str, Tensor], places: Sequence[Place]
 ) -> bool:
-    """Whether this rank's file was written by a rank that held what this rank holds."""
+    """Return whether this rank's file was written by a rank with the same tensors."""
     first = TensorFile(folder / _name(0))
     if first.metadata.get("layout") != json.dumps(_layout()):
         return False
     file = TensorFile(_path(folder, exchange))
     if file.metadata.get("places") != _places_text(places):
         return False
-    # Keys that only the file has come from other kernels. Keys that it lacks: it is damaged.
+    # Other kernels save other keys, so an unknown key means False. A missing key means that the
+    # file is damaged, which `_load_own` reports.
     keys = {key for key in file.tensors if not key.startswith(RNG)}
     return keys <= targets.keys() and all(
         file.tensors[key].dtype == targets[key].dtype for key in keys
@@ -155,12 +160,13 @@ def _layout() -> dict[str, int]:
 
 
 class Snapshot:
-    """Copies of tensors in host memory, to be written at any time, by any thread."""
+    """Copies of a rank's tensors in host memory. Any thread may write them, at any time."""
 
     def __init__(
         self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     ) -> None:
-        # In the order of the file, wide elements first, to be hashed from memory.
+        # In the order of the file (wide elements first), so that the file's checksum can be
+        # computed from memory.
         order = sorted(tensors, key=lambda key: -tensors[key].element_size())
         self._tensors = {key: _host_copy(tensors[key]) for key in order}
         self._infos = {
@@ -171,11 +177,12 @@ class Snapshot:
         self.num_bytes = self._writer(Path()).nbytes
         """Bytes of the file."""
         self.sums: dict[str, str] = {}
-        """SHA-256 by file name once it is written, of the tensors in memory and not of the file."""
+        """File name -> SHA-256 of the header and the tensors in memory, once the file is written.
+        A disk that corrupts data is thus detected."""
 
     def __call__(self, folder: Path) -> None:
-        """Write the file and sync it to disk. Other threads run meanwhile, because writing and
-        hashing release the GIL. Raises CheckpointError or OSError."""
+        """Write the file and sync it to disk. Writing and hashing release the GIL, so other threads
+        keep running. Raises CheckpointError or OSError."""
         writer = self._writer(folder)
         writer.create()
         for key, value in self._tensors.items():
@@ -193,16 +200,17 @@ class Snapshot:
 
 
 def _host_copy(value: Tensor) -> Tensor:
-    """Return a contiguous copy in host memory, also of a tensor that is there already."""
+    """Return a contiguous copy in host memory, even if the tensor is in host memory already."""
     return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 
 def rng_tensors() -> dict[str, Tensor]:
-    """Return the states of all generators that the policy may draw from: torch's, and on a GPU
-    those that Megatron keeps per kind of layer.
+    """Return the states of all generators that the policy may use: torch's, and on a GPU those that
+    Megatron keeps per kind of layer.
 
-    Prompts are shuffled and completions sampled from seeds of their own, and nothing draws from
-    Python's and numpy's global generators."""
+    Prompts are shuffled and completions sampled with separate seeds. Python's and numpy's global
+    generators are not used.
+    """
     tensors = {f"{RNG}cpu": torch.get_rng_state()}
     if has_cuda():
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -237,10 +245,11 @@ def reshard(
     arch: Architecture,
     ignore: Collection[str],
 ) -> None:
-    """Fill this rank's tensors, by their keys in its own checkpoint file, from any layout.
+    """Fill this rank's tensors from a checkpoint in any layout.
 
-    `places` are those of its model chunks. Everything is looked up before anything is read. Raises
-    CheckpointError naming file and key, or the tensor, or why the checkpoint does not fit.
+    `targets` are by key of the rank's own checkpoint file, `places` those of its model chunks. All
+    tensors are looked up before any is read. Raises CheckpointError naming file and key or tensor,
+    or why the checkpoint does not fit.
     """
     state = open_state(folder, ignore)
     _check_model(state.weights, arch)
@@ -254,44 +263,45 @@ def reshard(
 def _reader(
     state: TrainingState, key: str, target: Tensor, slots: Sequence[Mapping[str, Slot]]
 ) -> Callable[[], Tensor]:
-    """Return a function that reads one tensor. Raises CheckpointError if it is missing or would be
-    rounded."""
-    about = parse_key(key)
-    assert about is not None
-    if about.field == STEP:
+    """Return a function that reads one target tensor. Raises CheckpointError if it is missing or
+    would be rounded."""
+    state_key = parse_key(key)
+    assert state_key is not None
+    if state_key.field == STEP:
         return lambda: torch.tensor(state.step)
-    slot = slots[about.chunk][about.name]
+    slot = slots[state_key.chunk][state_key.name]
     for part in slot.parts:
-        source = _source(state, about, part.name, target.dtype)
+        source = _source(state, state_key, part.name, target.dtype)
         if part.name not in source.tensors:
             raise CheckpointError(
-                f"{source.folder}: no file has optimizer state ({about.field}) of {part.name}"
+                f"{source.folder}: no file has optimizer state ({state_key.field}) of {part.name}"
             )
         stored = source.tensors[part.name].dtype
-        is_rounded = about.field == WEIGHT and target.dtype.itemsize < 4
+        is_rounded = state_key.field == WEIGHT and target.dtype.itemsize < 4
         if not is_rounded and torch.promote_types(stored, target.dtype) != target.dtype:
-            key = "optimizer.moments" if about.field in MOMENTS else "policy.precision"
+            option = "optimizer.moments" if state_key.field in MOMENTS else "policy.precision"
             raise CheckpointError(
-                f"{source.folder}: {part.name} ({about.field}) was saved in {dtype_name(stored)}, "
-                f"and would be rounded to {dtype_name(target.dtype)}; resume with the {key} "
-                "that saved, or train its weights as model.path"
+                f"{source.folder}: {part.name} ({state_key.field}) was saved in "
+                f"{dtype_name(stored)} and would be rounded to {dtype_name(target.dtype)}. Resume "
+                f"with the {option} of the run that saved it, or start a new run with its weights "
+                "as model.path"
             )
     name = slot.parts[0].name if slot.parts else next(iter(state.weights.tensors))
-    source = _source(state, about, name, target.dtype)
-    return lambda: read_range(source, slot, about.start, about.stop)
+    source = _source(state, state_key, name, target.dtype)
+    return lambda: read_range(source, slot, state_key.start, state_key.stop)
 
 
-def _source(state: TrainingState, about: StateKey, name: str, dtype: torch.dtype) -> Store:
-    """Return the store to read the HF tensor `name` from, the same for all of a parameter."""
-    if about.field == WEIGHT and state.weights.tensors[name].dtype == dtype:
+def _source(state: TrainingState, state_key: StateKey, name: str, dtype: torch.dtype) -> Store:
+    """Return the store of the HF tensor `name`. It is the same for all tensors of a parameter."""
+    if state_key.field == WEIGHT and state.weights.tensors[name].dtype == dtype:
         return state.weights
-    return state.exact(name) if about.field in (WEIGHT, MAIN) else state.fields[about.field]
+    return state.exact(name) if state_key.field in (WEIGHT, MAIN) else state.fields[state_key.field]
 
 
 def _check_model(store: Store, arch: Architecture) -> None:
     wanted, saved = asdict(arch), asdict(store.arch)
     if other := [name for name in wanted if wanted[name] != saved[name]]:
         raise CheckpointError(
-            f"{store.folder}: of another model than model.path: "
+            f"{store.folder}: is of another model than model.path: "
             + ", ".join(f"{name} {saved[name]}, not {wanted[name]}" for name in other)
         )

@@ -1,10 +1,9 @@
-"""What data-parallel ranks do together: Megatron's wrapper around each chunk of the model, which
-reduces gradients during the backward pass; and the gathers of updated weights.
+"""Data parallelism: reduction of gradients during the backward pass, gathers of updated weights.
 
-A rank's optimizer updates its part of every buffer. Megatron would gather a buffer when the forward
-pass first needs it. Here all gathers start as soon as the update is done, first layers first, so
-that to wait for them is nobody else's business: whoever reads weights, at any time, calls
-`finish_gathers`; a forward pass waits module by module (Megatron's hooks).
+Megatron's wrapper around each chunk of the model reduces the gradients. A rank's optimizer updates
+its part of every buffer. Megatron would gather a buffer when the forward pass first needs it. Here
+all gathers start right after the update, first layers first. Code that reads weights must call
+`finish_gathers` first. A forward pass waits module by module, in Megatron's hooks.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from dapo_megatron.policy import fp8
 from dapo_megatron.policy.model import Decoder
 
 BUCKET_ELEMENTS: int | None = None
-"""Parameters that are reduced, and gathered, at once. None: as Megatron has it, 40 million or more;
-stages after the first have one bucket."""
+"""Parameters per bucket, which is reduced or gathered at once. None: Megatron's default, 40 million
+or more, and one bucket on pipeline stages after the first."""
 
 
 def distribute(models: Sequence[Decoder], config: PolicyConfig) -> list[Any]:
-    """Each chunk in Megatron's wrapper, its parameters and gradients in flat buffers."""
+    """Put each chunk into Megatron's wrapper, which moves parameters and gradients into flat
+    buffers."""
     overlap = config.overlap and _num_ranks() > 1
     chunks = [
         DistributedDataParallel(
             config=model.config,
             ddp_config=_settings(model, config, overlap=overlap),
             module=model,
-            # Later chunks: as Megatron-LM does.
+            # As in Megatron-LM: only the first chunk is divided into buckets.
             disable_bucketing=model is not models[0],
         )
         for model in models
@@ -43,15 +43,17 @@ def distribute(models: Sequence[Decoder], config: PolicyConfig) -> list[Any]:
         functions = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
         for chunk in chunks:
-            _wait_for_the_head(chunk)
+            _add_head_hook(chunk)
             for group in _groups(chunk):
-                group.param_gather_dispatched = True  # every rank has read every weight
+                group.param_gather_dispatched = True  # weights were just loaded: nothing to gather
     return chunks
 
 
 def start_gathers(chunks: Sequence[Any]) -> None:
-    """After an update: every rank gets the others' part of the weights. Collective. Without
-    overlap the optimizer has done it."""
+    """Start gathering the parts of the weights that other ranks updated. Collective.
+
+    Call after an update. Does nothing without policy.overlap: the optimizer has gathered already.
+    """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             for group in _groups(chunk):
@@ -59,7 +61,7 @@ def start_gathers(chunks: Sequence[Any]) -> None:
 
 
 def finish_gathers(chunks: Sequence[Any]) -> None:
-    """Wait until this rank's weights are those of the last update. Not collective."""
+    """Wait until this rank has all weights of the last update. Not collective."""
     for chunk in chunks:
         for group in _groups(chunk):
             if group.param_gather_handle is not None:
@@ -67,7 +69,8 @@ def finish_gathers(chunks: Sequence[Any]) -> None:
 
 
 def unshard_gradients(chunks: Sequence[Any]) -> None:
-    """Give every data-parallel rank the whole reduced gradient (the optimizer needs a part)."""
+    """Give every data-parallel rank the whole reduced gradient. The optimizer needs only its part.
+    Collective."""
     for chunk in chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group
@@ -79,7 +82,7 @@ def unshard_gradients(chunks: Sequence[Any]) -> None:
 
 
 def _num_ranks() -> int:
-    """Over which gradients are added up: with one, there is nothing to overlap."""
+    """Return the number of ranks that gradients are reduced over. With one, nothing overlaps."""
     return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
@@ -88,11 +91,11 @@ def _settings(
 ) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
-        # In float32 at least.
+        # In float32, or in float64 for a float64 policy.
         grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
-        # That is: a hook waits, and starts no gather of its own.
+        # Hooks then only wait for a gather. They start none themselves.
         align_param_gather=overlap,
         bucket_size=BUCKET_ELEMENTS,
         average_in_collective=False,
@@ -101,15 +104,18 @@ def _settings(
 
 
 def _groups(chunk: Any) -> Iterator[Any]:
-    """Buckets that are sent together, in the order of the forward pass (Megatron's is that of the
-    backward pass)."""
+    """Yield the bucket groups in the order of the forward pass. Megatron's is that of the backward
+    pass."""
     yield from reversed(chunk.bucket_groups)
     yield from reversed(chunk.expert_parallel_bucket_groups)
 
 
-def _wait_for_the_head(chunk: Any) -> None:
-    """Megatron's hooks wait when a module is called. The head's weight is read without a call,
-    after the forward pass (policy/vocab_parallel.py)."""
+def _add_head_hook(chunk: Any) -> None:
+    """Make the end of a forward pass wait for the gather of the head's weight.
+
+    Megatron's hooks wait when a module is called, and the output layer is not called: its weight is
+    read after the forward pass (policy/vocab_parallel.py).
+    """
 
     def hook(model: Decoder, *_: Any) -> None:
         chunk.param_to_bucket_group[model.head_weight].finish_param_sync(

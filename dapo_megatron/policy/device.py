@@ -1,8 +1,9 @@
-"""Everything that differs between CPU and CUDA for Megatron-core, and only that.
+"""All differences between CPU and CUDA for Megatron-core.
 
-Megatron-core 0.16 names the CUDA device literally in its optimizer, gradient clipping, schedules
-and buffers. Where there is no GPU, `megatron_device()` answers for it: a context entered around
-calls into Megatron, never left on while the engine runs. With a GPU the context does nothing.
+Megatron-core 0.16 hard-codes the CUDA device in its optimizer, gradient clipping, schedules and
+buffers. Without a GPU, `megatron_device()` redirects these calls to the CPU. It is a context
+manager for calls into Megatron, and must not be active while the engine runs. With a GPU it does
+nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from torch.overrides import TorchFunctionMode
 
 
 def has_cuda() -> bool:
-    """Whether this process computes on a CUDA device."""
+    """Return whether this process computes on a CUDA device."""
     return bool(torch.cuda.is_available())
 
 
 def device() -> torch.device:
-    """Where the policy's tensors live."""
+    """Return the device of the policy's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
 def backend() -> str:
-    """The torch.distributed backend of this machine."""
+    """Return the torch.distributed backend of this machine: nccl or gloo."""
     return "nccl" if has_cuda() else "gloo"
 
 
 def claim(local_rank: int) -> None:
-    """Make this process use the GPU of its local rank; before joining the process group."""
+    """Select the GPU of this process's local rank. Call before the process group is initialized."""
     if has_cuda():
         torch.cuda.set_device(local_rank)
         # Partial sums of a matmul stay float32. torch would let cuBLAS round them to bfloat16.
@@ -40,23 +41,23 @@ def claim(local_rank: int) -> None:
 
 
 def megatron_device() -> contextlib.AbstractContextManager[None]:
-    """Enter around every call into Megatron-core."""
+    """Return the context manager in which to call Megatron-core."""
     return contextlib.nullcontext() if has_cuda() else _cpu_answers_for_cuda()
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Maps the literal device "cuda" to the CPU and names CPU dtypes as CUDA types."""
+    """Replaces device "cuda" by "cpu" in torch calls, and reports CPU tensor types as CUDA's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Optimizers compare param.type() with "torch.cuda.FloatTensor", and treat what is not
-            # half precision alike: float64 passes as float32 does.
+            # Optimizers compare param.type() with "torch.cuda.FloatTensor". float64 tensors are
+            # reported as float32 ones, because optimizers treat both in the same way.
             name = func(*args).replace("Double", "Float")
             return name.replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]  # the optimizer's "in full precision"
+            return args[0]  # the optimizer asks for full precision; float64 must stay float64
         if kwargs and kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if kwargs and _is_cuda(kwargs.get("device")):
@@ -70,60 +71,61 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
-class _InOrder:
-    """A stream, and an event on it, where every call has ended when it returns."""
+class _SynchronousStream:
+    """Stands for CUDA streams and events on a CPU, where every call has finished on return."""
 
     def wait_stream(self, _: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
-    def record_event(self) -> _InOrder:
-        """An event that has happened."""
+    def record_event(self) -> _SynchronousStream:
+        """Return an event that has happened already."""
         return self
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def wait(self, _: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 class _NoRandomness:
-    """Megatron's tracker of random states by region. Nothing of ours draws numbers (no dropout),
-    and recomputed layers need no state restored."""
+    """Stands for Megatron's tracker of RNG states per region. The model has no dropout and draws no
+    random numbers, so recomputed layers need no restored state."""
 
     def fork(self, *_: Any) -> contextlib.AbstractContextManager[None]:
-        """A region of its own; the same as outside."""
+        """Return a context manager that does nothing."""
         return contextlib.nullcontext()
 
     def get_states(self) -> dict[str, Any]:
-        """No states."""
+        """Return no states."""
         return {}
 
     def set_states(self, _: dict[str, Any]) -> None:
-        """No states."""
+        """Do nothing."""
 
 
 def _as_sizes(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron brings split sizes to the CPU, and in passing into a type collectives accept."""
+    """Return split sizes as numpy if asked, which collectives accept. Megatron's
+    maybe_move_tensor_to_cpu does so only for tensors on a GPU."""
     return value.numpy() if as_numpy and torch.is_tensor(value) else value
 
 
-_STREAM = _InOrder()
+_STREAM = _SynchronousStream()
 
 
 @cache
 def _patches() -> tuple[tuple[Any, str, Any], ...]:
-    """(module, name, what answers instead)."""
-    # Imported here: a run asks this file for its backend before its output goes to a log, and
-    # Megatron has a lot to say when it is imported.
+    """Return (module, name, replacement) of every function that is replaced."""
+    # Imported here because a run calls `backend` before its output goes to a log, and Megatron
+    # prints warnings when it is imported.
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
     return (
-        # Where Transformer Engine is installed, Megatron takes its CUDA kernels for the norm of the
-        # gradients, GPU or not.
+        # If Transformer Engine is installed, Megatron uses its CUDA kernels for the norm of the
+        # gradients, even without a GPU.
         (clip_grads, "multi_tensor_applier", utils.local_multi_tensor_applier),
         (clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale),
         (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
@@ -134,7 +136,7 @@ def _patches() -> tuple[tuple[Any, str, Any], ...]:
         (torch.cuda, "set_device", lambda *_: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "empty_cache", lambda: None),
-        # The all-to-all of expert parallelism copies its counts on a stream of its own.
+        # The all-to-all of expert parallelism copies its counts on a side stream.
         (token_dispatcher, "maybe_move_tensor_to_cpu", _as_sizes),
         (torch.cuda, "Stream", lambda *_, **__: _STREAM),
         (torch.cuda, "current_stream", lambda *_: _STREAM),
@@ -149,12 +151,12 @@ def _patches() -> tuple[tuple[Any, str, Any], ...]:
 
 @contextlib.contextmanager
 def _cpu_answers_for_cuda() -> Iterator[None]:
-    kept = [getattr(where, name) for where, name, _ in _patches()]
-    for where, name, answer in _patches():
-        setattr(where, name, answer)
+    kept = [getattr(module, name) for module, name, _ in _patches()]
+    for module, name, replacement in _patches():
+        setattr(module, name, replacement)
     try:
         with _CudaMeansCpu():
             yield
     finally:
-        for (where, name, _), original in zip(_patches(), kept, strict=True):
-            setattr(where, name, original)
+        for (module, name, _), original in zip(_patches(), kept, strict=True):
+            setattr(module, name, original)

@@ -1,18 +1,21 @@
-"""FP8 in the policy's linear layers: `policy.fp8` in the words of Megatron-core, of its wrapper for
-data parallelism and of its optimizer; and weights that are kept in FP8 alone.
+"""FP8 in the policy's linear layers, and weights that are kept only in FP8.
 
-Who quantises when: Megatron's schedules mark the first micro-batch of each of their runs
-(schedules.py, forward_step; MegatronModule.set_is_first_microbatch), at which Transformer Engine's
-layers quantise their bfloat16 weights anew. So the FP8 copies are those of the current weights in
-every pass of log-probs and in every update, and nothing of ours has to say so.
+`policy.fp8` is translated to settings of Megatron-core, of its data-parallel wrapper and of its
+optimizer.
 
-Scales of `current` and `blockwise` follow from the tensor itself: a pass without gradients and an
-update give the same log-probs. Those of `delayed` follow from what was seen before: they change
-with each micro-batch that has gradients, stay in those that have none, and are 1 before the first
-of them (Transformer Engine 2.20, FP8GlobalStateManager.autocast_exit). So the old log-probs and
-an update's first micro-batch see the same scales, its later ones do not; and the first pass of
-log-probs, after a resume too, is preceded by two that find scales (policy/step.py). In a run that
-is the one over the fixed sequences of the first sync: random tokens (bridge/verify.py).
+Megatron's schedules mark the first micro-batch of each run (schedules.py, forward_step;
+MegatronModule.set_is_first_microbatch). At this mark Transformer Engine's layers quantize their
+bfloat16 weights again. So every pass of log-probs and every update uses FP8 copies of the current
+weights, and no code here has to refresh them.
+
+Scales of `current` and `blockwise` are computed from the tensor itself, so a pass without gradients
+and an update give the same log-probs. Scales of `delayed` are computed from earlier micro-batches:
+they change after each micro-batch with gradients, do not change after one without, and are 1 at
+the start (Transformer Engine 2.20, FP8GlobalStateManager.autocast_exit). So the old log-probs and
+the first micro-batch of an update have the same scales, and later micro-batches have others. The
+first pass of log-probs, also after a resume, is preceded by two passes that find scales
+(policy/step.py). In a run these are passes over the canary sequences of the first sync, which are
+random tokens (bridge/verify.py).
 """
 
 from __future__ import annotations
@@ -26,21 +29,24 @@ from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
 
-# Megatron's name of a recipe, and the format that goes with it: e5m2 has the range that gradients
-# need under one scale per tensor; a scale per block leaves them e4m3 and its precision.
+# Megatron's name of each recipe, and its format. With one scale per tensor, gradients need the
+# range of e5m2 (hybrid). With a scale per block, they can use e4m3, which is more precise.
 _RECIPES = {
     "delayed": ("delayed", "hybrid"),
     "current": ("tensorwise", "hybrid"),
     "blockwise": ("blockwise", "e4m3"),
 }
 _DELAYED = {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-"""Transformer Engine's own defaults. Megatron's, the last maximum alone, would scale the update by
-what the pass of log-probs happened to see last."""
+"""Transformer Engine's defaults. Megatron's default keeps only the last maximum, so an update would
+be scaled by the last micro-batch of the log-prob pass."""
 
 
 def model_settings(config: PolicyConfig) -> dict[str, Any]:
-    """For TransformerConfig. Attention stays in bfloat16; experts' tokens are padded to what FP8
-    needs by Megatron's grouped layer itself (TEGroupedMLP), so routing stays as it is."""
+    """Return arguments for TransformerConfig.
+
+    Attention stays in bfloat16. Megatron's grouped layer (TEGroupedMLP) pads the tokens of experts
+    to the multiple that FP8 needs, so the router must not.
+    """
     fp8 = config.fp8
     if fp8 is None:
         return {}
@@ -60,13 +66,13 @@ def model_settings(config: PolicyConfig) -> dict[str, Any]:
 
 
 def ddp_settings(config: PolicyConfig) -> dict[str, Any]:
-    """For DistributedDataParallelConfig."""
+    """Return arguments for DistributedDataParallelConfig."""
     return {"fp8_param_gather": True} if _has_parameters(config) else {}
 
 
 def optimizer_settings(config: PolicyConfig) -> dict[str, Any]:
-    """For Megatron's OptimizerConfig, which asks how *parameters* are quantised, and nothing where
-    they are not."""
+    """Return arguments for Megatron's OptimizerConfig. Its recipe is that of quantized parameters,
+    so it is only set if parameters are in FP8."""
     if config.fp8 is None or not _has_parameters(config):
         return {}
     return {"fp8_recipe": _RECIPES[config.fp8.recipe][0]}
@@ -76,21 +82,21 @@ def _has_parameters(config: PolicyConfig) -> bool:
     return config.fp8 is not None and config.fp8.parameters
 
 
-# ------------------------------------------------------------------ weights in FP8 alone
+# ------------------------------------------------------------------ weights only in FP8
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether its values are kept in FP8."""
+    """Return whether a parameter keeps its values in FP8."""
     return bool(is_float8tensor(parameter))
 
 
 class Unrounded:
-    """Where to write the values of parameters: into the parameter itself; of a quantised one, into
-    bfloat16 values on the host, which `round` then brings in.
+    """Writable values of parameters: the parameter itself, or bfloat16 values on the host if the
+    parameter is quantized. `round` then writes these into the parameter.
 
-    Before the optimizer is made those are the ones that the parameter was made from, and from which
-    the distributed optimizer makes its float32 copies (distrib_optimizer.py,
-    _build_model_and_main_param_groups); afterwards, copies of what it has.
+    Before the optimizer is built, these are the values that the parameter was created from. The
+    distributed optimizer makes its float32 copies from them (distrib_optimizer.py,
+    _build_model_and_main_param_groups). Afterwards they are dequantized copies.
     """
 
     def __init__(self) -> None:
@@ -98,41 +104,45 @@ class Unrounded:
 
     @torch.no_grad()
     def __call__(self, parameter: Any) -> Tensor:
-        """The values of one, the same tensor each time."""
+        """Return the values of a parameter, the same tensor at every call."""
         if not is_quantized(parameter):
             value: Tensor = parameter
             return value
         if id(parameter) not in self._values:
             value = parameter.get_high_precision_init_val()
-            if value is None:  # the optimizer has taken it
+            if value is None:  # the optimizer has freed them
                 value = parameter.dequantize().cpu()
             self._values[id(parameter)] = parameter, value
         return self._values[id(parameter)][1]
 
     @torch.no_grad()
     def round(self) -> None:
-        """Quantise what has been written."""
+        """Quantize the values that were written into the parameters."""
         for parameter, value in self._values.values():
             parameter.copy_(value)
 
 
 def quantize_from_main(optimizer: Any, chunks: Iterable[Any]) -> None:
-    """Once a training checkpoint is loaded: quantised parameters from the optimizer's float32
-    copies, as after an update. Values that were rounded to FP8 once, saved in bfloat16 and rounded
-    again need not be the same. Collective; of no effect where nothing is quantised."""
+    """Set quantized parameters from the optimizer's float32 copies, as an update does. Collective.
+
+    Call after a training checkpoint is loaded: values that were rounded to FP8, saved in bfloat16
+    and rounded to FP8 again may differ. Does nothing if no parameter is quantized.
+    """
     chunks = list(chunks)
     if not any(is_quantized(parameter) for chunk in chunks for parameter in chunk.parameters()):
         return
-    for one in optimizer.chained_optimizers:
-        one._copy_main_params_to_model_params()
+    for part in optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params()
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
 
 
 def drop_cached_weights(models: Iterable[torch.nn.Module]) -> None:
-    """Free what Transformer Engine makes anew when it is needed: the FP8 copies (up to 2 bytes per
-    weight) that it keeps of bfloat16 weights from one micro-batch to the next, and the transposed
-    copies (1 byte per weight) of weights that are in FP8 alone."""
+    """Free copies of weights that Transformer Engine makes again when needed.
+
+    These are the FP8 copies of bfloat16 weights that it keeps between micro-batches (up to 2 bytes
+    per weight), and the transposed copies of weights kept only in FP8 (1 byte per weight).
+    """
     for model in models:
         for module in model.modules():
             workspaces = getattr(module, "_fp8_workspaces", None)
@@ -143,7 +153,7 @@ def drop_cached_weights(models: Iterable[torch.nn.Module]) -> None:
 
 
 def tensors_of(parameter: Any) -> Iterable[Tensor]:
-    """What a quantised parameter is made of: numbers, scales, a transposed copy if there is one."""
+    """Return the tensors inside a quantized parameter: values, scales, any transposed copy."""
     return filter(torch.is_tensor, parameter.get_metadata().values())
 
 
@@ -151,12 +161,14 @@ def tensors_of(parameter: Any) -> Iterable[Tensor]:
 
 
 def update_scales() -> None:
-    """Scales of `delayed` from what passes have seen since the last time. Collective.
+    """Update the scales of `delayed` from the maxima since the last update. Collective.
 
-    Transformer Engine does so itself after each micro-batch that has gradients. Without, maxima are
-    noted all the same (module/base.py, prepare_forward). To find scales in a pass with gradients is
-    no way: one without recomputation keeps all activations, and one with it leaves scales in a
-    queue, that the next backward pass would take for its own (fp8_tensors_recompute_buffer)."""
+    Transformer Engine does this itself after each micro-batch with gradients. Maxima are also
+    recorded without gradients (module/base.py, prepare_forward). A pass with gradients must not be
+    used to find scales: without recomputation it keeps all activations, and with recomputation it
+    leaves scales in a queue from which the next backward pass would read them
+    (fp8_tensors_recompute_buffer).
+    """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)

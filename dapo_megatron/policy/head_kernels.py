@@ -1,12 +1,13 @@
 """Triton kernels that reduce a tile of logits: one read forward, one read and one write backward.
 
-torch's operations (vocab_parallel.py) go over a tile eight times forward and five backward. A tile
-lies in the GPU's cache, so that is time between matmuls, not memory traffic: what remains beside
-the matmuls is one launch. Written by hand because what torch.compile makes of the same operations
-needs several passes forward (a maximum, then sums), and compiles anew for new token counts.
+torch's operations (vocab_parallel.py) pass over a tile eight times forward and five times backward.
+A tile is in the GPU's cache, so these passes cost time between matmuls, not memory traffic. With
+these kernels one launch remains next to the matmuls. They are written by hand because
+torch.compile's kernels need several passes forward (a maximum, then sums), and are recompiled for
+new token counts.
 
-Imported only if policy.logprob_head asks for it. Triton's interpreter (TRITON_INTERPRET=1) runs
-these kernels on CPU, for the tests.
+Imported only if policy.logprob_head selects it. The tests run these kernels on CPU, in Triton's
+interpreter (TRITON_INTERPRET=1).
 
 Shape letters: E entries and B tokens of a tile.
 """
@@ -18,11 +19,11 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found]
 from torch import Tensor
 
 BLOCK_ENTRIES = 4096
-"""Of a row, at once in registers: 16 of each of 256 threads."""
+"""Entries of a row that are in registers at a time: 16 for each of 256 threads."""
 
 
 class WithTriton:
-    """vocab_parallel.Reductions, in float32."""
+    """Implements vocab_parallel.Reductions in float32."""
 
     def fold(
         self, logits_BE: Tensor, targets_B: Tensor, start: int, temperature: float, sums_4B: Tensor
@@ -79,7 +80,7 @@ def _warps(block: int) -> int:
     return max(min(block // 512, 8), 1)
 
 
-# No annotations of the kernels' arguments: Triton evaluates them, and knows no names but its own.
+# The kernels' arguments have no annotations, because Triton evaluates them and knows only its own.
 
 
 @triton.jit
@@ -89,21 +90,21 @@ def _fold(  # type: ignore[no-untyped-def]
     tops,
     totals,
     weighteds,
-    founds,
+    target_logits,
     num_entries,
     row_stride,
     start,
     temperature,
     BLOCK: tl.constexpr,
 ):
-    """A program per token: its row, in one pass, into its four running sums."""
+    """Update the four running sums of a token with its row, in one pass. One program per token."""
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * row_stride
-    wanted = tl.load(targets + token) - start
+    target = tl.load(targets + token) - start
     top = tl.load(tops + token)
     total = tl.load(totals + token)
     weighted = tl.load(weighteds + token)
-    found = tl.load(founds + token)
+    target_logit = tl.load(target_logits + token)
     for first in range(0, num_entries, BLOCK):
         column = first + tl.arange(0, BLOCK)
         is_real = column < num_entries
@@ -118,12 +119,12 @@ def _fold(  # type: ignore[no-untyped-def]
         below = tl.where(is_real, x - new_top, 0.0)
         weighted = (weighted + shift * total) * scale + tl.sum(exp * below, 0)
         total = total * scale + tl.sum(exp, 0)
-        found += tl.sum(tl.where(is_real & (column == wanted), x, 0.0), 0)
+        target_logit += tl.sum(tl.where(is_real & (column == target), x, 0.0), 0)
         top = new_top
     tl.store(tops + token, top)
     tl.store(totals + token, total)
     tl.store(weighteds + token, weighted)
-    tl.store(founds + token, found)
+    tl.store(target_logits + token, target_logit)
 
 
 @triton.jit
@@ -139,7 +140,8 @@ def _error(  # type: ignore[no-untyped-def]
     temperature,
     BLOCK: tl.constexpr,
 ):
-    """A program per token and block of its row; `errors` may be `logits`."""
+    """Write exp(x - log z) - [target] of a token's block. One program per token and block of its
+    row. `errors` may be `logits`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_real = column < num_entries

@@ -1,4 +1,4 @@
-"""Whose layers the policy is built of: the choice, and the facts about it that are logged."""
+"""Choice of the policy's layers (Transformer Engine's or Megatron's own), and how it is logged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from dapo_megatron.policy.device import has_cuda
 
 
 def kernels(config: PolicyConfig, arch: Architecture) -> Kernels:
-    """Return what policy.kernels comes to here, for this model. plan/compatibility has refused what
-    cannot run."""
+    """Resolve policy.kernels for this machine and model.
+
+    plan/compatibility has already refused combinations that cannot run.
+    """
     installed = find_spec("transformer_engine") is not None
     is_latent = arch.latent is not None
     chosen = kernels_for(config, has_gpu=has_cuda(), is_installed=installed, is_latent=is_latent)
@@ -22,8 +24,10 @@ def kernels(config: PolicyConfig, arch: Architecture) -> Kernels:
 
 
 def kernels_chosen(config: PolicyConfig, arch: Architecture) -> dict[str, str]:
-    """What the policy computes with, for the header of a run and its parameters in MLflow: the keys
-    are policy's, the values what was made of them."""
+    """Return how the policy computes, for the header of a run and its parameters in MLflow.
+
+    Keys are config keys of policy, values are the resolved settings.
+    """
     if kernels(config, arch) == "local":
         facts = {"kernels": f"local (Megatron-core {_version('megatron-core')})"}
         return facts | {"rope": "plain", "fp8": "none"}
@@ -32,7 +36,7 @@ def kernels_chosen(config: PolicyConfig, arch: Architecture) -> dict[str, str]:
     facts["fp8"] = "none"
     if fp8 := config.fp8:
         ends = f"{fp8.bf16_first_layers} first and {fp8.bf16_last_layers} last layers in bfloat16"
-        weights = "weights in FP8 alone" if fp8.parameters else "weights in bfloat16"
+        weights = "weights only in FP8" if fp8.parameters else "weights in bfloat16"
         facts["fp8"] = f"{fp8.recipe}, {ends}, {weights}"
     return facts
 

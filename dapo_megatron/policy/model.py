@@ -1,4 +1,4 @@
-"""A Megatron-core GPT model from an HF config: its sizes, and this rank's part of it."""
+"""A Megatron-core GPT model from an HF config: its Megatron config, and this rank's chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dapo_megatron.types import torch_dtype
 
 
 def initialize_parallel(config: PolicyConfig, seed: int) -> None:
-    """Make Megatron's process groups for this layout. Collective, once per process."""
+    """Create Megatron's process groups for this layout. Collective; call once per process."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
@@ -36,18 +36,18 @@ def initialize_parallel(config: PolicyConfig, seed: int) -> None:
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=1,
-        # Only Megatron's own checkpoints of the optimizer use them.
+        # Only Megatron's own optimizer checkpoints use gloo groups.
         create_gloo_process_groups=False,
     )
     if has_cuda():
-        # Layers made on a GPU ask for its generators even if their initializer does nothing.
+        # Layers built on a GPU need its generators, even if their initializer does nothing.
         model_parallel_cuda_manual_seed(seed)
 
 
 def destroy_parallel() -> None:
     """Destroy Megatron's process groups, which `destroy_model_parallel` only forgets.
 
-    Each group of gloo has three threads, one of which wakes a hundred times a second.
+    Each gloo group has three threads, one of which wakes up a hundred times per second.
     """
     groups = parallel_state._global_process_group_list or ()
     parallel_state.destroy_model_parallel()
@@ -57,10 +57,11 @@ def destroy_parallel() -> None:
 
 
 def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerConfig:
-    """Describe the model to Megatron.
+    """Return Megatron's config of the model.
 
-    Fused rope is off by default: spikes of log-probs with it are on record (NVIDIA-NeMo/RL issue
-    1801). The "fused" activation is that of policy/activation.py."""
+    Fused rope is off by default, because spikes in log-probs were reported with it (NVIDIA-NeMo/RL
+    issue 1801). The fused activation is policy/activation.py.
+    """
     dtype = torch_dtype(config.precision)
     fused = kernels(config, arch) == "transformer_engine"
     make = MLATransformerConfig if arch.latent else TransformerConfig
@@ -90,16 +91,16 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Two interleaved stages send to each other in both directions at once; in one batch, a
-        # receive takes what was meant for the other, and both wait for ever.
+        # Two interleaved stages send to each other in both directions at once. If the sends and
+        # receives are batched, a receive can match the wrong send, and both stages hang.
         batch_p2p_comm=config.virtual_pipeline_parallel is None,
         overlap_p2p_comm=config.virtual_pipeline_parallel is not None,
-        # Rows and lengths differ between micro-batches, so stages tell each other the shape.
+        # Rows and lengths differ between micro-batches, so stages send the shape first.
         variable_seq_lengths=config.pipeline_parallel > 1,
-        # The schedule sums losses; policy/step.py alone divides, by the global token count.
+        # The schedule sums losses. Only policy/step.py divides, by the global token count.
         calculate_per_token_loss=True,
-        # Every weight is read from a checkpoint. Initialization must still run, with nothing to do:
-        # it marks which parameters are sharded, without which gradient norms are wrong.
+        # Every weight is read from a checkpoint. Initialization must still run, with initializers
+        # that do nothing: it marks which parameters are sharded, and gradient norms need the marks.
         init_method=_leave_unset,
         output_layer_init_method=_leave_unset,
         embedding_init_method=_leave_unset,
@@ -108,7 +109,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         bias_activation_fusion=True,
         bias_dropout_fusion=False,
         apply_rope_fusion=fused and config.fused_rope,
-        # Where Transformer Engine has it, `_accumulate_in_place` turns it on.
+        # `_accumulate_in_place` turns it on in Transformer Engine's layers.
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **_recompute(config),
@@ -119,7 +120,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
 
 
 def _recompute(config: PolicyConfig) -> dict[str, Any]:
-    """Which activations are computed again in the backward pass, in Megatron's words."""
+    """Return Megatron's settings for activation recomputation."""
     if config.recompute == "full":
         return {
             "recompute_granularity": "full",
@@ -132,8 +133,8 @@ def _recompute(config: PolicyConfig) -> dict[str, Any]:
 
 
 def _experts(arch: Architecture, config: PolicyConfig, fused: bool) -> dict[str, Any]:
-    # Tokens go to the ranks of their experts. (Megatron checks the dispatcher of dense models too
-    # when lengths vary; the other one wants equal lengths on all ranks.)
+    # The all-to-all dispatcher sends tokens to the ranks of their experts. The all-gather one needs
+    # equal lengths on all ranks, and Megatron checks this setting for dense models, too.
     dispatch: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if not arch.num_experts:
         return dispatch
@@ -142,12 +143,12 @@ def _experts(arch: Architecture, config: PolicyConfig, fused: bool) -> dict[str,
         "moe_router_topk": arch.experts_per_token,
         "moe_ffn_hidden_size": arch.moe_intermediate_size,
         "moe_grouped_gemm": fused,
-        # Transformer Engine adds up a token's experts in float32 and in a fixed order. Megatron's
-        # own kernel uses atomics in bfloat16, and log-probs differ from one pass to the next.
+        # Transformer Engine sums the outputs of a token's experts in float32 and in a fixed order.
+        # Megatron's own kernel uses atomics in bfloat16, so log-probs differ between passes.
         "moe_permute_fusion": fused,
         "expert_model_parallel_size": config.expert_parallel,
         "expert_tensor_parallel_size": 1,
-        # Routing and its balance are ours: policy/moe.py.
+        # Routing and the load-balancing loss are in policy/moe.py.
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,
         "moe_layer_freq": [int(arch.has_experts(layer)) for layer in range(arch.num_layers)],
@@ -164,7 +165,7 @@ def _latent(arch: Architecture) -> dict[str, Any]:
         "qk_head_dim": arch.latent.qk_nope_head_dim,
         "qk_pos_emb_head_dim": arch.latent.qk_rope_head_dim,
         "v_head_dim": arch.latent.v_head_dim,
-        # The frequencies are then set to ours; the other two go into the scale of the softmax.
+        # `_to_device` replaces the frequencies. The other two settings scale the softmax.
         "rope_type": "rope",
         "rotary_scaling_factor": arch.rope.factor,
         "mscale_all_dim": arch.rope.mscale_all_dim,
@@ -172,8 +173,11 @@ def _latent(arch: Architecture) -> dict[str, Any]:
 
 
 def _latent_norms(arch: Architecture, config: PolicyConfig) -> bool:
-    """Whether to name the norms of latent attention to Megatron, as 0.19 demands. With them named
-    it adds up their gradients over tensor-parallel ranks, which is right by tokens alone."""
+    """Return whether to set qk_layernorm for latent attention, which Megatron-core 0.19 requires.
+
+    With it, Megatron sums the gradients of these norms over tensor-parallel ranks. This is right
+    only with sequence parallelism, where each rank sees only some of the tokens.
+    """
     return arch.latent is not None and (config.tensor_parallel == 1 or config.sequence_parallel)
 
 
@@ -182,17 +186,18 @@ def _leave_unset(weight: Tensor) -> Tensor:
 
 
 class Decoder(GPTModel):
-    """A GPT model that ends in its last hidden states, [length, rows, hidden].
+    """A GPT model that returns its last hidden states, [length, rows, hidden].
 
-    Logits are never made here: the head computes them in chunks, together with the log-probs
-    (policy/vocab_parallel.py)."""
+    It computes no logits. The head computes them tile by tile, together with the log-probs
+    (policy/vocab_parallel.py).
+    """
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
     @property
     def head_weight(self) -> Tensor:
-        """[vocabulary of this rank, hidden], on the last stage."""
+        """Weight of the output layer, [vocabulary entries of this rank, hidden]; last stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -201,12 +206,14 @@ class Decoder(GPTModel):
 def build_model(
     arch: Architecture, config: PolicyConfig, *, where: torch.device | None = None
 ) -> list[Decoder]:
-    """This rank's chunks of the model (one, but for interleaved pipelines), weights unset.
+    """Return this rank's chunks of the model, with uninitialized weights.
 
-    `where`: the meta device, to look at names and shapes alone; None for the policy's own."""
+    There is one chunk, except in interleaved pipelines. `where`: the meta device if only names and
+    shapes are needed, None for the policy's device.
+    """
     activation.use_in_megatron()
     with warnings.catch_warnings():
-        # About the default of a setting that nobody here has set.
+        # Megatron warns about the default of a setting that is not used here.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         megatron_config = transformer_config(arch, config)
     megatron_config.init_model_with_meta_device = where is not None
@@ -216,7 +223,7 @@ def build_model(
         chunks = [_build_chunk(arch, config, megatron_config, stage) for stage in stages]
     if where is None:
         for chunk in chunks:
-            _settle(chunk, arch)
+            _to_device(chunk, arch)
     return chunks
 
 
@@ -225,14 +232,14 @@ def _build_chunk(
 ) -> Decoder:
     first = get_transformer_layer_offset(megatron, vp_stage)
     layers = range(first, first + get_num_layers_to_build(megatron, vp_stage))
-    where = {"ignore_virtual": False, "vp_stage": vp_stage}
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = Decoder(
         config=megatron,
         transformer_layer_spec=block_spec(arch, config, layers),
         vocab_size=-(-arch.vocab_size // config.tensor_parallel) * config.tensor_parallel,
         max_sequence_length=arch.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
         parallel_output=True,
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
         position_embedding_type="rope",
@@ -243,24 +250,25 @@ def _build_chunk(
 
 
 def _accumulate_in_place(model: Decoder) -> None:
-    """Let Transformer Engine's linear layers add each micro-batch's gradient to the float32 buffer
-    as they compute it, not round it to bfloat16 first.
+    """Make Transformer Engine's linear layers add each micro-batch's gradient to the float32 buffer
+    directly, without rounding it to bfloat16 first.
 
-    That is Megatron's gradient_accumulation_fusion, which would have the output layer ask for
-    Apex's kernel, too: here that layer is a weight alone, whose gradient the head makes and the
-    data-parallel wrapper adds up as it does those of norms."""
+    Megatron's gradient_accumulation_fusion does the same, but also requires Apex's kernel for the
+    output layer. Here the output layer is never called: the head computes its weight's gradient,
+    and the data-parallel wrapper accumulates it like those of norms.
+    """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
 
 
-def _settle(model: Decoder, arch: Architecture) -> None:
-    """Onto the device, in one precision for all: torch's norms start in float32, and the
-    distributed optimizer mixes up its shards when a parameter group holds two; with the
-    frequencies of rope, of which Megatron's own scaling knows Llama 3.1's lengths alone (latent
-    attention turns by itself).
+def _to_device(model: Decoder, arch: Architecture) -> None:
+    """Move a chunk to the device in one precision, and set its rotary frequencies.
 
-    FP8 weights are there already, and are parameters of a kind that nobody else's `to` may touch.
+    One precision, because torch's norms start in float32, and the distributed optimizer mixes up
+    its shards if a parameter group has two dtypes. The frequencies are set because Megatron's own
+    scaling supports only the original length of Llama 3.1. FP8 weights are on the device already,
+    and moving or casting them would break them.
     """
     dtype = model.config.params_dtype
 
@@ -275,7 +283,7 @@ def _settle(model: Decoder, arch: Architecture) -> None:
 
 
 def place(chunk: Decoder) -> Place:
-    """Where this rank, and this chunk of its layers, stand in the layout."""
+    """Return the position of a chunk, and of this rank, in the layout."""
     return Place(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -302,22 +310,22 @@ def _rope_frequencies(arch: Architecture) -> Tensor:
 def _kept_share(rope: Rope, plain: Tensor) -> Tensor:
     """Return the share of each frequency that is kept, from 0 to 1."""
     if rope.kind == "llama3":
-        # In between, by the number of rotations within the original length.
+        # Interpolate by the number of rotations within the original length.
         turns = rope.original_max_positions * plain / (2 * math.pi)
         low, high = rope.low_freq_factor, rope.high_freq_factor
         return ((turns - low) / (high - low)).clamp(0.0, 1.0)
     if rope.kind == "yarn":
-        # In between, by the index of the frequency.
+        # Interpolate by the index of the frequency.
         first = max(math.floor(_index_of(rope, rope.beta_fast, len(plain))), 0)
         last = min(math.ceil(_index_of(rope, rope.beta_slow, len(plain))), 2 * len(plain) - 1)
-        places = torch.arange(len(plain), dtype=torch.float32)
-        return 1.0 - ((places - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+        indices = torch.arange(len(plain), dtype=torch.float32)
+        return 1.0 - ((indices - first) / (last - first or 0.001)).clamp(0.0, 1.0)
     return torch.zeros_like(plain)
 
 
 def _index_of(rope: Rope, turns: float, count: int) -> float:
-    """Return the index, among `count` frequencies, that rotates `turns` times within the original
-    length."""
+    """Return the index, among `count` frequencies, of the one that makes `turns` rotations within
+    the original length."""
     return (
         count * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / math.log(rope.theta)
     )

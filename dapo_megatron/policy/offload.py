@@ -1,12 +1,12 @@
-"""Parts of the policy leave the accelerator's memory while engines generate, and come back.
+"""Offload parts of the policy to host memory while engines generate, and reload them.
 
-What leaves are storages: they are copied to host memory and resized to nothing. Every tensor that
-lies in one (parameters, Megatron's views of its buffers, shards of the bridge) stays the object it
-was, and is valid again, bit by bit, once the storage has its size and its bytes back. On a CPU the
-same is done, host memory to host memory, so that it is tested.
+Storages are copied to host memory and resized to 0 bytes. Every tensor in such a storage
+(parameters, Megatron's views of its buffers, shards of the bridge) stays the same object, and has
+the same values, bit by bit, after the storage is resized and copied back. On a CPU the same copies
+are made within host memory, so that the tests cover this code.
 
-Megatron-core 0.16.1 has functions of its own for this. They leave the optimizer's float32 copies of
-weights where they are, make new tensors of its state each time, and pin host memory anew.
+Megatron-core 0.16.1 has its own functions for this. They do not offload the optimizer's float32
+copies of weights, create new tensors for its state each time, and pin host memory again each time.
 """
 
 from __future__ import annotations
@@ -22,105 +22,107 @@ from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.optimizer import device_tensors
 
 CHUNK_BYTES = 2**28
-"""Pinned memory comes in powers of two; in chunks of one, no more than one is wasted."""
+"""Size of a chunk of pinned memory: 256 MiB. torch rounds pinned allocations up to powers of two,
+and with chunks of this size at most one chunk is wasted."""
 ALIGNMENT_BYTES = 512
 
 
 class Offload:
-    """The storages of the parts named in policy.offload, here or away. Methods are idempotent."""
+    """The storages of the parts named in policy.offload. Methods are idempotent."""
 
     def __init__(self, parts: Sequence[str], chunks: Sequence[Any], optimizer: Any) -> None:
         self._parts = parts
         self._chunks = chunks
         self._optimizer = optimizer
         self._host = HostMemory()
-        self._kept: list[tuple[UntypedStorage, int]] = []
-        self._given_up: list[tuple[UntypedStorage, int]] = []
+        self._copied: list[tuple[UntypedStorage, int]] = []
+        self._dropped: list[tuple[UntypedStorage, int]] = []
 
     @property
-    def is_away(self) -> bool:
-        """Whether something is."""
-        return bool(self._kept or self._given_up)
+    def is_offloaded(self) -> bool:
+        """Whether any storage is offloaded."""
+        return bool(self._copied or self._dropped)
 
     @torch.no_grad()
-    def leave(self) -> None:
-        """Free the device's memory. Nothing may be computing with it."""
-        if self.is_away or not self._parts:
+    def offload(self) -> None:
+        """Copy weights and optimizer state to host memory, drop gradients, and free the device's
+        memory. No kernel may be using it."""
+        if self.is_offloaded or not self._parts:
             return
-        kept, given_up = self._storages()
-        self._host.keep(kept)
-        self._kept = [(storage, storage.nbytes()) for storage in kept]
-        self._given_up = [(storage, storage.nbytes()) for storage in given_up]
-        for storage in (*kept, *given_up):
+        copied, dropped = self._storages()
+        self._host.save(copied)
+        self._copied = [(storage, storage.nbytes()) for storage in copied]
+        self._dropped = [(storage, storage.nbytes()) for storage in dropped]
+        for storage in (*copied, *dropped):
             storage.resize_(0)
         if has_cuda():
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def come_back(self) -> None:
-        """As it was, to the last bit; gradients are zero."""
-        for storage, num_bytes in (*self._kept, *self._given_up):
+    def reload(self) -> None:
+        """Restore weights and optimizer state bit by bit. Gradients are zero."""
+        for storage, num_bytes in (*self._copied, *self._dropped):
             storage.resize_(num_bytes)
-        self._host.give_back([storage for storage, _ in self._kept])
-        for storage, _ in self._given_up:
+        self._host.restore([storage for storage, _ in self._copied])
+        for storage, _ in self._dropped:
             _bytes(storage).zero_()
-        self._kept, self._given_up = [], []
+        self._copied, self._dropped = [], []
 
     def _storages(self) -> tuple[list[UntypedStorage], list[UntypedStorage]]:
-        """Those to be kept and those to be given up, each once."""
+        """Return the storages to copy and the storages to drop, each once."""
         weights = _distinct(_weights(self._chunks))
         gradients = _distinct(_gradients(self._chunks))
-        known = weights.keys() | gradients.keys()
-        # Without copies of its own, the optimizer's parameters are parts of the model's.
+        model_storages = weights.keys() | gradients.keys()
+        # If the optimizer has no float32 copies, its parameters are views of the model's.
         state = {
-            where: storage
-            for where, storage in _distinct(device_tensors(self._optimizer)).items()
-            if where not in known
+            address: storage
+            for address, storage in _distinct(device_tensors(self._optimizer)).items()
+            if address not in model_storages
         }
-        kept = [*weights.values()] if "weights" in self._parts else []
-        kept += [*state.values()] if "optimizer" in self._parts else []
-        return kept, [*gradients.values()] if "gradients" in self._parts else []
+        copied = [*weights.values()] if "weights" in self._parts else []
+        copied += [*state.values()] if "optimizer" in self._parts else []
+        return copied, [*gradients.values()] if "gradients" in self._parts else []
 
 
 class HostMemory:
-    """Memory of the host for the bytes of storages, pinned where there is a GPU; it grows to what
-    is needed at once, is used again each time, and is never given back."""
+    """Host memory for the bytes of storages, pinned if there is a GPU. It grows as needed, is
+    reused by every `save`, and is never freed."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
-        """So far."""
+        """Bytes allocated so far."""
         return len(self._chunks) * CHUNK_BYTES
 
-    def keep(self, storages: Iterable[UntypedStorage]) -> None:
-        """Copy them here, in this order from the start of the memory."""
-        for ours, theirs in self._pairs(storages):
-            ours.copy_(theirs, non_blocking=True)
+    def save(self, storages: Iterable[UntypedStorage]) -> None:
+        """Copy storages to host memory, in this order from the start of the memory."""
+        for host, device_bytes in self._pairs(storages):
+            host.copy_(device_bytes, non_blocking=True)
         _wait_for_copies()
 
-    def give_back(self, storages: Iterable[UntypedStorage]) -> None:
-        """Copy what is here into storages of the sizes and in the order in which it came."""
-        for ours, theirs in self._pairs(storages):
-            theirs.copy_(ours, non_blocking=True)
+    def restore(self, storages: Iterable[UntypedStorage]) -> None:
+        """Copy saved bytes back. `storages` must have the sizes and order of the last `save`."""
+        for host, device_bytes in self._pairs(storages):
+            device_bytes.copy_(host, non_blocking=True)
         _wait_for_copies()
 
     def _pairs(self, storages: Iterable[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(bytes of this memory, bytes of a storage), of the same size."""
+        """Yield (bytes of host memory, bytes of a storage), uint8 tensors of the same size."""
         position = 0
         for storage in storages:
             position += -position % ALIGNMENT_BYTES
-            theirs, start = _bytes(storage), 0
-            while start < len(theirs):
+            device_bytes, start = _bytes(storage), 0
+            while start < len(device_bytes):
                 number, offset = divmod(position, CHUNK_BYTES)
                 if number == len(self._chunks):
                     chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=has_cuda())
                     self._chunks.append(chunk)
-                size = min(len(theirs) - start, CHUNK_BYTES - offset)
+                size = min(len(device_bytes) - start, CHUNK_BYTES - offset)
                 yield (
                     self._chunks[number][offset : offset + size],
-                    theirs[start : start + size],
+                    device_bytes[start : start + size],
                 )
                 start, position = start + size, position + size
 
@@ -135,9 +137,9 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """The storages that tensors on the device lie in, by address; what is already elsewhere for
-    good (optimizer.cpu_offload) is left there."""
-    storages = [one.untyped_storage() for one in tensors if one.device == device()]
+    """Return the storages of tensors on the policy's device, by address. Tensors that
+    optimizer.cpu_offload keeps in host memory are skipped."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == device()]
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
@@ -147,9 +149,9 @@ def _weights(chunks: Sequence[Any]) -> Iterator[Tensor]:
             yield buffer.param_data
         for parameter in chunk.module.parameters():
             if fp8.is_quantized(parameter):
-                yield from fp8.tensors_of(parameter)  # its scales are in no buffer
+                yield from fp8.tensors_of(parameter)  # scales are in no buffer
             elif not parameter.requires_grad:
-                yield parameter  # nor is what is not trained
+                yield parameter  # frozen parameters are in no buffer
 
 
 def _gradients(chunks: Sequence[Any]) -> Iterator[Tensor]:

@@ -1,8 +1,8 @@
-"""The optimizer: an AdamW chosen by `optimizer.kernels`, Megatron's distributed optimizer around
-it, and access to the state of both.
+"""The optimizer: an AdamW chosen by `optimizer.kernels` inside Megatron's distributed optimizer.
 
-On import Megatron-core 0.16.1 takes the first AdamW that is installed: Transformer Engine's, Apex's
-or torch's. Its choice is replaced while it makes the optimizer.
+Megatron-core 0.16.1 selects the first AdamW that is installed when it is imported: Transformer
+Engine's, Apex's or torch's. This choice is replaced while Megatron builds the optimizer. The second
+half of this file gives access to the state of AdamW and of the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -32,31 +32,36 @@ FUSED = {
     "transformer_engine": "transformer_engine.pytorch.optimizers",
     "apex": "apex.optimizers",
 }
-"""Where each has its FusedAdam, in the order in which `auto` looks for them."""
+"""Module of each FusedAdam, in the order in which `auto` tries them."""
 
 
 def kernels(config: OptimizerConfig) -> str:
-    """`transformer_engine`, `apex` or `torch`: what `auto` means here. Raises ConfigError."""
+    """Resolve `auto` and return `transformer_engine`, `apex` or `torch`.
+
+    Raises ConfigError if the configured kernels are not available.
+    """
     chosen: str = config.kernels
     if chosen == "auto":
         fused = [name for name in FUSED if has_cuda() and not _why_not(name)]
         chosen = fused[0] if fused else "torch"
     elif chosen != "torch" and (reason := _why_not(chosen)):
         raise ConfigError(
-            f"optimizer.kernels: {chosen}: {reason}; install it (docs/gpu_stack.md), or use auto"
+            f"optimizer.kernels: {chosen}: {reason}. Install it (docs/gpu_stack.md), or use auto"
         )
     return chosen
 
 
 def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
-    """AdamW over all parameters of the chunks (policy/data_parallel.py). Like the published runs,
-    weight decay spares none (Megatron's default would spare biases and norms), hence the empty
-    overrides. Raises ConfigError."""
+    """Build AdamW over all parameters of the chunks (policy/data_parallel.py).
+
+    As in the published runs, weight decay applies to all parameters. Megatron's default exempts
+    biases and norms, so the overrides are empty. Raises ConfigError.
+    """
     name = kernels(config.optimizer)
     is_exact = config.optimizer.moments == "float32"
     assert is_exact or name == "transformer_engine", "see plan/compatibility"
     overlap = chunks[0].ddp_config.overlap_param_gather
-    with _told(adam(name)), _host_copies():
+    with _use_adam(adam(name)), _host_copies():
         settings = _settings(config, overlap=overlap)
         return get_megatron_optimizer(
             settings, list(chunks), config_overrides={}, use_gloo_process_groups=False
@@ -64,15 +69,15 @@ def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
 
 
 def _settings(config: Config, *, overlap: bool) -> MegatronOptimizerConfig:
-    numbers, moments = config.optimizer, torch_dtype(config.optimizer.moments)
+    optimizer, moments = config.optimizer, torch_dtype(config.optimizer.moments)
     settings = MegatronOptimizerConfig(
         optimizer="adam",
-        lr=numbers.lr,
-        weight_decay=numbers.weight_decay,
-        adam_beta1=numbers.beta1,
-        adam_beta2=numbers.beta2,
-        adam_eps=numbers.eps,
-        clip_grad=numbers.clip_grad,
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad,
         bf16=config.policy.precision == "bfloat16",
         params_dtype=torch_dtype(config.policy.precision),
         use_distributed_optimizer=True,
@@ -81,24 +86,24 @@ def _settings(config: Config, *, overlap: bool) -> MegatronOptimizerConfig:
         use_precision_aware_optimizer=moments == torch.bfloat16,
         exp_avg_dtype=moments,
         exp_avg_sq_dtype=moments,
-        # A copy less the 16 bits that the weight has would save 2 bytes per weight; weights would
-        # then be rounded in another way than everywhere else.
+        # Storing only the 16 bits of each copy that the bfloat16 weight lacks would save 2 bytes
+        # per weight, but weights would then be rounded differently than everywhere else.
         store_param_remainders=False,
-        optimizer_cpu_offload=numbers.cpu_offload > 0,
-        optimizer_offload_fraction=numbers.cpu_offload,
+        optimizer_cpu_offload=optimizer.cpu_offload > 0,
+        optimizer_offload_fraction=optimizer.cpu_offload,
         overlap_cpu_optimizer_d2h_h2d=True,
         **fp8.optimizer_settings(config.policy),
     )
-    if numbers.cpu_offload:
-        # So that these copies, too, are in host memory. Told afterwards: at once, Megatron would
-        # ask for the version of Transformer Engine, which need not be there.
+    if optimizer.cpu_offload:
+        # Put the float32 copies into host memory, too. Set after construction, because the
+        # constructor would check the version of Transformer Engine, which may not be installed.
         settings.use_precision_aware_optimizer = True
         settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     return settings
 
 
 def adam(name: str) -> type[torch.optim.Optimizer]:
-    """The class behind a name that `kernels` gives."""
+    """Return the AdamW class of a name that `kernels` returned."""
     if name == "torch":
         return torch.optim.AdamW
     fused: type[torch.optim.Optimizer] = import_module(FUSED[name]).FusedAdam
@@ -106,35 +111,36 @@ def adam(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _why_not(name: str) -> str | None:
-    """Why a fused AdamW cannot be had here, or None."""
+    """Return why a fused AdamW is not available here, or None if it is."""
     if not has_cuda():
         return "needs an NVIDIA GPU"
     try:
         module = import_module(FUSED[name])
     except (ImportError, OSError) as error:
         return f"cannot be imported ({error})"
-    # What PyPI calls apex is a stranger's; NVIDIA's without its extensions has the name alone.
+    # The package `apex` on PyPI is not NVIDIA's. NVIDIA's, built without its extensions, has a
+    # FusedAdam that does not work.
     if not hasattr(module, "FusedAdam") or (name == "apex" and find_spec("amp_C") is None):
         return f"the installed {name} has no fused AdamW"
     return None
 
 
 @contextlib.contextmanager
-def _told(optimizer: type[torch.optim.Optimizer]) -> Iterator[None]:
-    """Megatron's names for the AdamW it uses stand for this one."""
+def _use_adam(optimizer: type[torch.optim.Optimizer]) -> Iterator[None]:
+    """Make Megatron use this AdamW class inside the context."""
     names: list[tuple[Any, str, Any]] = [
         (megatron, "Adam", optimizer),
         (megatron, "USING_PYTORCH_OPTIMIZER", optimizer is torch.optim.AdamW),
         (distrib_optimizer, "Adam", optimizer),
     ]
-    kept = [getattr(where, name) for where, name, _ in names]
-    for where, name, value in names:
-        setattr(where, name, value)
+    originals = [getattr(module, name) for module, name, _ in names]
+    for module, name, value in names:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for (where, name, _), value in zip(names, kept, strict=True):
-            setattr(where, name, value)
+        for (module, name, _), value in zip(names, originals, strict=True):
+            setattr(module, name, value)
 
 
 def _host_copies() -> contextlib.AbstractContextManager[Any]:
@@ -142,8 +148,11 @@ def _host_copies() -> contextlib.AbstractContextManager[Any]:
 
 
 class _HostCopies(TorchFunctionMode):
-    """On a CPU, Megatron's HybridDeviceOptimizer is to split parameters as on a GPU: all are there,
-    but for the copies that it makes by `cpu()`, and copies of those."""
+    """Makes Megatron's HybridDeviceOptimizer split parameters on a CPU as it does on a GPU.
+
+    Inside this mode `is_cuda` is True for all tensors, except for results of `cpu()` and copies of
+    these, which stand for host copies.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
@@ -160,7 +169,7 @@ class _HostCopies(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """The part of a parameter that this rank's optimizer updates."""
+    """Part of a parameter that this rank's optimizer updates: flat elements start ... stop - 1."""
 
     param: Tensor
     start: int
@@ -168,44 +177,45 @@ class _Owned:
     adam: torch.optim.Optimizer
     group: dict[str, Any]
     key: Tensor
-    """The parameter of `adam`, under which it keeps its state."""
+    """The tensor under which `adam` keeps its state."""
     copy: Tensor | None
-    """Float32 copy of the weight, where the model's is not float32."""
+    """The float32 copy of the weight, or None if the model's weight is used directly."""
 
     @property
     def counts_in_group(self) -> bool:
-        """Whether updates are counted per group (Transformer Engine, Apex) and not per parameter
-        (torch)."""
+        """Whether `adam` counts updates per group (Transformer Engine, Apex) instead of per
+        parameter (torch)."""
         return not isinstance(self.adam, torch.optim.AdamW)
 
 
 def _owned(optimizer: Any) -> Iterator[_Owned]:
-    for one in optimizer.chained_optimizers:
-        adams, inner = [one.optimizer], {}
-        if isinstance(one.optimizer, HybridDeviceOptimizer):
-            adams, inner = one.optimizer.sub_optimizers, one.optimizer.param_to_inner_param
-        homes = {
+    """Yield the parts of all parameters that this rank's optimizer updates."""
+    for part in optimizer.chained_optimizers:
+        adams, inner_of = [part.optimizer], {}
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            adams, inner_of = part.optimizer.sub_optimizers, part.optimizer.param_to_inner_param
+        adam_of_key = {
             id(key): (adam, group)
             for adam in adams
             for group in adam.param_groups
             for key in group["params"]
         }
-        for param, (number, order) in one.model_param_group_index_map.items():
-            main = one.optimizer.param_groups[number]["params"][order]
+        for param, (number, order) in part.model_param_group_index_map.items():
+            main = part.optimizer.param_groups[number]["params"][order]
             if main.numel():
-                key = inner.get(main, main)
-                adam, group = homes[id(key)]
-                where = one._get_model_param_range_map(param)["param"]
+                key = inner_of.get(main, main)
+                adam, group = adam_of_key[id(key)]
+                span = part._get_model_param_range_map(param)["param"]
                 copy = main if getattr(param, "main_param", None) is main else None
                 if key is not main:
                     copy = key
                 copy = adam.state[key].get("master_param", copy)
-                yield _Owned(param, where.start, where.end, adam, group, key, copy)
+                yield _Owned(param, span.start, span.end, adam, group, key, copy)
 
 
 def state_tensors(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return moments, step and float32 copy of each parameter slice that this rank's optimizer
-    owns, under the keys of a checkpoint file."""
+    """Return moments, step and float32 copy of each part that this rank's optimizer updates, under
+    the keys of a checkpoint file."""
     tensors: dict[str, Tensor] = {}
     names = {id(param): name for name, param in params.items()}
     for owned in _owned(optimizer):
@@ -214,38 +224,39 @@ def state_tensors(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Ten
         if owned.copy is not None:
             tensors[f"{key}/{MAIN}"] = owned.copy.data
         tensors.update({f"{key}/{field}": state[field] for field in MOMENTS})
-        counted = torch.tensor(float(owned.group.get("step", 0)))
-        tensors[f"{key}/{STEP}"] = counted if owned.counts_in_group else state["step"]
+        group_step = torch.tensor(float(owned.group.get("step", 0)))
+        tensors[f"{key}/{STEP}"] = group_step if owned.counts_in_group else state["step"]
     return tensors
 
 
 def init_state(optimizer: Any) -> None:
-    """Give AdamW the state that it would make in its first step, unless it has one."""
+    """Create the state that AdamW would create in its first step, unless it exists."""
     for owned in _owned(optimizer):
         state = owned.adam.state[owned.key]
         if any(field not in state for field in MOMENTS):
             _init_state_of(owned)
-    for one in optimizer.chained_optimizers:
-        if isinstance(one.optimizer, HybridDeviceOptimizer):
-            one.optimizer._sync_sub_optimizers_state_to_hdo()
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _init_state_of(owned: _Owned) -> None:
-    if hasattr(owned.adam, "initialize_state"):  # Transformer Engine's: moments may be in bfloat16
+    if hasattr(owned.adam, "initialize_state"):  # Transformer Engine; moments may be in bfloat16
         owned.adam.initialize_state(owned.key, store_param_remainders=False)
         return
     for field in MOMENTS:
         owned.adam.state[owned.key][field] = torch.zeros_like(owned.key)
     if not owned.counts_in_group:
-        # The fused AdamW wants its counter where the parameter is.
-        where = owned.key.device if owned.group.get("fused") else None
-        owned.adam.state[owned.key]["step"] = torch.tensor(0.0, device=where)
+        # torch's fused AdamW needs its step counter on the device of the parameter.
+        device = owned.key.device if owned.group.get("fused") else None
+        owned.adam.state[owned.key]["step"] = torch.tensor(0.0, device=device)
 
 
 def set_group_steps(
     optimizer: Any, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Set the number of updates from `state_tensors` that were read, where groups count it."""
+    """Set the number of updates of optimizers that count it per group. `tensors` are those of
+    `state_tensors`, read from a checkpoint."""
     names = {id(param): name for name, param in params.items()}
     for owned in _owned(optimizer):
         if owned.counts_in_group:
@@ -258,21 +269,22 @@ def _key(owned: _Owned, names: Mapping[int, str]) -> str:
 
 @torch.no_grad()
 def copy_to_main(optimizer: Any, values: Callable[[Tensor], Tensor]) -> None:
-    """Set the optimizer's float32 copies, if it has any, from `values(parameter)`."""
+    """Set the optimizer's float32 copies of weights, if any, from `values(parameter)`."""
     for owned in _owned(optimizer):
         if owned.copy is not None:
             owned.copy.copy_(values(owned.param).reshape(-1)[owned.start : owned.stop])
 
 
 def device_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Yield float32 copies of weights, moments and counters of what is updated on the device."""
-    for one in optimizer.chained_optimizers:
-        inner = one.optimizer
-        if isinstance(inner, HybridDeviceOptimizer):
-            inner = inner.gpu_optimizer
-        if inner is None:
+    """Yield the optimizer's parameters and state (float32 copies, moments, step counters), without
+    those that optimizer.cpu_offload keeps in host memory."""
+    for part in optimizer.chained_optimizers:
+        device_adam = part.optimizer
+        if isinstance(device_adam, HybridDeviceOptimizer):
+            device_adam = device_adam.gpu_optimizer
+        if device_adam is None:
             continue
-        for group in inner.param_groups:
+        for group in device_adam.param_groups:
             yield from group["params"]
-        for state in inner.state.values():
+        for state in device_adam.state.values():
             yield from filter(torch.is_tensor, state.values())

@@ -1,4 +1,4 @@
-"""MegatronPolicy: the Policy seam over one Megatron-core model with the distributed optimizer."""
+"""MegatronPolicy: protocols.Policy over a Megatron-core model with the distributed optimizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch
 
 
 class MegatronPolicy:
-    """See protocols.Policy. Needs torch.distributed; makes Megatron's process groups itself."""
+    """Implements protocols.Policy. Needs torch.distributed initialized, and creates Megatron's
+    process groups itself."""
 
     def __init__(self, config: Config, exchange: Exchange, plan: Planner) -> None:
         self._config = config
@@ -63,7 +64,7 @@ class MegatronPolicy:
             self._chunks = distribute(chunks, config.policy)
             self._optimizer = build_optimizer(config, self._chunks)
         self._memory = Offload(config.policy.offload, self._chunks, self._optimizer)
-        # What starting took of the random numbers, which differs from start to start, is forgotten.
+        # Reset the generator, because start-up draws a varying number of random numbers.
         torch.manual_seed(config.seed + exchange.rank)
         self._runner = Runner(
             self._chunks,
@@ -79,11 +80,11 @@ class MegatronPolicy:
             cp_size=config.policy.context_parallel,
         )
 
-    # ------------------------------------------------------------------ the seam
+    # ------------------------------------------------------------------ protocols.Policy
 
     def logprobs(self, batch: TokenBatch, temperature: float | None = None) -> LogProbs:
         """See protocols.Policy."""
-        self._assert_here()
+        self._assert_onloaded()
         micro = self._microbatches(batch)
         exact = torch.promote_types(torch_dtype(self._config.policy.precision), torch.float32)
         whole = torch.zeros(2, batch.tokens.numel(), device=self._device, dtype=exact)
@@ -91,11 +92,11 @@ class MegatronPolicy:
             self._train(False)
             results = self._runner.logprobs(micro, temperature)
             self._train(True)
-        if self._speaks():
-            for where, logp, entropy in results:
-                whole[0, where] = logp
-                whole[1, where] = entropy
-        # Each token is filled by exactly one rank, the others add zeros: a sum is a gather.
+        if self._is_output_rank():
+            for indices, logp, entropy in results:
+                whole[0, indices] = logp
+                whole[1, indices] = entropy
+        # Exactly one rank fills each token, the others have zeros: the all-reduce is a gather.
         dist.all_reduce(whole)
         whole = whole.cpu()
         return LogProbs(logprobs=whole[0], entropy=whole[1])
@@ -116,12 +117,12 @@ class MegatronPolicy:
         )
 
     def shards(self) -> list[Shard]:
-        """See protocols.Policy. (After an update or `offload`, `onload` comes before reading.)"""
+        """See protocols.Policy. After `update` or `offload`, call `onload` before reading them."""
         return self._shards_of(self._models())
 
     def rewrite(self, change: Callable[[Sequence[Shard]], None]) -> None:
         """See protocols.Policy."""
-        self._settle()
+        self._finish_update()
         values = fp8.Unrounded()
         with megatron_device():
             change(self._shards_of(self._models(), values))
@@ -129,13 +130,17 @@ class MegatronPolicy:
             copy_to_main(self._optimizer, values)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Every weight by HF name, whole, on every rank. For parity checks; collective."""
-        self._settle()
+        """Yield (HF name, complete tensor) of every weight on every rank, for parity checks.
+        Collective."""
+        self._finish_update()
         return gather_whole(self.shards(), self._exchange, self._device)
 
     def gradients(self, mini: TokenBatch, loss: LossFn) -> tuple[float, dict[str, Tensor]]:
-        """The mean loss of a mini-batch and its whole gradient by HF name, on every rank: reduced
-        over ranks, not clipped, and no step is taken. For parity checks; collective."""
+        """Return the mean loss of a mini-batch and its complete gradient by HF name on every rank.
+
+        The gradient is reduced over ranks and not clipped. No optimizer step is taken. For parity
+        checks. Collective.
+        """
         num_tokens = max(mini.num_loss_tokens, 1)
         with megatron_device():
             sums = self._accumulate(mini, loss, num_tokens)
@@ -147,7 +152,7 @@ class MegatronPolicy:
 
     def snapshot(self) -> Snapshot:
         """See protocols.Policy."""
-        self._settle()
+        self._finish_update()
         places = [place(model) for model in self._models()]
         return checkpoint.snapshot(
             self._exchange, self._named_parameters(), places, self._optimizer
@@ -155,7 +160,7 @@ class MegatronPolicy:
 
     def load(self, folder: Path) -> None:
         """See protocols.Policy."""
-        self._settle()
+        self._finish_update()
         checkpoint.load(
             folder,
             self._exchange,
@@ -167,7 +172,7 @@ class MegatronPolicy:
         )
         with megatron_device():
             fp8.quantize_from_main(self._optimizer, self._chunks)
-            # Where they overlap, quantised weights are ready for use at the end of a gather alone.
+            # With overlap, quantized weights can be used only after a gather.
             start_gathers(self._chunks)
         finish_gathers(self._chunks)
 
@@ -176,40 +181,43 @@ class MegatronPolicy:
         finish_gathers(self._chunks)
         if self._config.policy.offload:
             fp8.drop_cached_weights(self._models())
-        self._memory.leave()
+        self._memory.offload()
 
     def onload(self) -> None:
         """See protocols.Policy."""
-        self._memory.come_back()
+        self._memory.reload()
         finish_gathers(self._chunks)
 
     def close(self) -> None:
-        """Let go of the model and of Megatron's process groups: another policy may then be made.
+        """Free the model and destroy Megatron's process groups, so that another policy can be made.
 
-        Megatron's data-parallel wrapper hangs itself into the autograd graph and its experts keep
-        the last graph: a circle Python cannot see, so nothing would ever be freed."""
+        Megatron's data-parallel wrapper is referenced from the autograd graph, and its experts keep
+        the last graph. Python's garbage collector cannot see this cycle, so it is cut here.
+        """
         finish_gathers(self._chunks)
         for chunk in self._chunks:
             vars(chunk).clear()
         self._chunks.clear()
         destroy_parallel()
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ private
 
-    def _settle(self) -> None:
-        """Before weights are read or written: they are here, and those of the last update."""
-        self._assert_here()
+    def _finish_update(self) -> None:
+        """Assert that weights are on the device and wait for all gathers of the last update. Call
+        before weights are read or written."""
+        self._assert_onloaded()
         finish_gathers(self._chunks)
 
-    def _assert_here(self) -> None:
-        assert not self._memory.is_away, "the policy is offloaded: call onload() first"
+    def _assert_onloaded(self) -> None:
+        assert not self._memory.is_offloaded, "the policy is offloaded: call onload() first"
 
     def _models(self) -> list[Decoder]:
-        """The chunks without Megatron's wrapper."""
+        """Return this rank's chunks without Megatron's wrapper."""
         return [chunk.module for chunk in self._chunks]
 
     def _named_parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters; of several chunks, each under a name of its own."""
+        """Return this rank's parameters by Megatron name, with the chunk's number if there are
+        several."""
         models = self._models()
         return {
             f"chunk_{number}.{name}" if len(models) > 1 else name: parameter
@@ -220,7 +228,8 @@ class MegatronPolicy:
     def _shards_of(
         self, models: list[Decoder], value: Callable[[Any], Tensor] = lambda parameter: parameter
     ) -> list[Shard]:
-        """The slices this rank holds, of the parameters or of what `value` finds with each."""
+        """Return the shards of this rank's parameters, or of the tensor that `value` returns for
+        each parameter."""
         return [
             shard
             for model in models
@@ -235,69 +244,72 @@ class MegatronPolicy:
         plans = self._plan(batch.lengths.tolist(), parallel_state.get_data_parallel_world_size())
         plan = list(plans[parallel_state.get_data_parallel_rank()])
         if self._config.policy.virtual_pipeline_parallel:
-            # The interleaved schedule goes round the stages in whole turns.
+            # The interleaved schedule needs a multiple of the number of stages.
             plan += [[]] * (-len(plan) % self._config.policy.pipeline_parallel)
         return [make_rows(batch, sequences, self._rows, self._device) for sequences in plan]
 
     def _accumulate(
         self, mini: TokenBatch, loss: LossFn, num_tokens: int
     ) -> list[dict[str, Tensor]]:
-        """The gradient of the mini-batch into the buffers of all ranks."""
-        self._assert_here()
+        """Accumulate the gradient of the mini-batch in the gradient buffers of all ranks. Return
+        what Runner.gradients returns."""
+        self._assert_onloaded()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         balance = self._config.policy.moe_aux_loss / max(mini.num_sequences, 1)
         set_balance_scale(self._chunks, balance)
-        # A loss may abandon the mini-batch (`stoppable` in run/build.py): the reduction starts in
-        # the backward pass of the last micro-batch, after its loss, so nothing is under way then.
+        # A loss may abandon the mini-batch by raising (run/build.py). This is safe because the
+        # reduction of gradients starts in the backward pass of the last micro-batch, after its
+        # loss, so no collective is in flight when a loss raises.
         return self._runner.gradients(mini, self._microbatches(mini), loss, num_tokens)
 
     def _train(self, mode: bool) -> None:
         for chunk in self._chunks:
             chunk.train(mode)
 
-    def _speaks(self) -> bool:
-        """Whether this rank's outputs count: those of tensor-parallel rank 0, last stage."""
+    def _is_output_rank(self) -> bool:
+        """Return whether this rank's outputs are used: tensor-parallel rank 0 of the last stage."""
         return bool(
             parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
 
     def _means(self, sums: list[dict[str, Tensor]], num_tokens: int) -> dict[str, float]:
-        """Token means of the statistics over all micro-batches and ranks."""
+        """Return token means of the statistics over all micro-batches and ranks. Collective."""
         # Stages before the last have no sums and do not know their names.
-        everyones = self._exchange.all_gather(sorted(sums[0]) if sums else [], list[str])
-        names: list[str] = next(filter(None, everyones))
+        rank_names = self._exchange.all_gather(sorted(sums[0]) if sums else [], list[str])
+        names: list[str] = next(filter(None, rank_names))
         total = torch.zeros(len(names), dtype=torch.float64, device=self._device)
-        if self._speaks():
-            for one in sums:
-                total += torch.stack([one[name].double() for name in names])
+        if self._is_output_rank():
+            for micro_sums in sums:
+                total += torch.stack([micro_sums[name].double() for name in names])
         dist.all_reduce(total)
         return dict(zip(names, (total / num_tokens).tolist(), strict=True))
 
     def _clip(self, loss: float) -> float:
-        """Scale the gradient to norm clip_grad at most; its norm before. Raises Diverged."""
+        """Clip the gradient to norm optimizer.clip_grad. Return its norm before. Raises Diverged if
+        the norm or `loss` is not finite."""
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if not (math.isfinite(norm) and math.isfinite(loss)):
             raise Diverged(
-                f"loss {loss}, gradient norm {norm}: not finite; the optimizer step was not taken. "
-                "Look at the rollouts of this step in samples/, and at a smaller optimizer.lr"
+                f"loss {loss}, gradient norm {norm}: not finite. The optimizer step was not taken. "
+                "Look at the rollouts of this step in samples/, and try a smaller optimizer.lr"
             )
-        for one in self._optimizer.chained_optimizers:
-            parameters = one.get_parameters()
+        for part in self._optimizer.chained_optimizers:
+            parameters = part.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(
                     parameters,
                     self._config.optimizer.clip_grad,
                     norm,
-                    # Where AdamW holds the weights' float32 copies, gradients have another name.
-                    one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                    # If AdamW holds the float32 copies, gradients are in another attribute.
+                    part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
         return norm
 
 
 def _gradient(parameter: Any) -> Tensor:
-    """The reduced gradient of a parameter; zeros for one that is not trained."""
+    """Return the reduced gradient of a parameter, zeros if it is not trained."""
     return parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)

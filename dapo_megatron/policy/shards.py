@@ -13,9 +13,11 @@ from dapo_megatron.types import ConfigError, Piece, Shard
 
 
 def shards_of(params: Mapping[str, Tensor], arch: Architecture, place: Place) -> list[Shard]:
-    """The shards of one model chunk's parameters, real or meta, by their Megatron names.
+    """Return the shards of one model chunk, given its parameters by Megatron name.
 
-    Raises ConfigError naming a parameter that has no rule, is missing, or has another shape."""
+    Parameters may be on the meta device. Raises ConfigError naming a parameter that has no rule, is
+    missing, or has another shape.
+    """
     layouts = [layout_of(arch, place, fused=fused) for fused in (False, True)]
     slots = max(layouts, key=lambda layout: len(layout.keys() & params.keys()))
     for name in params:
@@ -39,28 +41,29 @@ def shards_of(params: Mapping[str, Tensor], arch: Architecture, place: Place) ->
 
 @dataclass(frozen=True, slots=True)
 class QuantizedShard(Shard):
-    """A piece of a parameter that keeps its values in another form, FP8 say, as a tensor class of
-    its own: `dequantize` gives them, as they are computed with. `view` is the whole parameter, of
-    which the piece is some `rows`."""
+    """A piece of a quantized parameter: a tensor subclass, FP8 for example, with `dequantize`.
+
+    `view` is the whole parameter, and the piece is its `rows`.
+    """
 
     rows: slice
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """The region, shaped as in the HF tensor: a copy, of the parameter as it is now."""
+        """Return a dequantized copy of the region's current values, shaped as in the HF tensor."""
         return self.view.dequantize()[self.rows].reshape(self.piece.region.shape)
 
     def write(self, value: Tensor) -> None:
-        """Refused: a parameter is quantised as one, and piece by piece would round what is there
-        again and again. Its owner has another place to write into (protocols.Policy.rewrite)."""
+        """Raise TypeError. A parameter is quantized as a whole, so writing one piece would round
+        the other pieces again. Use protocols.Policy.rewrite."""
         raise TypeError(
-            f"{self.piece.name}: a quantised parameter cannot be written piece by piece"
+            f"{self.piece.name}: a quantized parameter cannot be written piece by piece"
         )
 
 
 def shard_of(piece: Piece, parameter: Tensor, rows: slice) -> Shard:
-    """The shard of a parameter's `rows`, whatever form it keeps its values in."""
+    """Return the shard of a parameter's `rows`, quantized or not."""
     if type(parameter) in (Tensor, torch.nn.Parameter):
         return Shard(piece, parameter.detach()[rows])
-    # Not detached: that could be a copy of what it is at the moment.
+    # Not detached, because detach of a tensor subclass may return a copy.
     return QuantizedShard(piece, parameter, rows)

@@ -1,9 +1,9 @@
-"""The modules of each layer: Transformer Engine's, or Megatron's own with the attention and norm
-defined here. Both have the router in moe.py.
+"""The modules of each layer: Transformer Engine's, or Megatron's with our attention and norm.
 
-Transformer Engine fuses the norm before a linear layer into it, attends over packed sequences and
-context-parallel ranks itself, and computes a rank's experts in one grouped matrix product. Latent
-attention is built only of Megatron's own layers (policy/attention.py).
+Both use the router in moe.py. Transformer Engine fuses the norm before a linear layer into that
+layer, supports packed sequences and context parallelism in its attention, and computes a rank's
+experts in one grouped GEMM. Latent attention is always built from Megatron's own layers
+(policy/attention.py).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from dapo_megatron.policy.moe import BiasedRouter, ExpertLayer, Router
 def block_spec(
     arch: Architecture, config: PolicyConfig, layers: Iterable[int]
 ) -> TransformerBlockSubmodules:
-    """Return the spec of layers, given by their numbers in the model, and of the final norm."""
+    """Return the spec of a chunk: `layers`, by their numbers in the model, and the final norm."""
     norm: Any = RMSNorm
     if kernels(config, arch) == "transformer_engine":
-        # Without the package this name is a placeholder.
+        # Imported here because the name is a placeholder if the package is not installed.
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
@@ -44,7 +44,7 @@ def block_spec(
 
 
 def layer_spec(arch: Architecture, config: PolicyConfig, number: int) -> ModuleSpec:
-    """Return the spec of a layer, given by its number in the model."""
+    """Return the spec of the layer with this number in the model."""
     num_experts = arch.num_experts if arch.has_experts(number) else None
     fused = kernels(config, arch) == "transformer_engine"
     spec = _fused(arch, num_experts) if fused else _local(arch, num_experts)
@@ -76,23 +76,24 @@ def _local(arch: Architecture, num_experts: int | None) -> ModuleSpec:
     return spec
 
 
-def _experts(theirs: Any, arch: Architecture) -> ModuleSpec:
-    # Megatron-core 0.16 has its layer in a spec, 0.19 in a partial.
-    parts = theirs.keywords["submodules"] if isinstance(theirs, partial) else theirs.submodules
-    parts.router = partial(Router, normalize_topk=arch.normalize_topk)
+def _experts(mlp: Any, arch: Architecture) -> ModuleSpec:
+    """Return Megatron's expert layer `mlp` with our layer class and router."""
+    # Megatron-core 0.16 puts the layer into a spec, 0.19 into a partial.
+    submodules = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    submodules.router = partial(Router, normalize_topk=arch.normalize_topk)
     if arch.grouped_routing:
-        parts.router = partial(
+        submodules.router = partial(
             BiasedRouter, normalize_topk=arch.normalize_topk, scoring=arch.grouped_routing
         )
-    return ModuleSpec(module=ExpertLayer, submodules=parts)
+    return ModuleSpec(module=ExpertLayer, submodules=submodules)
 
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension (arXiv 1910.07467).
 
-    Megatron's wrapper of torch's norms refuses sequence parallelism, because each rank then sees
-    only some tokens and nothing would add up the gradients of its weight. The mark on the weight
-    makes Megatron add them.
+    Megatron's wrapper of torch's norms rejects sequence parallelism: each rank sees only some
+    tokens, and nothing would sum the weight's gradients. Here the `sequence_parallel` attribute of
+    the weight makes Megatron sum them.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:

@@ -1,14 +1,14 @@
-"""Micro-batches: laid out as rows, run through Megatron's schedules, divided once.
+"""Micro-batches: lay them out as rows, run them through Megatron's schedules, divide the loss once.
 
-Every sequence gets a segment, its length rounded up. Packed, the segments lie end to end in one
-row. Padded, each is as long as the longest and is a row. With context parallelism of C ranks a
-segment is cut into 2 C equal chunks, of which rank r takes chunks r and 2 C - 1 - r, so that the
-work of a causal mask is equal.
+Every sequence gets a segment, its length rounded up. In a packed layout the segments lie end to end
+in one row. In a padded layout each segment is as long as the longest, and is a row. With context
+parallelism of C ranks a segment is cut into 2 C equal chunks, and rank r takes chunks r and
+2 C - 1 - r, which balances the work of the causal mask.
 
-Only `Runner` may scale the loss: no rank, micro-batch count or data-parallel size does. With N the
-loss tokens of the whole mini-batch (all ranks, all micro-batches), each micro-batch contributes
-sum(loss) / N. The schedule adds (calculate_per_token_loss), data- and context-parallel ranks add
-(gradient scaling factor 1), and nothing else divides. So the gradient is that of
+Only `Runner` scales the loss. Let N be the number of loss tokens of the whole mini-batch (all
+ranks, all micro-batches). Each micro-batch contributes sum(loss) / N. The schedule adds
+micro-batches (calculate_per_token_loss), data- and context-parallel ranks add (gradient scaling
+factor 1), and nothing else divides. So the gradient is that of
 
     1/N * sum over all loss tokens   (arXiv 2503.14476 eq. 8 with one global token mean)
 
@@ -45,7 +45,7 @@ from dapo_megatron.types import MicroTokens, TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Shape of rows. `dapo_megatron.plan.layout` explains the two multiples."""
+    """Shape of rows. dapo_megatron/plan/layout.py explains the two multiples."""
 
     packed: bool
     sequence_multiple: int
@@ -78,19 +78,22 @@ class Rows:
 def make_rows(
     batch: TokenBatch, sequences: Sequence[int], shape: RowShape, device: torch.device
 ) -> Rows:
-    """Lay out sequences. Without any, make a row of padding, so that this rank enters every
-    collective of the forward and backward pass. Otherwise the others would wait forever."""
+    """Lay out sequences of a batch as rows.
+
+    Without sequences, return a row of padding, so that this rank takes part in every collective of
+    the forward and backward pass. Otherwise the other ranks would hang.
+    """
     lengths = batch.lengths[list(sequences)] if sequences else torch.tensor([0])
     starts = (batch.lengths.cumsum(0) - batch.lengths)[list(sequences)] if sequences else lengths
     segments = _segments(lengths, shape)
-    number = torch.arange(len(segments)).repeat_interleave(segments)
+    sequence = torch.arange(len(segments)).repeat_interleave(segments)
     bounds = torch.nn.functional.pad(segments.cumsum(0), (1, 0))
-    position = torch.arange(int(bounds[-1])) - bounds[number]
-    mine = _on_this_rank(position, segments[number], shape)
-    number, position = number[mine], position[mine]
-    real = position < lengths[number]
-    last = position >= lengths[number] - 1
-    source = starts[number] + position
+    position = torch.arange(int(bounds[-1])) - bounds[sequence]
+    is_local = _on_this_rank(position, segments[sequence], shape)
+    sequence, position = sequence[is_local], position[is_local]
+    real = position < lengths[sequence]
+    last = position >= lengths[sequence] - 1
+    source = starts[sequence] + position
     predicts = torch.where(real & ~last, source + 1, -1)
     tokens = torch.where(real, batch.tokens[torch.where(real, source, 0)], 0)
     targets = batch.tokens[predicts.clamp(min=0)]
@@ -104,13 +107,13 @@ def make_rows(
         positions=as_rows(position),
         targets=as_rows(targets),
         predicts=as_rows(predicts),
-        sequences=as_rows(torch.where(real, number, -1)),
+        sequences=as_rows(torch.where(real, sequence, -1)),
         packed=_packed(bounds, device) if shape.packed else None,
     )
 
 
 def _segments(lengths: Tensor, shape: RowShape) -> Tensor:
-    """Return the tokens of each segment, including padding."""
+    """Return the length of each segment in tokens, padding included."""
     if not shape.packed:
         longest = round_up(max(int(lengths.max()), 1), shape.row_multiple)
         return torch.full_like(lengths, longest)
@@ -121,6 +124,7 @@ def _segments(lengths: Tensor, shape: RowShape) -> Tensor:
 
 
 def _on_this_rank(position: Tensor, segment: Tensor, shape: RowShape) -> Tensor:
+    """Return a mask of the tokens in this rank's chunks, given positions and segment lengths."""
     if shape.cp_size == 1:
         return torch.ones_like(position, dtype=torch.bool)
     chunk = position // (segment // (2 * shape.cp_size))
@@ -134,9 +138,9 @@ def _packed(bounds: Tensor, device: torch.device) -> PackedSeqParams:
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
-        # Transformer Engine asks for these under context parallelism. Passing the same tensor
-        # tells it that there is no padding between segments. A segment's own padding comes last,
-        # where no real token attends to it.
+        # Transformer Engine requires these under context parallelism. Passing the same tensor means
+        # that there is no padding between segments. The padding inside a segment comes last, where
+        # no real token attends to it.
         cu_seqlens_q_padded=cumulative,
         cu_seqlens_kv_padded=cumulative,
         max_seqlen_q=longest,
@@ -149,12 +153,12 @@ Output = Callable[[Rows, Any, Tensor], tuple[Tensor, Any]]
 
 
 def loss_inputs(batch: TokenBatch, scored_n: Tensor) -> MicroTokens:
-    """The loss's inputs for the tokens at `scored_n` of the batch, each [n]."""
+    """Return the inputs of the loss for the tokens at indices `scored_n` of the batch, each [n]."""
     assert batch.old_logprobs is not None
-    where = scored_n.cpu()
+    indices = scored_n.cpu()
 
     def pick(flat: Tensor) -> Tensor:
-        return flat[where].to(scored_n.device)
+        return flat[indices].to(scored_n.device)
 
     return MicroTokens(
         old_logprobs=pick(batch.old_logprobs),
@@ -166,8 +170,10 @@ def loss_inputs(batch: TokenBatch, scored_n: Tensor) -> MicroTokens:
 
 
 class Runner:
-    """Runs micro-batches of a rank's model chunks, each a Decoder inside Megatron's data-parallel
-    wrapper, through the schedule that fits the layout."""
+    """Runs micro-batches through this rank's model chunks, with Megatron's schedule for the layout.
+
+    Each chunk is a Decoder inside Megatron's data-parallel wrapper.
+    """
 
     def __init__(
         self, chunks: Sequence[Any], *, temperature: float, vocab: int, head: Head = "torch"
@@ -184,8 +190,10 @@ class Runner:
     def logprobs(
         self, micro: Sequence[Rows], temperature: float | None = None
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(place in the batch, log-prob, entropy) of each micro-batch's tokens, each [n]; on the
-        last pipeline stage, an empty list elsewhere. Temperature None: that of training."""
+        """Return (index in the batch, log-prob, entropy) of each micro-batch's tokens, each [n].
+
+        The list is empty except on the last pipeline stage. Temperature None: that of rollouts.
+        """
         temperature = temperature or self._temperature
 
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
@@ -195,8 +203,8 @@ class Runner:
 
         with torch.no_grad():
             if self._needs_scales:
-                # Delayed scaling begins with 1 for all: what comes of it gives rough scales, and
-                # what comes of those good ones.
+                # Scales of delayed scaling start at 1. A first pass gives rough scales, and a
+                # second pass, computed with these, gives good ones.
                 for _ in range(2):
                     self._run(micro, output, forward_only=True)
                     fp8.update_scales()
@@ -206,12 +214,15 @@ class Runner:
     def gradients(
         self, batch: TokenBatch, micro: Sequence[Rows], loss: LossFn, num_tokens: int
     ) -> list[dict[str, Tensor]]:
-        """Accumulate the gradient of the mini-batch's mean loss; sums of each micro-batch's
-        statistics on the last pipeline stage."""
+        """Accumulate the gradient of the mini-batch's mean loss.
+
+        Returns the sums of each micro-batch's statistics on the last pipeline stage, an empty list
+        on others.
+        """
         in_loss = batch.loss_mask.to(micro[0].predicts.device)
 
         def output(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Any]:
-            # Prompts and padding need no log-prob: the head is the dearest layer of small models.
+            # Prompts and padding need no log-prob. The head is the costliest layer of small models.
             scored = (rows.predicts >= 0) & in_loss[rows.predicts.clamp(min=0)]
             logp, entropy = self._head(hidden, rows, scored, model, self._temperature)
             result = loss(logp, loss_inputs(batch, rows.predicts[scored]))
@@ -226,12 +237,15 @@ class Runner:
     def _head(
         self, hidden: Tensor, rows: Rows, scored: Tensor, model: Any, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy [n] of the tokens that the `scored` positions predict."""
+        """Return log-prob and entropy of the tokens that the `scored` positions predict, each [n].
+
+        `hidden` is [L, B, H], or with sequence parallelism this rank's part of L.
+        """
         if model.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden).transpose(0, 1)
         else:
-            # Transposed first: backward, Megatron adds up a contiguous copy of the gradient, and
-            # where that is not the gradient itself, drops the sum.
+            # Transposed first, because Megatron's backward sums a contiguous copy of the gradient.
+            # If the gradient is not contiguous, the sum is lost.
             hidden = copy_to_tensor_model_parallel_region(hidden.transpose(0, 1).contiguous())
         weight = model.head_weight
         first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
@@ -247,21 +261,22 @@ class Runner:
         )
 
     def _run(self, micro: Sequence[Rows], output: Output, *, forward_only: bool) -> list[Any]:
-        def forward(rows: Iterator[Rows], chunk: Any) -> tuple[Tensor, Any]:
-            one = next(rows)
+        def forward(iterator: Iterator[Rows], chunk: Any) -> tuple[Tensor, Any]:
+            rows = next(iterator)
             hidden = chunk(
-                one.tokens,
-                one.positions,
+                rows.tokens,
+                rows.positions,
                 attention_mask=None,
-                packed_seq_params=one.packed,
-                # What the mask is really used for: policy/moe.py.
-                padding_mask=one.sequences if self._has_experts else None,
+                packed_seq_params=rows.packed,
+                # Carries sequence numbers to the router (policy/moe.py), not a mask.
+                padding_mask=rows.sequences if self._has_experts else None,
             )
-            return hidden, partial(finish, one, chunk.module)
+            return hidden, partial(finish, rows, chunk.module)
 
         def finish(rows: Rows, model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             value, results = output(rows, model, hidden)
-            # Megatron adds up tokens in between; `_finalize_without_division` does not look.
+            # Megatron sums the second value as a token count. `_finalize_without_division`
+            # ignores it.
             return value, torch.zeros((), dtype=torch.int, device=hidden.device), results
 
         schedule = get_forward_backward_func()
@@ -271,7 +286,7 @@ class Runner:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._chunks,
             num_microbatches=len(micro),
-            # Of no effect where stages tell each other the shape of what they send.
+            # Ignored if stages send each other the shape (variable_seq_lengths).
             seq_length=micro[0].tokens.shape[1],
             micro_batch_size=micro[0].tokens.shape[0],
             forward_only=forward_only,
@@ -279,5 +294,5 @@ class Runner:
 
 
 def _finalize_without_division(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients over ranks, without its own division by tokens."""
+    """Reduce gradients over ranks as Megatron does, without its division by tokens."""
     finalize_model_grads(model, None, **kwargs)

@@ -1,15 +1,15 @@
 """Log-probs and entropy from hidden states, with the vocabulary sharded over tensor-parallel ranks.
 
-One function serves the old log-probs and the loss, so both see the same arithmetic. The logits are
-never whole: a tile of them is computed, reduced, and overwritten by the next; the backward computes
-each tile once more. The outer loop runs over the vocabulary, so the gradient of a weight row is one
-matmul and is rounded once, whatever the dtype; the inner one, on a GPU, over blocks of tokens, so
-that a tile is read from the cache that the matmul has just written it to.
+One function computes the old log-probs and those in the loss, so both have the same arithmetic. The
+whole matrix of logits is never in memory: a tile is computed, reduced, and overwritten by the next.
+The backward pass computes each tile again. The outer loop runs over the vocabulary, so the gradient
+of a weight row is one matmul and is rounded once. On a GPU the inner loop runs over blocks of
+tokens, so that a tile is still in the cache when it is reduced.
 
-On a GPU bfloat16 matmuls put out their float32 sums as they are; on CPU, where torch has no such
-matmul, logits and the parts of the hidden states' gradient are rounded to bfloat16 first.
+On a GPU bfloat16 matmuls return their float32 sums unrounded. On a CPU torch has no such matmul, so
+logits and partial gradients of the hidden states are rounded to bfloat16 first.
 
-What reduces a tile is the `head`: torch's operations (below) or Triton kernels (head_kernels.py).
+The `head` reduces tiles: torch's operations (below) or Triton kernels (head_kernels.py).
 
 Shape letters: T tokens, H hidden size, V vocabulary entries of this rank, E entries and B tokens of
 one tile.
@@ -30,28 +30,32 @@ from dapo_megatron.cluster.collectives import all_reduce
 Head = Literal["torch", "triton"]
 
 TILE_BYTES = 32 * 2**20
-"""Of a tile's logits in float32: small enough for the last cache of a CPU or an H100 (50 MB), large
-enough for a matmul to fill either."""
+"""Size of a tile's logits in float32. It fits in the last-level cache of a CPU or an H100 (50 MB),
+and is large enough for an efficient matmul on both."""
 MIN_TILE_ENTRIES = 256
-"""A narrower tile would starve its matmuls; where T is so large, hidden states are larger still."""
+"""Minimum width of a tile. Matmuls of narrower tiles are slow, and with so many tokens the hidden
+states take more memory than the tile."""
 WIDE_TILE_ENTRIES = 4096
-"""On a GPU: each tile adds to the gradient of all hidden states, in float32; with fewer entries
-that pass over memory would take longer than the matmul it ends."""
+"""Preferred width on a GPU. Each tile is added to the float32 gradient of all hidden states. With
+narrower tiles this pass over memory would take longer than the matmul."""
 ERROR_BYTES = 256 * 2**20
-"""Bound of what a GPU keeps of one vocabulary tile for all tokens, in bfloat16, for the backward's
-matmuls: narrower tiles beyond 32,768 tokens."""
+"""Maximum size of the errors of one vocabulary tile for all tokens (bfloat16), which a GPU keeps
+for the matmuls of the backward pass. Above 32,768 tokens, tiles are narrower because of it."""
 
 
 class Reductions(Protocol):
-    """What a head does with a tile. `targets_B` count from the rank's first entry, as `start` does,
-    the tile's; one outside the tile belongs to another. Logits are float32 (float64 for torch's),
-    not yet divided by the temperature, and may be overwritten."""
+    """Operations of a head on a tile.
+
+    `targets_B` and the tile's first entry `start` count from the rank's first vocabulary entry.
+    Targets may lie outside the tile. Logits are float32 (or float64, for torch's operations only),
+    not yet divided by the temperature, and may be overwritten.
+    """
 
     def fold(
         self, logits_BE: Tensor, targets_B: Tensor, start: int, temperature: float, sums_4B: Tensor
     ) -> None:
-        """Take the tile into the running sums: highest logit so far, sum of exp(x - highest), sum
-        of exp(x - highest) * (x - highest), and the target's logit x."""
+        """Update the running sums, where x = logit / temperature: highest x so far, sum of
+        exp(x - highest), sum of exp(x - highest) * (x - highest), and x of the target."""
         ...
 
     def error(
@@ -63,7 +67,7 @@ class Reductions(Protocol):
         log_z_B: Tensor,
         error_BE: Tensor,
     ) -> None:
-        """exp(x - log_z) - [target], in the dtype of `error_BE`, which may be the logits."""
+        """Write exp(x - log_z) - [target] to `error_BE`, in its dtype. It may alias the logits."""
         ...
 
 
@@ -78,16 +82,18 @@ def linear_logprobs(
     group: dist.ProcessGroup | None,
     head: Head | Reductions = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Natural log-prob of each target, and the entropy of each distribution, of the logits
-    `hidden @ weight.T / temperature`; both [T], float32 (float64 for float64 hidden states).
+    """Return the log-prob of each target and the entropy of each distribution, in nats.
 
-    `weight_VH` are this rank's rows of the output layer, in the dtype of `hidden_TH`. The first
-    `num_entries` are real (none if it is not positive), the rest pads the vocabulary and has
-    probability 0; row 0 is entry `first_entry` of the vocabulary. Every rank of `group`, the
-    tensor-parallel ranks or None, has the same hidden states and targets; T may be 0.
+    The logits are `hidden @ weight.T / temperature`. Both results are [T], float32 (float64 for
+    float64 hidden states).
 
-    Gradients flow through the log-probs alone. That of the hidden states is this rank's part: the
-    caller adds the parts of all ranks. That of a padding row is 0.
+    `weight_VH` are this rank's rows of the output layer, in the dtype of `hidden_TH`. Row 0 is
+    entry `first_entry` of the vocabulary. The first `num_entries` rows are real (none if it is not
+    positive). The others pad the vocabulary and have probability 0. `group`: the tensor-parallel
+    ranks or None. All of them have the same hidden states and targets. T may be 0.
+
+    Gradients flow only through the log-probs. The gradient of the hidden states is this rank's
+    summand: the caller adds those of all ranks. The gradient of a padding row is 0.
     """
     logp_T, entropy_T = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden_TH,
@@ -102,7 +108,8 @@ def linear_logprobs(
 
 
 def reductions(head: Head) -> Reductions:
-    """Return what `policy.logprob_head` names. plan/compatibility has refused what cannot run."""
+    """Return the reductions of policy.logprob_head. plan/compatibility has refused heads that
+    cannot run."""
     if head == "torch":
         return _WithTorch()
     kernels: Reductions = import_module("dapo_megatron.policy.head_kernels").WithTriton()
@@ -123,7 +130,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = _wide(hidden_TH)
         sums_4T = torch.zeros(4, len(local_T), dtype=dtype, device=hidden_TH.device)
-        # Finite, so that (top - new top) * 0 is 0 before the first tile and on ranks without one.
+        # Finite, so that (top - new top) * 0 is 0 before the first tile and on ranks without tiles.
         sums_4T[0] = torch.finfo(dtype).min
         product, wide = _Memory(hidden_TH), _Memory(hidden_TH, dtype)
         block, width = _tile_shape(hidden_TH)
@@ -149,33 +156,33 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, local_T, log_z_T = ctx.saved_tensors
-        # d log-prob / d logit = ([target] - p) / temperature. The token's own factor is applied to
-        # what has H columns; the tiles hold p - [target].
+        # d log-prob / d logit = ([target] - p) / temperature. Tiles hold p - [target]. The factor
+        # -grad / temperature of each token is applied to matrices of H columns, which are smaller.
         factor_T1 = (-grad_T / ctx.temperature)[:, None]
         scaled_TH = (hidden_TH * factor_T1).to(hidden_TH.dtype)
         grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=_wide(hidden_TH))
         grad_weight_VH = torch.empty_like(weight_VH)
         grad_weight_VH[ctx.num_entries :] = 0.0
         errors, wide = _Memory(hidden_TH), _Memory(hidden_TH, _wide(hidden_TH))
-        part = _Memory(hidden_TH)
+        partial = _Memory(hidden_TH)
         block, width = _tile_shape(hidden_TH)
         for entries in _slices(ctx.num_entries, width):
             rows_EH = weight_VH[entries]
             error_TE = errors.of(len(local_T), len(rows_EH))
             for tokens in _slices(len(local_T), block):
                 error_BE = error_TE[tokens]
-                # Its place takes the product first.
+                # The memory of the errors holds the product of the matmul first.
                 logits_BE = _logits(hidden_TH[tokens], rows_EH, error_BE, wide)
                 tile = (logits_BE, local_T[tokens], entries.start, ctx.temperature)
                 ctx.reduce.error(*tile, log_z_T[tokens], error_BE)
-            _add_product(grad_hidden_TH, error_TE, rows_EH, part)
+            _add_product(grad_hidden_TH, error_TE, rows_EH, partial)
             torch.mm(error_TE.t(), scaled_TH, out=grad_weight_VH[entries])
         grad_hidden_TH *= factor_T1
         return grad_hidden_TH.to(hidden_TH.dtype), grad_weight_VH, *[None] * 5
 
 
 class _WithTorch:
-    """Reductions in torch's operations."""
+    """Implements Reductions with torch's operations."""
 
     def __init__(self) -> None:
         self._exp: _Memory | None = None
@@ -186,8 +193,8 @@ class _WithTorch:
         """See Reductions."""
         _divide(logits_BE, temperature)
         top_B, total_B, weighted_B, target_B = sums_4B
-        index_B1, is_mine_B1 = _find(targets_B, start, logits_BE)
-        target_B += (logits_BE.gather(1, index_B1) * is_mine_B1).squeeze(1)
+        index_B1, is_in_tile_B1 = _target_columns(targets_B, start, logits_BE)
+        target_B += (logits_BE.gather(1, index_B1) * is_in_tile_B1).squeeze(1)
         _rescale(sums_4B, torch.maximum(top_B, logits_BE.amax(1)))
         logits_BE -= top_B[:, None]
         self._exp = self._exp or _Memory(logits_BE)
@@ -207,8 +214,8 @@ class _WithTorch:
         """See Reductions."""
         _divide(logits_BE, temperature)
         logits_BE.sub_(log_z_B[:, None]).exp_()
-        index_B1, is_mine_B1 = _find(targets_B, start, logits_BE)
-        logits_BE.scatter_add_(1, index_B1, -is_mine_B1.to(logits_BE.dtype))
+        index_B1, is_in_tile_B1 = _target_columns(targets_B, start, logits_BE)
+        logits_BE.scatter_add_(1, index_B1, -is_in_tile_B1.to(logits_BE.dtype))
         if logits_BE.data_ptr() != error_BE.data_ptr():
             error_BE.copy_(logits_BE)
 
@@ -217,12 +224,13 @@ class _WithTorch:
 
 
 def _wide(hidden_TH: Tensor) -> torch.dtype:
-    """The dtype of everything but the matmuls' factors."""
+    """Return the dtype of sums and results: float32, or float64 for float64 hidden states. Only the
+    factors of matmuls have the dtype of the hidden states."""
     return torch.promote_types(hidden_TH.dtype, torch.float32)
 
 
 def _tile_shape(hidden_TH: Tensor) -> tuple[int, int]:
-    """(tokens, entries) of a tile, at most; both positive."""
+    """Return the maximum (tokens, entries) of a tile, both positive."""
     num_tokens = max(len(hidden_TH), 1)
     entries = TILE_BYTES // (4 * num_tokens)
     if not hidden_TH.is_cuda:
@@ -238,25 +246,27 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 class _Memory:
-    """Room for one tile after the other: pages that are touched for the first time cost more than
-    the softmax."""
+    """Memory that is reused for all tiles. Touching new pages costs more time than the softmax."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype | None = None) -> None:
         self._memory = like.new_empty(0, dtype=dtype or like.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what it gives."""
+        """Dtype of the tensors that `of` returns."""
         return self._memory.dtype
 
     def of(self, num_rows: int, num_columns: int) -> Tensor:
-        """A tensor of this shape; it takes the place of the one before."""
+        """Return a tensor of this shape. It overwrites the one returned before."""
         return self._memory.resize_(num_rows, num_columns)
 
 
 def _logits(hidden_BH: Tensor, rows_EH: Tensor, product: _Memory | Tensor, wide: _Memory) -> Tensor:
-    """`hidden @ rows.T` in the dtype of `wide`. Where that is the factors' too, it is in `product`,
-    else in `wide`, and `product`, on CPU, has it in the dtype of the factors."""
+    """Return `hidden @ rows.T` in the dtype of `wide`.
+
+    The result is in the memory of `product` if the factors have the same dtype, else in `wide`. In
+    the second case `product` is overwritten on CPU by the rounded product.
+    """
     shape = len(hidden_BH), len(rows_EH)
     if hidden_BH.is_cuda and wide.dtype != hidden_BH.dtype:
         wide_BE = wide.of(*shape)
@@ -266,14 +276,14 @@ def _logits(hidden_BH: Tensor, rows_EH: Tensor, product: _Memory | Tensor, wide:
     return product_BE if wide.dtype == product_BE.dtype else wide.of(*shape).copy_(product_BE)
 
 
-def _add_product(sum_TH: Tensor, error_TE: Tensor, rows_EH: Tensor, part: _Memory) -> None:
-    """`sum += error @ rows`, in the dtype of the sum."""
+def _add_product(sum_TH: Tensor, error_TE: Tensor, rows_EH: Tensor, partial: _Memory) -> None:
+    """Add `error @ rows` to `sum`, in the dtype of `sum`."""
     if error_TE.dtype == sum_TH.dtype:
         sum_TH.addmm_(error_TE, rows_EH)
     elif error_TE.is_cuda:
         torch.addmm(sum_TH, error_TE, rows_EH, out_dtype=sum_TH.dtype, out=sum_TH)
     else:
-        sum_TH += torch.mm(error_TE, rows_EH, out=part.of(*sum_TH.shape))
+        sum_TH += torch.mm(error_TE, rows_EH, out=partial.of(*sum_TH.shape))
 
 
 # ---------------------------------------------------------------------------- torch's operations
@@ -284,15 +294,15 @@ def _divide(logits_BE: Tensor, temperature: float) -> None:
         logits_BE /= temperature
 
 
-def _find(targets_B: Tensor, start: int, logits_BE: Tensor) -> tuple[Tensor, Tensor]:
-    """Each target's column in a tile, and whether it is there at all; both [B, 1]."""
+def _target_columns(targets_B: Tensor, start: int, logits_BE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each target's column, clamped to the tile, and whether it is inside; both [B, 1]."""
     index_B1 = (targets_B - start)[:, None]
     width = logits_BE.shape[1]
     return index_B1.clamp(0, width - 1), (index_B1 >= 0) & (index_B1 < width)
 
 
 def _rescale(sums_4B: Tensor, new_top_B: Tensor) -> None:
-    """Move the first three sums to another highest logit, in place."""
+    """Rescale the first three sums to another highest logit, in place."""
     top_B, total_B, weighted_B, _ = sums_4B
     shift_B = top_B - new_top_B
     weighted_B += shift_B * total_B

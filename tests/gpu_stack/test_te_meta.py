@@ -129,11 +129,11 @@ def test_nothing_of_transformer_engines_own_tensor_stays_on_the_device() -> None
     chunk = SimpleNamespace(buffers=[flat], expert_parallel_buffers=[], module=model)
     memory = Offload(["weights"], [chunk], SimpleNamespace(chained_optimizers=[]))
     fp8.drop_cached_weights([model])
-    memory.leave()
+    memory.offload()
     held = {key: one for key, one in model.weight.get_metadata().items() if torch.is_tensor(one)}
     assert held.keys() == {"rowwise_data", "rowwise_scale_inv"}
     assert all(one.untyped_storage().nbytes() == 0 for one in held.values())
-    memory.come_back()
+    memory.reload()
     assert torch.equal(model.weight.dequantize(), shown)
 
 

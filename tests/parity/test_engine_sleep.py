@@ -247,9 +247,9 @@ def test_engine_asleep_refuses_work_by_what_must_come_first(alone: Seen) -> None
     said = alone["qwen3 tied"]["refused"]
     assert len(said) == 3 * NUM_SYNCS
     for asleep, offered, woken in zip(said[::3], said[1::3], said[2::3], strict=True):
-        assert asleep.endswith("sleep() dropped its weights, receive() must come first")
-        assert offered.endswith("wake_weights() must come first")
-        assert woken.endswith("wake_cache() must come first")
+        assert asleep.endswith("sleep() dropped its weights. Call receive() first")
+        assert offered.endswith("Call wake_weights() first")
+        assert woken.endswith("Call wake_cache() first")
     assert alone["qwen3, awake"]["refused"] == []
 
 
@@ -285,7 +285,7 @@ def test_turns_of_a_policy_that_leaves_and_an_engine_that_quantises(tmp_path: Pa
         gaps = [report.canary_gap for report in seen["reports"]]
         assert len(set(gaps)) == NUM_SYNCS and min(gaps) > 1e-3  # other weights, another gap
         assert len(seen["lengths"]) == 24 and all(seen["lengths"])
-        assert "model.layers.0.self_attn.qkv_proj.weight: not quantised anew" in seen["stale"]
+        assert "model.layers.0.self_attn.qkv_proj.weight: not quantized again" in seen["stale"]
     assert first["stale"] == second["stale"]
 
 

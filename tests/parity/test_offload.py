@@ -186,11 +186,11 @@ def test_host_memory_gives_back_what_it_keeps(sizes: list[int], chunk_bytes: int
         memory = offload.HostMemory()
         for _ in range(2):
             tensors = list(storages_of(sizes))
-            memory.keep([one.untyped_storage() for one in tensors])
+            memory.save([one.untyped_storage() for one in tensors])
             wanted = [one.clone() for one in tensors]
             for one in tensors:
                 one.fill_(7)
-            memory.give_back([one.untyped_storage() for one in tensors])
+            memory.restore([one.untyped_storage() for one in tensors])
             assert all(map(torch.equal, tensors, wanted))
         aligned = sum(-(-size // 512) * 512 for size in sizes)
         assert memory.num_bytes < aligned + chunk_bytes

@@ -225,7 +225,7 @@ def test_moments_in_bfloat16_by_a_stand_in_are_saved_and_go_on(ranks: Any) -> No
         assert torch.equal(copy.bfloat16(), state.weights.read(name))
         assert not torch.equal(copy, state.weights.read(name).float())
         assert "(exp_avg) was saved in" in refusal
-        assert "resume with the optimizer.moments that saved" in refusal
+        assert "Resume with the optimizer.moments of the run that saved it" in refusal
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_megatron_is_told_for_as_long_as_it_asks() -> None:
     from dapo_megatron.policy import optimizer
 
     before = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
-    with optimizer._told(fused_adam.FusedAdam):
+    with optimizer._use_adam(fused_adam.FusedAdam):
         told = megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam
         assert told == (fused_adam.FusedAdam, False, fused_adam.FusedAdam)
     assert before == (megatron.Adam, megatron.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam)

@@ -527,7 +527,7 @@ def test_an_engine_is_refused_by_the_heads_that_the_model_has() -> None:
     absent = config("qwen3", hidden_size=64)
     del absent["head_dim"]
     check_config(tiny_config(), architecture(absent))  # 128
-    with pytest.raises(ConfigError, match="attention heads of 16"):
+    with pytest.raises(ConfigError, match="head_dim = 16"):
         check_config(tiny_config(), architecture({**absent, "head_dim": None}))
 
 

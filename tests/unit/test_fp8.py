@@ -148,11 +148,11 @@ def test_nothing_of_a_quantised_parameter_stays_on_the_device(fp8: Any) -> None:
     before, shown = [one.clone() for one in held], quantised.dequantize()
     memory = Offload(["weights"], [chunk], SimpleNamespace(chained_optimizers=[]))
     fp8.drop_cached_weights([module])
-    memory.leave()
+    memory.offload()
     assert not workspaces._fp8_workspaces and quantised.transposed is None
     assert all(one.untyped_storage().nbytes() == 0 for one in held)
     assert list(map(id, fp8.tensors_of(quantised))) == [id(quantised.codes), id(quantised.scale)]
-    memory.come_back()
+    memory.reload()
     assert all(map(torch.equal, held, before))
     assert torch.equal(quantised.dequantize(), shown)
 
