@@ -97,10 +97,11 @@ build/mutations/.ready: $(READY) tests/mutations/requirements.txt
 test-gpu-stack: env-gpu  ## the H100 stack of requirements.txt in .venv-gpu: PYTHON=python3.12, 10 GB, no GPU needed
 	$(GPU)/bin/python -m pytest tests/gpu_stack tests/contracts/test_transformer_engine.py $(ARGS)
 
-lint: env  ## ruff and mypy
+lint: env  ## ruff, mypy, and the language of docstrings and names
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python tools/check_language.py dapo_megatron
 
 mlflow-ui: env  ## browse the runs of this machine
 	$(VENV)/bin/mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///runs/mlflow.db} $(ARGS)

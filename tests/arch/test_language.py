@@ -1,0 +1,36 @@
+"""tools/check_language.py: what it refuses, and that the package passes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.configs import REPOSITORY
+
+
+def check(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, REPOSITORY / "tools" / "check_language.py", folder]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ('def f():\n    """Of a rank."""\n', "file.py:2: begins with a fragment: Of a rank."),
+        ("for one in range(3):\n    pass\n", "file.py:1: does not say what it holds: one"),
+        ("def f(found):\n    pass\n", "file.py:1: does not say what it holds: found"),
+    ],
+)
+def test_a_fragment_and_a_vague_name_are_refused(tmp_path: Path, code: str, problem: str) -> None:
+    (tmp_path / "file.py").write_text(code)
+    done = check(tmp_path)
+    assert done.returncode == 1
+    assert problem in done.stdout
+
+
+def test_the_package_passes() -> None:
+    done = check(REPOSITORY / "dapo_megatron")
+    assert done.returncode == 0, done.stdout
