@@ -130,8 +130,8 @@ def read_attempts(attempts_file: Path) -> list[dict[str, Any]]:
     Damaged lines, for example from a full disk or a kill, are skipped.
     """
     attempts: list[dict[str, Any]] = []
-    text = attempts_file.read_text(encoding="utf-8") if attempts_file.exists() else ""
-    for line in text.splitlines():
+    data = attempts_file.read_bytes() if attempts_file.exists() else b""
+    for line in data.splitlines():
         try:
             value = parse_json(line)
             name, began = value["attempt"], float(value["time"])

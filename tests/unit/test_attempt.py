@@ -79,6 +79,8 @@ def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
     run(book, 0, "crashed")
     with book.open("a") as file:
         file.write('\n{"attempt": "7.')
+    with book.open("ab") as file:
+        file.write(b"\n\xff\xfe\n")
     for restart in (1, 2):
         run(book, restart, "crashed")
     with pytest.raises(ConfigError):
