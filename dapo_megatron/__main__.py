@@ -322,8 +322,15 @@ def _on_ranks(processes: int) -> None:
     run_secret(int(os.environ["WORLD_SIZE"]))
 
 
+PIPE_COLUMNS = "160"
+"""Width of tables in a pipe or a file."""
+
+
 def main() -> None:
     """Run the command line. A DapoError is printed as a message, without a traceback."""
+    if not sys.stdout.isatty():
+        # rich would squeeze tables into 80 columns.
+        os.environ.setdefault("COLUMNS", PIPE_COLUMNS)
     try:
         adopt_step()
         if is_launched():
