@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -62,11 +63,12 @@ def processes_end(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _processes(), set(threading.enumerate())
     yield
     processes = _processes() - before[0]
-    threads = [
-        thread.name
-        for thread in set(threading.enumerate()) - before[1]
-        if thread.is_alive() and not thread.daemon and not thread.name.startswith(_EXECUTORS)
-    ]
+    if threads := _threads(before[1]):
+        # Those of an executor that a library has dropped end when it is collected.
+        gc.collect()
+        for thread in threads:
+            thread.join(timeout=2.0)
+        threads = [thread for thread in threads if thread.is_alive()]
     assert not processes, f"{request.node.name}: its tests leave processes running: {processes}"
     assert not threads, f"{request.node.name}: its tests leave threads running: {threads}"
 
@@ -79,6 +81,15 @@ def state_is_restored(request: pytest.FixtureRequest) -> Iterator[None]:
     after = _state()
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     assert not changed, f"{request.node.name}: it leaves changed: {', '.join(changed)}"
+
+
+def _threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Threads started since `before` that keep this process alive."""
+    return [
+        thread
+        for thread in set(threading.enumerate()) - before
+        if thread.is_alive() and not thread.daemon and not thread.name.startswith(_EXECUTORS)
+    ]
 
 
 def _processes() -> set[str]:

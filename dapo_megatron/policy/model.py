@@ -59,8 +59,7 @@ def destroy_parallel() -> None:
 def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerConfig:
     """Return Megatron's config of the model.
 
-    Fused rope is off by default, because spikes in log-probs were reported with it (NVIDIA-NeMo/RL
-    issue 1801). The fused activation is policy/activation.py.
+    Fused rope is off by default: spikes in log-probs were reported with it (NVIDIA-NeMo/RL#1801).
     """
     dtype = torch_dtype(config.precision)
     fused = kernels(config, arch) == "transformer_engine"
@@ -106,7 +105,7 @@ def transformer_config(arch: Architecture, config: PolicyConfig) -> TransformerC
         embedding_init_method=_leave_unset,
         use_cpu_initialization=not has_cuda(),
         masked_softmax_fusion=False,
-        bias_activation_fusion=True,
+        bias_activation_fusion=True,  # policy/activation.py
         bias_dropout_fusion=False,
         apply_rope_fusion=fused and config.fused_rope,
         # `_accumulate_in_place` turns it on in Transformer Engine's layers.

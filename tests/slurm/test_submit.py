@@ -106,7 +106,7 @@ def test_too_few_nodes_are_refused_with_how_many_would_do(tmp_path: Path) -> Non
     ran = run(*of_the_paper(tmp_path), "--nodes=1")
     assert ran.returncode == 2, ran.stdout
     assert "does not fit 8 GPUs of 80 GiB" in ran.stderr
-    assert "4 nodes of 8 GPUs would suffice" in ran.stderr
+    assert "2 nodes of 8 GPUs would suffice" in ran.stderr
     ran = run(*of_the_paper(tmp_path), "--nodes=16", "--host-memory=100")
     assert ran.returncode == 2, ran.stdout
     assert "more than the 100 GiB configured for a node" in ran.stderr
