@@ -244,8 +244,8 @@ def test_inspect(hf: Path, tmp_path: Path) -> None:
             ["--pipeline-parallel", 2],
             "--pipeline-parallel: 2 does not divide the model's 7 layers (use --first-stage-layers "
             "or --last-stage-layers for stages of different size)\n  that fit: "
-            "--pipeline-parallel 2 --first-stage-layers 4 (4 layers, then 3 each), --pipeline-parallel 1, "
-            "--pipeline-parallel 7",
+            "--pipeline-parallel 2 --first-stage-layers 4 (4 layers, then 3 each), "
+            "--pipeline-parallel 1, --pipeline-parallel 7",
         ),
         (
             ["--pipeline-parallel", 4, "--first-stage-layers", 3],
