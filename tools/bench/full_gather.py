@@ -1,5 +1,7 @@
-"""The bridge as most systems have it, to compare with (weight_sync.py): every HF tensor whole
-on every rank, in buckets of bounded size. All weights are of one dtype."""
+"""Weight sync as most systems do it, for comparison (weight_sync.py).
+
+Every rank gathers every whole HF tensor, in buckets of bounded size. All weights have one dtype.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from dapo_megatron.types import Piece, Shard
 
 
 class FullGather:
-    """Collective: all ranks make one and iterate together.
+    """Iterator over (name, whole tensor). Collective: all ranks create it and iterate together.
 
-    `replicas`: ranks that hold a whole model together; every slice is broadcast among them by the
-    first that holds it. `bucket`: bytes.
+    `replicas` are groups of ranks that together hold a whole model. Within a group, the first rank
+    that holds a slice broadcasts it. `bucket` is in bytes.
     """
 
     def __init__(
@@ -51,28 +53,28 @@ class FullGather:
             yield from self._fetch(bucket).items()
 
     def _fetch(self, bucket: list[dict[Piece, list[int]]]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         by_sender: dict[int, list[Piece]] = {}
         for pieces in bucket:
             for piece, holders in pieces.items():
-                if piece.name not in found:
-                    found[piece.name] = torch.empty(piece.global_shape, dtype=piece.dtype)
+                if piece.name not in whole:
+                    whole[piece.name] = torch.empty(piece.global_shape, dtype=piece.dtype)
                 if len(holders) < len(self._members):
                     by_sender.setdefault(holders[0], []).append(piece)
                 else:
-                    own = self._shards[piece.name, piece.region]
-                    found[piece.name][piece.region.slices] = own.read()
+                    shard = self._shards[piece.name, piece.region]
+                    whole[piece.name][piece.region.slices] = shard.read()
         for sender, sent in by_sender.items():
-            self._broadcast(sender, sent, found)
-        return found
+            self._broadcast(sender, sent, whole)
+        return whole
 
-    def _broadcast(self, sender: int, sent: list[Piece], found: dict[str, Tensor]) -> None:
+    def _broadcast(self, sender: int, sent: list[Piece], whole: dict[str, Tensor]) -> None:
         if sender == self._rank:
-            own = [self._shards[piece.name, piece.region].read() for piece in sent]
-            flat = torch.cat([value.reshape(-1) for value in own])
+            values = [self._shards[piece.name, piece.region].read() for piece in sent]
+            flat = torch.cat([value.reshape(-1) for value in values])
         else:
             flat = torch.empty(sum(piece.region.numel for piece in sent), dtype=sent[0].dtype)
             self.nbytes_received += flat.nbytes
         dist.broadcast(flat, src=sender, group=self._group)
         for piece, part in zip(sent, flat.split([piece.region.numel for piece in sent])):
-            found[piece.name][piece.region.slices] = part.view(piece.region.shape)
+            whole[piece.name][piece.region.slices] = part.view(piece.region.shape)
