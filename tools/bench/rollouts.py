@@ -167,7 +167,7 @@ class FormMetrics:
     response_tokens: float
     """Tokens trained on."""
     age: float
-    """Age of the trained tokens, in weight versions."""
+    """Mean age of the trained groups, in weight versions."""
 
 
 def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, FormMetrics]:
