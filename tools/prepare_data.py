@@ -58,14 +58,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class Action(StrEnum):
-    """What to do with rows that match an evaluation set."""
+    """Action for rows that match an evaluation set."""
 
     DROP = "drop"
     REPORT = "report"
 
 
 class NearAction(StrEnum):
-    """What to do with near-duplicates. OFF does not look for them."""
+    """Action for near-duplicates. OFF does not look for them."""
 
     DROP = "drop"
     REPORT = "report"
