@@ -86,7 +86,7 @@ def prepare(
     """Write the remaining prompts to `output`, and return the counts and examples of the report.
 
     The caller removes the folder of `output`, because it holds the spool too. Raises DataError for
-    bad rows, for inputs whose columns cannot be combined, and if no row remains.
+    bad rows, for inputs with columns that cannot be combined, and if no row remains.
     """
     spool = Spool(output.with_suffix(".spool"))
     inputs = collect(sources, settings.batch_rows, spool, on_rows)
