@@ -33,11 +33,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dapo_megatron.checkpoints import Checkpoints, fault_of
+from dapo_megatron.checkpoints import CheckpointSaver, fault_of
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config.file import load_config
-from dapo_megatron.policy.checkpoint import Snapshot
+from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.tracking.provenance import facts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -77,11 +77,11 @@ class PauseMeter:
             self.pause = max(self.pause, time.perf_counter() - before)
 
 
-def measure_once(checkpoints: Checkpoints, ranks: Ranks, step: int) -> dict[str, float]:
+def measure_once(checkpoints: CheckpointSaver, ranks: Ranks, step: int) -> dict[str, float]:
     """Return the seconds of one save and its verification, of the slowest process."""
     ranks.barrier()
     started = time.perf_counter()
-    publish = checkpoints.save(step, {"coordinator": {}})
+    publish = checkpoints.commit(step, {"coordinator": {}})
     blocking = time.perf_counter() - started
     with PauseMeter() as meter:
         started = time.perf_counter()
@@ -101,12 +101,12 @@ def measure(num_bytes: int, ranks: Ranks, folder: Path, repeats: int) -> dict[st
     state = make_state(num_bytes // ranks.world_size)
     name = f"rank_{ranks.rank:05d}.safetensors"
     config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml", ["checkpoint.keep=1"])
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointSaver(
         config,
         folder,
         ranks,
         background=ranks.second(),
-        snapshot=lambda: Snapshot(name, state, {}),
+        snapshot=lambda: PolicySnapshot(name, state, {}),
     )
     runs = [measure_once(checkpoints, ranks, step) for step in range(repeats + 1)][1:]
     metrics = {f"{key}_seconds": statistics.median(run[key] for run in runs) for key in METRICS}

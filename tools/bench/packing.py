@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_megatron.data.packing import (
-    Plan,
+    MicrobatchPlan,
     microbatch_work,
     padded_tokens,
     plan_microbatches,
@@ -92,7 +92,12 @@ def draw_lengths(
 
 
 def measure(
-    plan: Plan, lengths: Sequence[int], setting: Setting, *, packed: bool, seconds: float = 0.0
+    plan: MicrobatchPlan,
+    lengths: Sequence[int],
+    setting: Setting,
+    *,
+    packed: bool,
+    seconds: float = 0.0,
 ) -> Figures:
     """Return the figures of a plan that took `seconds` CPU seconds to make."""
     micros = [[[lengths[index] for index in micro] for micro in rank] for rank in plan]
@@ -114,7 +119,7 @@ def measure(
     )
 
 
-def balanced(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
+def balanced(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
     """Plan as training does: balance the work of micro-batches and ranks."""
     return plan_microbatches(
         lengths,
@@ -126,7 +131,7 @@ def balanced(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
     )
 
 
-def greedy_tokens(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
+def greedy_tokens(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
     """Give each sequence, longest first, to the part with the fewest tokens (LPT).
 
     The parts are first the ranks, then a rank's micro-batches: the smallest number that fits.
@@ -154,7 +159,7 @@ def _greedy(lengths: Sequence[int], indices: Sequence[int], num_parts: int) -> l
     return parts
 
 
-def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
+def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
     """Deal sequences in order: equally many per rank, `naive_count` per micro-batch, no limit."""
     size, count = -(-len(lengths) // setting.ranks), setting.naive_count
     shares = [range(len(lengths))[rank * size :][:size] for rank in range(setting.ranks)]
@@ -164,7 +169,7 @@ def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
     )
 
 
-def _same_number(plan: Plan) -> Plan:
+def _same_number(plan: MicrobatchPlan) -> MicrobatchPlan:
     """Add empty micro-batches, so that all ranks have the same number."""
     number = max(map(len, plan))
     return [micros + [[] for _ in range(number - len(micros))] for micros in plan]
@@ -173,7 +178,7 @@ def _same_number(plan: Plan) -> Plan:
 @dataclass(frozen=True)
 class Planner:
     name: str
-    make: Callable[[Sequence[int], Setting, bool], Plan]
+    make: Callable[[Sequence[int], Setting, bool], MicrobatchPlan]
     packed: bool
 
 

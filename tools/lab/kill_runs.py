@@ -76,7 +76,7 @@ class Kill:
 
 
 @dataclass
-class Outcome:
+class DisturbedRun:
     """Kills of one finished run, and its differences from the undisturbed run."""
 
     kills: list[Kill] = field(default_factory=list)
@@ -103,7 +103,7 @@ def main(
         console.print("undisturbed run ...")
         seconds = runs.run_to_end("undisturbed")
         targets = Targets(rng, steps)
-        outcomes: list[Outcome] = []
+        outcomes: list[DisturbedRun] = []
         while (num_kills := sum(len(outcome.kills) for outcome in outcomes)) < kills:
             name = f"killed_{len(outcomes)}"
             outcome = disturb(runs, name, min(per_run, kills - num_kills), targets)
@@ -149,9 +149,9 @@ class Targets:
         return phase, num_skipped, self._rng.random()
 
 
-def disturb(runs: Runs, name: str, num_kills: int, targets: Targets) -> Outcome:
+def disturb(runs: Runs, name: str, num_kills: int, targets: Targets) -> DisturbedRun:
     """Kill a run `num_kills` times, or until it ends before a kill, and let it run to its end."""
-    outcome = Outcome()
+    outcome = DisturbedRun()
     while len(outcome.kills) < num_kills:
         phase, num_skipped, share = targets.next()
         kill = runs.kill(name, phase, num_skipped, share)
@@ -330,7 +330,7 @@ def _step(journal: list[tuple[float, str, str, int]]) -> int:
     return max((step for *_, step in journal), default=0)
 
 
-def report(console: Console, outcomes: list[Outcome]) -> None:
+def report(console: Console, outcomes: list[DisturbedRun]) -> None:
     """Print a table of the kills by phase."""
     table = Table("phase of rank 0", "kills", "steps repeated", "seconds to recover")
     by_phase: dict[str, list[Kill]] = {}
@@ -375,7 +375,7 @@ class Killer:
 def run_rank(arguments: list[str]) -> None:
     """Run the program as one rank. Rank 0 writes its phases to the journal and kills the run."""
     from dapo_megatron import __main__ as program
-    from dapo_megatron.checkpoints.saver import Checkpoints
+    from dapo_megatron.checkpoints.saver import CheckpointSaver
     from dapo_megatron.cluster.watchdog import Watchdog
 
     if os.environ["RANK"] == "0":
@@ -389,18 +389,18 @@ def run_rank(arguments: list[str]) -> None:
             yield
             os.write(handle, f"{time.time()} end {phase} {step}\n".encode())
 
-        watch_phase, write = Watchdog.phase, Checkpoints._run
+        watch_phase, write = Watchdog.phase, CheckpointSaver._run
 
         @contextmanager
         def phase(self: Watchdog, name: str, step: int = 0) -> Iterator[None]:
             with journaled(name, step), watch_phase(self, name, step):
                 yield
 
-        def run(self: Checkpoints, job: Any) -> None:
+        def run(self: CheckpointSaver, job: Any) -> None:
             with journaled("write", job.step):
                 write(self, job)
 
-        Watchdog.phase, Checkpoints._run = phase, run  # type: ignore[method-assign]
+        Watchdog.phase, CheckpointSaver._run = phase, run  # type: ignore[method-assign]
     sys.argv = [program.__file__, *arguments]
     program.main()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.config import Columns
-from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, Row
+from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, PromptRow
 from preparing.tables import Batch, Spool, read
 
 MIN_PROMPTS = 10
@@ -175,7 +175,7 @@ def collect(
     return inputs
 
 
-def _add_row(inputs: Inputs, row: Row, update_hash: Callable[[bytes], object]) -> bool:
+def _add_row(inputs: Inputs, row: PromptRow, update_hash: Callable[[bytes], object]) -> bool:
     """Count one row. Return whether its prompt is new, whitespace ignored."""
     truth = fold(row.truth)
     exact = _digest(row)
@@ -198,7 +198,7 @@ def _add_row(inputs: Inputs, row: Row, update_hash: Callable[[bytes], object]) -
     return False
 
 
-def _digest(row: Row, change: Callable[[str], str] = str) -> bytes:
+def _digest(row: PromptRow, change: Callable[[str], str] = str) -> bytes:
     """Return a hash of roles and contents. It includes lengths, so that messages do not merge."""
     digest = blake2b(digest_size=16)
     for message in row.messages:
