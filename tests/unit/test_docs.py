@@ -80,11 +80,17 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-@living
+@by_name
 def test_lines_are_short(page: Path) -> None:
     if page.name not in GENERATED:
         long = [n for n, line in prose(page) if len(line) > 100 and not line.startswith("|")]
         assert not long
+
+
+@living
+def test_commands_clone_this_repository(page: Path) -> None:
+    for source, folder in re.findall(r"^git clone (\S.*?) (\w+)(?: |$)", read(page), re.MULTILINE):
+        assert (source, folder) == ("<this repository>", "dapo_megatron")
 
 
 @living

@@ -138,7 +138,7 @@ def test_a_count_of_crashes_that_is_no_number_is_not_run(checkout: Checkout) -> 
     count.write_text(f"{ATTACK}\n")
     ran = checkout.train(DAPO_MAX_QUICK_CRASHES="1")
     assert not (checkout.folder / "owned").exists()
-    assert f"{count}: no number in it; counted from 0" in ran.stdout
+    assert f"{count}: holds no number; counting from 0" in ran.stdout
     assert "crashed 1 times in a row" in ran.stdout
     assert count.read_text() == "1\n"
 
@@ -157,7 +157,7 @@ def test_a_verdict_that_is_no_exit_code_is_not_run(checkout: Checkout, verdict: 
     ran = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
     assert not (checkout.folder / "owned").exists()
     assert ran.returncode == 3, ran.stdout
-    assert "no exit code in it" in ran.stdout
+    assert "holds no exit code" in ran.stdout
     assert "this start ended with exit code 3" in ran.stdout
 
 
@@ -195,7 +195,7 @@ def test_lines_that_name_no_node_are_not_handed_to_slurm(checkout: Checkout) -> 
     ran = checkout.run(LEAVE_OUT, {})
     assert "sbatch --exclude=node2,node9 ..." in ran.stdout
     for line in ("--begin=now", "node3 node4", ATTACK):
-        assert f"bad_nodes: {line} is no node's name" in ran.stdout
+        assert f"bad_nodes: {line} is not the name of a node" in ran.stdout
     assert not (checkout.folder / "owned").exists()
 
 
@@ -212,4 +212,4 @@ def test_submit_refuses_lines_that_name_no_node(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 2
-    assert f"error: {tmp_path}/bad_nodes: '--begin=now' is no node's name" in ran.stderr
+    assert f"error: {tmp_path}/bad_nodes: '--begin=now' is not the name of a node" in ran.stderr

@@ -18,7 +18,7 @@ from dapo_megatron.data.packing import (
     plan_microbatches,
     work,
 )
-from tools.bench.packing import Setting, draw_lengths, greedy_tokens, main, measure, naive, ours
+from tools.bench.packing import Setting, balanced, draw_lengths, greedy_tokens, main, measure, naive
 
 LENGTHS = st.lists(st.integers(1, 500), max_size=60)
 RANKS = st.integers(1, 9)
@@ -101,7 +101,7 @@ def test_partition_takes_differences() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_lengths_like_those_of_a_run_meet_the_targets(num: int, seed: int) -> None:
     lengths, setting = draw_lengths(num, seed), Setting()
-    figures = measure(ours(lengths, setting, True), lengths, setting, packed=True)
+    figures = measure(balanced(lengths, setting, True), lengths, setting, packed=True)
     assert figures.padding <= 0.01
     assert figures.slowest_rank <= 1.001
     assert figures.largest_tokens <= setting.max_tokens
@@ -111,7 +111,7 @@ def test_lengths_like_those_of_a_run_meet_the_targets(num: int, seed: int) -> No
 
 def test_padded_rows_of_a_run_are_mostly_tokens() -> None:
     lengths, setting = draw_lengths(512, 0), Setting()
-    figures = measure(ours(lengths, setting, False), lengths, setting, packed=False)
+    figures = measure(balanced(lengths, setting, False), lengths, setting, packed=False)
     assert figures.padding <= 0.05
     assert figures.slowest_rank <= 1.1
     assert figures.largest_tokens <= setting.max_tokens
@@ -129,7 +129,7 @@ def test_padded_rows_of_a_run_are_mostly_tokens() -> None:
 @pytest.mark.parametrize(("packed", "bound"), [(True, 1.001), (False, 1.15)])
 def test_skewed_lengths(lengths: list[int], num_ranks: int, packed: bool, bound: float) -> None:
     setting = Setting(ranks=num_ranks, max_tokens=20_480)
-    figures = measure(ours(lengths, setting, packed), lengths, setting, packed=packed)
+    figures = measure(balanced(lengths, setting, packed), lengths, setting, packed=packed)
     assert figures.slowest_rank <= bound * figures.lower_bound
     assert figures.padding <= 0.01
     assert figures.largest_tokens <= 20_480

@@ -366,7 +366,7 @@ def test_columns_that_come_later_are_added_and_types_that_differ_are_refused(
     assert infos == [{"index": "x", "split": None}, {"index": "y", "split": "train"}]
     three = write_rows(tmp_path / "three.parquet", [made.row("c", "1", 3)])
     message = refused(tmp_path / "one.parquet", three, "--output", tmp_path / "no.parquet")
-    assert "three.parquet: its columns do not go with those before it" in message
+    assert "three.parquet: its columns do not fit those of the inputs before it" in message
 
 
 # ---------------------------------------------------------------------------- too long, overlap
@@ -597,8 +597,8 @@ def test_json_columns_of_two_types_are_refused(tmp_path: Path) -> None:
         (["none.parquet", "--output", "o.parquet"], "none.parquet: no such file"),
         (["some/name", "--output", "o.parquet"], "from the hub: hub:some/name"),
         (["in.csv", "--output", "o.parquet"], "in.csv: must end in .parquet or .jsonl"),
-        (["in.parquet", "--output", "o.parquet", "--tokenizer", "t"], "give both, or neither"),
-        (["in.parquet", "--output", "o.parquet", "--max-prompt-tokens", "9"], "give both"),
+        (["in.parquet", "--output", "o.parquet", "--tokenizer", "t"], "set both, or neither"),
+        (["in.parquet", "--output", "o.parquet", "--max-prompt-tokens", "9"], "set both"),
         (
             ["in.parquet", "--output", "o.parquet", "--tokenizer", "t", "--max-prompt-tokens", "9"],
             "--tokenizer t: no tokenizer can be read",

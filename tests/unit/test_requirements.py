@@ -329,8 +329,8 @@ def test_recipe_copies_what_the_scripts_use() -> None:
     ("files", "verdict"),
     [
         ([], "not installed"),
-        (["apex/__init__.py"], "a stranger's package"),
-        (["apex/__init__.py", "apex/optimizers/__init__.py"], "without its CUDA kernels"),
+        (["apex/__init__.py"], "an unrelated package"),
+        (["apex/__init__.py", "apex/optimizers/__init__.py"], "without CUDA kernels"),
         (["apex/__init__.py", "apex/optimizers/__init__.py", "amp_C.py"], ""),
     ],
 )
