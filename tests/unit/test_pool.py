@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dapo_megatron.rewards import GradingPool
@@ -23,6 +25,10 @@ from dapo_megatron.rewards.process import INHERITED
 from dapo_megatron.rewards.worker_messages import MAX_MESSAGE_BYTES
 from dapo_megatron.types import ConfigError, DapoError, Grade
 from tests.helpers.sandboxes import needs_sandbox
+
+HANG_SECONDS = 3.0
+"""Limit of one grading in tests of graders that hang. Far above what a sound grading takes, so that
+none is late on a loaded machine."""
 
 # The response says how the grader behaves; every call notes its process id.
 GRADER = """
@@ -71,6 +77,9 @@ def act(response, truth, extra):
         return Grade(1.0, True, "y" * 5_000_000)
     if response == "slow":
         time.sleep(0.3)
+    if response.startswith("wait for "):
+        while not os.path.exists(response.removeprefix("wait for ")):
+            time.sleep(0.01)
     if response == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
     if response == "environment":
@@ -120,7 +129,7 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def make(pids: Path) -> Callable[..., GradingPool]:
-    def make(workers: int = 1, timeout_seconds: float = 20.0) -> GradingPool:
+    def make(workers: int = 1, timeout_seconds: float = 60.0) -> GradingPool:
         return GradingPool({"task": "pool_grader:act"}, workers, timeout_seconds, memory_mib=512)
 
     return make
@@ -153,7 +162,7 @@ def noted(pids: Path) -> set[int]:
     return {int(line) for line in pids.read_text().split()}
 
 
-def wait_until_dead(processes: set[int], seconds: float = 10.0) -> None:
+def wait_until_dead(processes: set[int], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while any(map(alive, processes)):
         assert time.monotonic() < deadline, f"still alive: {[p for p in processes if alive(p)]}"
@@ -183,8 +192,7 @@ def test_a_bad_grading_costs_exactly_itself(
 ) -> None:
     responses = [f"ok {i}" for i in range(40)]
     responses[5] = responses[39] = behaviour
-    # The good ones are far below this limit even on a busy machine.
-    with make(workers, 1.5 if BAD[behaviour] == "timeout" else 20.0) as pool:
+    with make(workers, HANG_SECONDS if BAD[behaviour] == "timeout" else 60.0) as pool:
         results = grade_all(pool, responses, pids)
     for key, response in enumerate(responses):
         expected = (None, BAD[behaviour]) if response == behaviour else (
@@ -227,10 +235,11 @@ def test_the_first_abstention_is_logged_with_its_cause(
 
 
 LAST_WORDS = {
-    "hang": "no grade within 1.5 s",
+    # The seconds left after sending: a busy machine takes some to send.
+    "hang": r"no grade within (2\.\d+|3) s",
     "exit": "its process exited with 3",
     "segfault": "its process was killed by signal 11",
-    "memory": "MemoryError: more than rewards.memory_mib",
+    "memory": r"MemoryError: more than rewards\.memory_mib",
     "raise": "RuntimeError: on purpose",
 }
 
@@ -239,11 +248,12 @@ LAST_WORDS = {
 def test_the_last_words_of_a_grader_are_kept(
     make: Callable[..., GradingPool], pids: Path, behaviour: str
 ) -> None:
-    with make(timeout_seconds=1.5) as pool:
+    with make(timeout_seconds=HANG_SECONDS) as pool:
         grade_all(pool, ["ok"], pids)
         assert pool.last_errors == {}
         grade_all(pool, [behaviour, "ok"], pids)
-        assert pool.last_errors == {"task": LAST_WORDS[behaviour]}
+        assert list(pool.last_errors) == ["task"]
+        assert re.fullmatch(LAST_WORDS[behaviour], pool.last_errors["task"])
 
 
 def test_memory_that_a_grading_keeps_is_not_missing_in_the_next(
@@ -265,7 +275,7 @@ def test_files_of_a_grader_end_with_its_worker(
 
 
 def test_a_coroutine_may_grade_and_hang_like_any_other(pids: Path) -> None:
-    with GradingPool({"task": "pool_grader:act_async"}, 1, timeout_seconds=1.5) as pool:
+    with GradingPool({"task": "pool_grader:act_async"}, 1, timeout_seconds=HANG_SECONDS) as pool:
         results = grade_all(pool, ["a", "hang", "b", "raise"], pids)
     assert [why for _, why in results.values()] == ["graded", "timeout", "graded", "error"]
     assert results[2][0] == Grade(1.0, True, "b")
@@ -273,7 +283,7 @@ def test_a_coroutine_may_grade_and_hang_like_any_other(pids: Path) -> None:
 
 def test_the_data_source_of_a_row_chooses_its_grader(pids: Path) -> None:
     graders = {"task": "pool_grader:act", "mixed": {"x": "dapo_math", "y": "pool_grader:act"}}
-    with GradingPool(graders, workers=2, timeout_seconds=20.0) as pool:
+    with GradingPool(graders, workers=2, timeout_seconds=60.0) as pool:
         for kind in ("x", "y"):
             pool.submit(kind, "mixed", "7", "7", {"data_source": kind, "pids": str(pids)})
         with pytest.raises(ValueError, match=r"'mixed'.* data_source 'z'; known: \['x', 'y'\]"):
@@ -343,7 +353,7 @@ def test_a_worker_gets_a_short_environment(pids: Path, monkeypatch: pytest.Monke
     secrets = ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "SLURM_JWT", "DAPO_MEGATRON_SECRET")
     for name in (*secrets, "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "NAMED", "LANG"):
         monkeypatch.setenv(name, "1")
-    with GradingPool({"task": "pool_grader:act"}, 1, 20.0, environment=["NAMED", "ABSENT"]) as pool:
+    with GradingPool({"task": "pool_grader:act"}, 1, 60.0, environment=["NAMED", "ABSENT"]) as pool:
         grade, _ = grade_all(pool, ["environment"], pids)[0]
     assert grade is not None
     expected = {"LANG", "NAMED", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
@@ -402,11 +412,11 @@ def test_a_malformed_message_is_a_crash_of_its_worker(
 def test_half_a_message_ends_at_the_limit(
     make: Callable[..., GradingPool], pids: Path, message: str
 ) -> None:
-    with make(timeout_seconds=1.5) as pool:
+    with make(timeout_seconds=HANG_SECONDS) as pool:
         grade_all(pool, ["ok"], pids)
         started = time.monotonic()
         assert grade_all(pool, [f"send {message}"], pids)[0] == (None, "timeout")
-        assert time.monotonic() - started < 1.5 + 1.0
+        assert time.monotonic() - started < 60.0, "the worker sleeps for 1000 s"
 
 
 def test_a_message_without_an_end_is_a_crash(make: Callable[..., GradingPool], pids: Path) -> None:
@@ -421,13 +431,13 @@ def test_a_stopped_worker_costs_its_limit_whatever_it_is_sent(
     make: Callable[..., GradingPool], pids: Path, size: int
 ) -> None:
     """More than a socket holds cannot be sent to a process that does not read."""
-    with make(timeout_seconds=1.5) as pool:
+    with make(timeout_seconds=HANG_SECONDS) as pool:
         grade_all(pool, ["ok"], pids)
         (worker,) = noted(pids)
         os.kill(worker, signal.SIGSTOP)
         started = time.monotonic()
         assert grade_all(pool, ["x" * size], pids)[0] == (None, "timeout")
-        assert time.monotonic() - started < 1.5 + 1.0
+        assert time.monotonic() - started < 60.0, "the worker is stopped for ever"
         assert grade_all(pool, ["x" * size], pids)[0][1] == "graded"
     wait_until_dead({worker})
 
@@ -446,7 +456,7 @@ def test_close_does_not_wait_for_a_worker_that_does_nothing(
     time.sleep(0.3)
     started = time.monotonic()
     pool.close()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 60.0, "the limit of the grading is 1000 s"
     wait_until_dead({worker})
 
 
@@ -465,7 +475,7 @@ def test_close_is_prompt_and_leaves_no_process(
     started = time.monotonic()
     pool.close()
     pool.close()
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 60.0, "the limit of a grading is 1000 s"
     assert pool.collect(wait=True) == []
     with pytest.raises(ValueError, match="closed"):
         pool.submit(0, "task", "", "", {})
@@ -489,7 +499,7 @@ def test_workers_die_with_a_parent_that_was_killed(pids: Path, behaviour: str) -
     parent = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=os.environ | {"TMPDIR": str(pids.parent)},  # nobody is left to remove its folders
-        timeout=60,
+        timeout=300,
     )
     assert parent.returncode == -signal.SIGKILL
     wait_until_dead(noted(pids))
@@ -516,16 +526,30 @@ def test_a_slow_grading_holds_up_no_more_than_its_batch(
     with make(workers=2) as pool:
         while not pids.exists() or len(noted(pids)) < 2:  # both have started
             grade_all(pool, ["slow"] * 2, pids)
-        results = grade_all(pool, ["slow", *["ok"] * 50], pids)
-    assert list(results).index(0) >= 51 - MAX_BATCH
+        release = pids.parent / "release"
+        for key, response in enumerate([f"wait for {release}", *["ok"] * 50]):
+            pool.submit(key, "task", response, "truth", {"pids": str(pids)})
+        graded: set[int] = set()
+        while len(graded) < 51 - MAX_BATCH:
+            graded |= {key for key, _, _ in pool.collect(wait=True)}
+        assert 0 not in graded
+        release.touch()
+        while pool.pending:
+            graded |= {key for key, _, why in pool.collect(wait=True) if why == "graded"}
+    assert graded == set(range(51))
 
 
 def test_a_worker_that_seems_to_hang_has_its_successor_ready(pids: Path) -> None:
-    with GradingPool({"task": "tells_of_import:act"}, 1, timeout_seconds=3.0) as pool:
-        grade_all(pool, ["hang"], pids)
-        killed = time.monotonic()
-        grade_all(pool, ["ok"], pids)
-    first, second = map(float, (pids.parent / "imports").read_text().split())
+    imports = pids.parent / "imports"
+    for timeout_seconds in (3.0, 60.0):  # half of it may be too short to start a worker under load
+        imports.unlink(missing_ok=True)
+        with GradingPool({"task": "tells_of_import:act"}, 1, timeout_seconds) as pool:
+            grade_all(pool, ["hang"], pids)
+            killed = time.monotonic()
+            grade_all(pool, ["ok"], pids)
+        first, second = map(float, imports.read_text().split())
+        if first < second < killed:
+            break
     assert first < second < killed
 
 
@@ -539,17 +563,28 @@ def test_submit_refuses_what_cannot_be_graded(make: Callable[..., GradingPool], 
 
 
 def test_thousands_of_small_gradings_per_second() -> None:
-    def seconds(pool: GradingPool, count: int) -> float:
-        started = time.monotonic()
+    """Per second of CPU time, of this process and the worker: a loaded machine gives less of it."""
+
+    def cpu_seconds() -> float:
+        times = [
+            psutil.Process().cpu_times(),
+            *(child.cpu_times() for child in psutil.Process().children()),
+        ]
+        return sum(one.user + one.system for one in times)
+
+    def grade(pool: GradingPool, count: int) -> float:
+        before = cpu_seconds()
         for key in range(count):
             pool.submit(key, "math", "Answer: 42", "42", {})
         while pool.pending:
             results: list[tuple[Any, Grade | None, str]] = pool.collect(wait=True)
             assert all(grade is not None and grade.correct for _, grade, _ in results)
-        return time.monotonic() - started
+        return cpu_seconds() - before
 
-    with GradingPool({"math": "dapo_math"}, workers=1, timeout_seconds=30.0) as pool:
-        seconds(pool, 1)
-        best = min(seconds(pool, 2000) for _ in range(3))
-    # About 10,000 per second on one idle core; the bound leaves room for a busy machine.
+    with GradingPool({"math": "dapo_math"}, workers=1, timeout_seconds=60.0) as pool:
+        grade(pool, 1)
+        started = time.monotonic()
+        best = min(grade(pool, 2000) for _ in range(3))
+        assert time.monotonic() - started < 60.0
+    # About 10,000 on an idle core; caches shared with other processes cost some.
     assert 2000 / best > 1000
