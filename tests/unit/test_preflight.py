@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     "ecc": (["n0"], "2 uncorrected ECC errors"),
     "hung gpu": (["n1"], "nvidia-smi: no answer in"),
     "other driver": (["n2"], "driver 535.1 here"),
-    "clock": (["n2"], r"-(29|30)\.\d"),  # a busy machine takes its time to ask
-    "first clock": (["n0"], r"\+(29|30)\.\d"),
+    "clock": (["n2"], r"-(2\d|30)\.\d"),  # a busy machine takes its time to ask
+    "first clock": (["n0"], r"\+(2\d|30)\.\d"),
     "version": (["n1"], "2.12.0 here, 2.13.0 on 2 of 3 nodes"),
     "other disk": (["n2"], "sees the files of n2"),
     "full disk": (["n0", "n1", "n2"], "GiB are required"),
@@ -69,14 +70,16 @@ def as_node(rank: int) -> None:
 def run_case(rank: int, case: str, root: Path) -> bool:
     """One node's part: this rank's fault first, then the command as it is."""
     folder = root / case
-    keys: dict[str, Any] = {"run__directory": folder / "runs", "preflight__check_seconds": 6}
+    keys: dict[str, Any] = {"run__directory": folder / "runs", "preflight__check_seconds": 60}
+    if case == "hung gpu":
+        keys["preflight__check_seconds"] = 10
     facts, clock, bad = dict(FACTS), time.time, f"n{rank}" in CASES[case][0]
     sound_gpu: dict[str, str] = {}
     if case == "ecc" and bad:
         sound_gpu = {"ecc.errors.uncorrected.volatile.total": "2"}
     if case == "other driver" and bad:
         sound_gpu = {"driver_version": "535.1"}
-    hangs = 60.0 if case == "hung gpu" and bad else 0.0
+    hangs = 1000.0 if case == "hung gpu" and bad else 0.0
     os.environ["PATH"] = str(install(folder / f"bin{rank}", [sound_gpu], sleeps_seconds=hangs))
     if "clock" in case and bad:
         shift = 30.0 if rank == 0 else -30.0
@@ -84,7 +87,7 @@ def run_case(rank: int, case: str, root: Path) -> bool:
     if case == "version" and bad:
         facts["torch"] = "2.12.0"
     if (case == "other disk" and bad) or case == "no shared disk":
-        keys |= {"run__directory": folder / f"runs{rank}", "preflight__check_seconds": 2}
+        keys |= {"run__directory": folder / f"runs{rank}", "preflight__check_seconds": 5}
     if case == "full disk":
         keys["preflight__min_free_disk_gib"] = 1e9
     if case == "slow":
@@ -174,8 +177,8 @@ def hang(rank: int, root: Path) -> None:
     as_node(rank)
     if rank == 1:
         NodeFile(root, "n1", is_leader=True)
-        time.sleep(60.0)
-    config = tiny_config(run__directory=root / "runs", preflight__max_seconds=5)
+        time.sleep(1000.0)
+    config = tiny_config(run__directory=root / "runs", preflight__max_seconds=15)
     check_nodes(config, root, backend="gloo", claim=lambda _: None, facts=FACTS)
 
 
@@ -185,7 +188,7 @@ def test_a_node_that_hangs_is_bad_and_who_waits_for_it_is_not(tmp_path: Path) ->
     waits, hangs = (json.loads((tmp_path / f"n{rank}.json").read_text()) for rank in range(2))
     assert waits["status"] == "warn"
     assert "joining the other nodes" in waits["checks"][-1]["finding"]
-    assert "5 s" in waits["checks"][-1]["finding"]
+    assert "15 s" in waits["checks"][-1]["finding"]
     assert hangs["status"] == "running"
     # slurm/train.sbatch looks for this.
     assert any(check["status"] == "fail" for check in hangs["checks"])
@@ -210,17 +213,18 @@ def test_a_rank_stuck_with_one_other_node_is_a_suspect(tmp_path: Path) -> None:
 
 
 def test_a_look_that_hangs_or_fails_is_a_finding() -> None:
+    is_over = threading.Event()
+
     def hangs() -> list[Check]:
-        time.sleep(30.0)
+        is_over.wait()
         return []
 
     def broken() -> list[Check]:
         raise OSError("stale file handle")
 
-    start = time.monotonic()
     [hung] = within(0.2, "disk", hangs)
-    assert time.monotonic() - start < 2.0
-    [stale] = within(5.0, "disk", broken)
+    is_over.set()
+    [stale] = within(60.0, "disk", broken)
     assert hung.status is stale.status is Status.FAIL
     assert "no answer in 0.2 s" in hung.finding and "stale file handle" in stale.finding
 

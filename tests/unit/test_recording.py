@@ -6,9 +6,10 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,7 +158,37 @@ def test_a_run_that_came_to_nothing_has_no_report(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_finished_run_gives_a_slow_report_up(made: Path) -> None:
+@pytest.fixture
+def slow_writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes that write a report. They are stopped at their start, until SIGCONT."""
+    start = subprocess.Popen
+    writers: list[subprocess.Popen[bytes]] = []
+
+    def start_stopped(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        writers.append(start(*arguments, **options))
+        writers[-1].send_signal(signal.SIGSTOP)
+        return writers[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start_stopped)
+    yield writers
+    for writer in writers:
+        writer.kill()
+        writer.wait()
+
+
+Writers = list[subprocess.Popen[bytes]]
+
+
+def finishes_report(writers: Writers, path: Path) -> None:
+    """Let the writer of the report go on, and wait for it."""
+    assert not path.exists()
+    [writer] = writers
+    writer.send_signal(signal.SIGCONT)
+    assert writer.wait(300) == 0
+    assert path.exists()
+
+
+def test_a_finished_run_gives_a_slow_report_up(made: Path, slow_writers: Writers) -> None:
     (made / "report.html").unlink(missing_ok=True)
     said: list[str] = []
     assert not RunReport(made, said.append, wait_seconds=0.01).write("FINISHED")
@@ -165,33 +196,24 @@ def test_a_finished_run_gives_a_slow_report_up(made: Path) -> None:
     assert line == (
         f"report.html was abandoned after 0.01 s; `python -m dapo_megatron report {made}` writes it"
     )
-    time.sleep(5)
+    [writer] = slow_writers
+    assert writer.wait(60) == -signal.SIGKILL
     assert not (made / "report.html").exists()
 
 
-def appears(path: Path) -> None:
-    """Wait until it is there."""
-    began = time.monotonic()
-    while not path.exists():
-        assert time.monotonic() - began < 60
-        time.sleep(0.1)
-
-
 def test_a_stopped_run_leaves_a_slow_report_to_itself(
-    made: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, monkeypatch: pytest.MonkeyPatch, slow_writers: Writers
 ) -> None:
     monkeypatch.setattr(run_report, "SHORT_WAIT_SECONDS", 0.01)
     (made / "report.html").unlink(missing_ok=True)
     said: list[str] = []
-    began = time.monotonic()
     assert not RunReport(made, said.append).write("KILLED")
-    assert time.monotonic() - began < 1.0
     assert "is not ready after 0.01 s" in said[0]
-    appears(made / "report.html")
+    finishes_report(slow_writers, made / "report.html")
 
 
 def test_a_finished_run_that_is_asked_to_stop_waits_no_longer(
-    made: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, monkeypatch: pytest.MonkeyPatch, slow_writers: Writers
 ) -> None:
     monkeypatch.setattr(run_report, "SHORT_WAIT_SECONDS", 0.01)
     (made / "report.html").unlink(missing_ok=True)
@@ -199,7 +221,7 @@ def test_a_finished_run_that_is_asked_to_stop_waits_no_longer(
     looks = iter((False, True))  # the signal comes while it waits
     assert not RunReport(made, said.append, is_asked=lambda: next(looks)).write("FINISHED")
     assert "is not ready after 0.01 s" in said[0]
-    appears(made / "report.html")
+    finishes_report(slow_writers, made / "report.html")
 
 
 def test_other_ranks_never_wait_so_long_that_the_watchdog_ends_them(tmp_path: Path) -> None:
@@ -271,10 +293,10 @@ def test_a_report_goes_into_the_folder_of_its_own_start_alone(made: Path, owner:
 def test_a_report_left_to_itself_ends_itself(tmp_path: Path) -> None:
     code = (
         "import time; from pathlib import Path; from dapo_megatron.report import command\n"
-        "command.LIMIT_SECONDS, command.read_run = 0.2, lambda _: time.sleep(60)\n"
+        "command.LIMIT_SECONDS, command.read_run = 0.2, lambda _: time.sleep(1000)\n"
         f"command.report_of_ending(Path({str(tmp_path)!r}), '')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stderr.startswith("Timeout (0:00:00.2")
     assert "in report_of_ending" in done.stderr

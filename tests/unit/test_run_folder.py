@@ -269,11 +269,21 @@ def test_a_file_system_without_locks_is_a_mistake_that_no_restart_mends(
         RunFolder(tmp_path / "x").acquire(lock_seconds=0.0)
 
 
-def test_ranks_just_killed_are_given_a_moment_to_go(tmp_path: Path) -> None:
-    with holder(tmp_path / "x", seconds=1.0):
-        started = time.monotonic()
-        RunFolder(tmp_path / "x").acquire(lock_seconds=20.0)
-        assert 0.2 < time.monotonic() - started < 15.0
+def test_ranks_just_killed_are_given_a_moment_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    with holder(tmp_path / "x", seconds=1000) as process:
+
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 3:
+                process.kill()
+                process.wait()
+
+        monkeypatch.setattr("dapo_megatron.run.folder.time.sleep", sleep)
+        RunFolder(tmp_path / "x").acquire(lock_seconds=300.0)
+    assert len(waits) == 3
 
 
 def test_who_was_cut_off_from_its_lock_finds_the_new_owner(
@@ -335,7 +345,7 @@ def test_a_file_handle_that_is_stale_is_no_proof(
 def test_to_ask_for_the_owner_costs_next_to_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "x")
     enter(folder, "auto")
-    started = time.perf_counter()
+    started = time.thread_time()  # a loaded machine costs no CPU time
     for _ in range(100):
         folder.check_owner()
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0

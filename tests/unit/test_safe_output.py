@@ -109,9 +109,9 @@ def test_of_what_nobody_reads_some_is_kept() -> None:
     began = time.monotonic()
     for number in range(3_000):
         print(f"{number:>999}", file=terminal.file)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
     terminal.read()
-    wait_until = time.monotonic() + 20.0
+    wait_until = time.monotonic() + 60.0
     while terminal.file.buffer.raw.num_bytes_waiting:  # type: ignore[attr-defined]
         assert time.monotonic() < wait_until
         time.sleep(0.01)

@@ -137,8 +137,8 @@ def test_the_first_step_of_a_start_and_every_so_many(every: int, expected: list[
 
 def watch(rank: int) -> Any:
     """Two ranks, one replica each; the clock of rank 1 is an hour ahead."""
-    true = time.perf_counter
-    instruments.time.perf_counter = lambda: true() + 3600.0 * rank  # type: ignore[assignment]
+    true, now = time.perf_counter, 100.0
+    instruments.time.perf_counter = lambda: now + 3600.0 * rank  # type: ignore[assignment]
     kept: dict[int, Any] = {}
     exchange = Ranks(rank, 2, rank)
     one = Timeline(exchange, 1, kept.__setitem__)
@@ -147,11 +147,13 @@ def watch(rank: int) -> Any:
     one.begin(1)
     with one.phase("generate"):
         tell(2)
-        time.sleep(0.1 + 0.2 * rank)
+        now += 0.1 + 0.2 * rank
         for count in range(2 * MAX_POINTS):
+            now += 1e-6
             tell(count)
         tell(0)
         exchange.barrier()
+        now = 100.31  # rank 0 has waited for rank 1
     metrics = one.metrics()
     instruments.time.perf_counter = true
     return metrics, kept
