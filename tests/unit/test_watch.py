@@ -1,4 +1,4 @@
-"""The watchdog, on real processes: who hangs is named, by ranks that end with HUNG."""
+"""The watchdog on real processes: a hanging rank is named, and the ranks exit with HUNG."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.screen import Screen, Terminal
 
 LIMIT_SECONDS = 3.0
 EVENTUALLY_SECONDS = 120.0
-"""For what must happen, however loaded the machine is."""
+"""Timeout for events that happen much earlier, except on a heavily loaded machine."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Job:
 def wait_until(true: Callable[[], object], seconds: float = EVENTUALLY_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.02)
 
 
@@ -98,7 +98,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> None:
     job = start()
     job.wait_for_step(3)
-    wait_until(lambda: (seen := read(pulse_file(job.folder, stopped))) and seen.step)
+    wait_until(lambda: (pulse := read(pulse_file(job.folder, stopped))) and pulse.step)
     began = time.monotonic()
     job.ranks[stopped].send_signal(signal.SIGSTOP)
     wait_until(lambda: job.verdict)
@@ -111,17 +111,17 @@ def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> No
     assert job.verdict.code == HUNG
     assert f"rank {stopped} (" in job.verdict.reason
     assert "does not answer" in job.verdict.reason
-    named = job.verdict.text.splitlines()
-    assert len(named) == 1, "nobody else is to blame"
-    assert "phase update" in named[0]
-    # Both others left their stacks and what was told.
+    suspects = job.verdict.text.splitlines()
+    assert len(suspects) == 1, "no other rank is named"
+    assert "phase update" in suspects[0]
+    # Both others logged their stacks and their diagnostics.
     for number in {0, 1, 2} - {stopped}:
         assert "watched_rank.py" in job.log(number)
         assert "in all_gather" in job.log(number)
         assert f"requests in flight: {number + 7} of them" in job.log(number)
     assert len(list(job.folder.glob("noted_*"))) == 1
     report = json.loads(hang_file(job.folder, "17.0").read_text())
-    assert [one["state"] for one in report["pulses"]].count("hung") == 2
+    assert [pulse["state"] for pulse in report["pulses"]].count("hung") == 2
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> No
         ("end", "missing: it had ended already", 0),
     ],
 )
-def test_who_hangs_is_named_and_leaves_its_stacks(
+def test_a_hanging_rank_is_named_and_logs_its_stacks(
     start: Start, fault: str, why: str, code: int
 ) -> None:
     job = start(fault)
@@ -144,12 +144,12 @@ def test_who_hangs_is_named_and_leaves_its_stacks(
     assert why in job.verdict.reason
     assert "rank 0 (" not in job.verdict.text
     assert "rank 1 (" not in job.verdict.text
-    # The backstop needs no interpreter; it is slower.
+    # The backstop needs no GIL, but takes longer.
     assert job.ranks[2].wait(EVENTUALLY_SECONDS) == code
     assert ("watched_rank.py" in job.log(2)) == (fault != "end")
 
 
-def test_torchs_flight_recorder_tells_who_did_not_come(start: Start) -> None:
+def test_the_flight_recorder_of_torch_names_the_rank_that_did_not_join(start: Start) -> None:
     job = start("torch", world_size=2, limit=3.0)
     assert [rank.wait(EVENTUALLY_SECONDS) for rank in job.ranks] == [HUNG, HUNG]
     assert job.verdict is not None
@@ -160,18 +160,18 @@ def test_torchs_flight_recorder_tells_who_did_not_come(start: Start) -> None:
     assert "not finished" not in job.log(1)
 
 
-def test_signs_of_life_keep_it_running(start: Start) -> None:
-    """Three times the limit, with a sign every tenth: the ranks that wait give none, though."""
+def test_beats_keep_a_slow_rank_running(start: Start) -> None:
+    """The step takes three times the limit, with a beat after every tenth of the limit."""
     job = start("slow", world_size=1)
     job.wait_for_step(4)
     assert job.ranks[0].poll() is None
     assert job.verdict is None
 
 
-def test_pulses_survive_sigkill(start: Start) -> None:
+def test_heartbeats_survive_sigkill(start: Start) -> None:
     job = start(limit=60.0)
     job.wait_for_step(3)
-    wait_until(lambda: all(one and one.step for one in read_all(job.folder, 3)))
+    wait_until(lambda: all(pulse and pulse.step for pulse in read_all(job.folder, 3)))
     for rank in job.ranks:
         rank.kill()
         rank.wait()
@@ -185,7 +185,7 @@ def test_pulses_survive_sigkill(start: Start) -> None:
 
 
 def full_pipe() -> tuple[int, int]:
-    """Reading and writing end; whoever writes waits until somebody reads."""
+    """Return the reading and the writing end of a full pipe. Writing to it blocks."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(BlockingIOError):
@@ -197,7 +197,9 @@ def full_pipe() -> tuple[int, int]:
 
 @pytest.mark.parametrize("log", ["writes", "hangs", "full"])
 @pytest.mark.parametrize("fault", ["sleep", pytest.param("disk", marks=pytest.mark.long)])
-def test_a_rank_ends_whatever_its_log_and_its_disk_do(start: Start, fault: str, log: str) -> None:
+def test_a_hanging_rank_exits_even_if_its_log_or_disk_blocks(
+    start: Start, fault: str, log: str
+) -> None:
     reading, writing = full_pipe()
     if log == "full":
         writing = os.open("/dev/full", os.O_WRONLY)
@@ -219,7 +221,7 @@ def test_a_rank_ends_whatever_its_log_and_its_disk_do(start: Start, fault: str, 
         assert ("the disk or a log hangs as well" in job.log(0)) == (fault == "disk")
 
 
-TELLS = """
+HANGING_RANK = """
 import sys, time
 from pathlib import Path
 from dapo_megatron.cluster.watchdog import Watchdog
@@ -231,7 +233,7 @@ with watch.phase("update", 3):
 """
 
 
-def test_a_hang_is_read_above_the_panel_of_rank_0(
+def test_a_hang_report_is_shown_above_the_live_panel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -241,17 +243,17 @@ def test_a_hang_is_read_above_the_panel_of_rank_0(
         view.groups(1, 2)
         view.log(1, {"time/step": 2.0, "time/update": 1.0}, 30.0)
         rank_1 = subprocess.run(
-            [sys.executable, "-c", TELLS, str(tmp_path)],
+            [sys.executable, "-c", HANGING_RANK, str(tmp_path)],
             stdout=terminal.file.fileno(), stderr=log, timeout=300, check=False,
         )  # fmt: skip
         time.sleep(1.0)
     assert rank_1.returncode == HUNG
     screen = Screen()
     screen.feed(terminal.close())
-    told = json.loads(hang_file(tmp_path, "17.0").read_text())["text"].splitlines()
-    assert told[0].startswith("hung: rank 0: missing")
-    first = screen.lines.index(told[0])
-    assert screen.lines[first : first + len(told)] == told
+    lines = json.loads(hang_file(tmp_path, "17.0").read_text())["text"].splitlines()
+    assert lines[0].startswith("hung: rank 0: missing")
+    first = screen.lines.index(lines[0])
+    assert screen.lines[first : first + len(lines)] == lines
 
 
 LIMITS = {"start": 60.0, "update": 50.0, "sync": 40.0, "other": 30.0}
@@ -259,24 +261,24 @@ LIMITS = {"start": 60.0, "update": 50.0, "sync": 40.0, "other": 30.0}
 
 def test_phases_nest(tmp_path: Path) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
-    seen = []
+    states = []
 
-    def look() -> None:
+    def note_state() -> None:
         pulse = watch.pulse()
-        seen.append((pulse.phase, pulse.step, pulse.limit_seconds))
+        states.append((pulse.phase, pulse.step, pulse.limit_seconds))
 
-    look()
+    note_state()
     with watch.phase("other"):
-        look()
+        note_state()
         with watch.phase("update", 3):
-            look()
+            note_state()
             with pytest.raises(RuntimeError), watch.phase("sync"):
-                look()
+                note_state()
                 raise RuntimeError
-            look()
-        look()
-    look()
-    assert seen == [
+            note_state()
+        note_state()
+    note_state()
+    assert states == [
         ("", 0, 60.0),
         ("other", 0, 30.0),
         ("update", 3, 50.0),
@@ -289,7 +291,7 @@ def test_phases_nest(tmp_path: Path) -> None:
         pass
 
 
-def test_a_pulse_tells_exchanges_from_other_signs(tmp_path: Path) -> None:
+def test_a_heartbeat_distinguishes_exchanges_from_other_beats(tmp_path: Path) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.beat("all_gather 7")
     watch.beat("micro-batch 2")
@@ -322,7 +324,7 @@ def test_a_beat_costs_less_than_5_microseconds(tmp_path: Path) -> None:
 def test_a_stalled_disk_does_not_end_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock thread goes on restarting the backstop while the heartbeat is not written."""
+    """The clock thread keeps restarting the backstop while the heartbeat cannot be written."""
     restarts: list[str] = []
     arm = Watchdog._arm
 
