@@ -168,8 +168,8 @@ def test_a_tensor_wanted_by_many_ranks_is_sent_bucket_by_bucket() -> None:
 @given(situations())
 def test_equal_inputs_give_equal_plans(situation: tuple[Pieces, Pieces]) -> None:
     held, wanted = situation
-    again = [[[*pieces] for pieces in ranks] for ranks in (held, wanted)]
-    assert make_plan(held, wanted) == make_plan(*again)
+    copies = [[[*pieces] for pieces in ranks] for ranks in (held, wanted)]
+    assert make_plan(held, wanted) == make_plan(*copies)
 
 
 def piece(name: str, first: int = 0, num: int = 8, **other: object) -> Piece:

@@ -29,10 +29,10 @@ def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_plan_that_fits_is_printed_and_written_as_json(model: str, tmp_path: Path) -> None:
     json_file = tmp_path / "plan.json"
-    ran = plan(CONFIG, model, "--json", str(json_file), "--mfu", "0.2")
-    assert ran.returncode == 0, ran.stderr
+    result = plan(CONFIG, model, "--json", str(json_file), "--mfu", "0.2")
+    assert result.returncode == 0, result.stderr
     for word in ("KV cache", "free", "host memory of a node", "checkpoint", "mfu 0.2", "seconds"):
-        assert word in ran.stdout, word
+        assert word in result.stdout, word
     report = json.loads(json_file.read_text(encoding="utf-8"))
     assert report["fits"] and report["processes"] == 8
     assert report["seconds"]["step"] > report["seconds"]["update"] > 0
@@ -64,25 +64,25 @@ def test_without_a_folder_published_dimensions_give_the_same_plan(
 
 
 def test_an_unknown_model_is_refused_with_the_closest_names() -> None:
-    ran = plan(CONFIG, "model.path=nowhere/Qwen3-9B")
-    assert ran.returncode == 2
-    assert "Known, closest first: Qwen3-8B, Qwen3-4B, " in ran.stderr
-    assert "Mistral-7B-Instruct-v0.3" in ran.stderr
+    result = plan(CONFIG, "model.path=nowhere/Qwen3-9B")
+    assert result.returncode == 2
+    assert "Known, closest first: Qwen3-8B, Qwen3-4B, " in result.stderr
+    assert "Mistral-7B-Instruct-v0.3" in result.stderr
 
 
 def test_training_without_the_model_folder_shows_the_download_command() -> None:
-    ran = run("train", CONFIG, "model.path=nowhere/qwen3-8b")
-    assert ran.returncode == 2
-    assert "`hf download Qwen/Qwen3-8B --local-dir nowhere/qwen3-8b`" in ran.stderr
+    result = run("train", CONFIG, "model.path=nowhere/qwen3-8b")
+    assert result.returncode == 2
+    assert "`hf download Qwen/Qwen3-8B --local-dir nowhere/qwen3-8b`" in result.stderr
 
 
 def test_a_plan_that_does_not_fit_names_phases_and_settings(model: str) -> None:
-    ran = plan(CONFIG, model, "policy.offload=[]", "train.max_tokens_per_microbatch=40960")
-    assert ran.returncode == 2
-    assert "update: every rank takes" in ran.stderr and "GiB, " in ran.stderr
-    assert "policy.recompute=full" in ran.stderr
-    assert "generate, sync: every rank takes" in ran.stderr
-    assert "policy.offload=[weights,gradients,optimizer]" in ran.stderr
+    result = plan(CONFIG, model, "policy.offload=[]", "train.max_tokens_per_microbatch=40960")
+    assert result.returncode == 2
+    assert "update: every rank takes" in result.stderr and "GiB, " in result.stderr
+    assert "policy.recompute=full" in result.stderr
+    assert "generate, sync: every rank takes" in result.stderr
+    assert "policy.offload=[weights,gradients,optimizer]" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_a_plan_that_does_not_fit_names_phases_and_settings(model: str) -> None:
     ],
 )
 def test_bad_arguments_are_refused(model: str, arguments: tuple[str, ...], message: str) -> None:
-    ran = plan(CONFIG, model, *arguments)
-    assert ran.returncode == 2, ran.stdout
-    assert message in ran.stderr
+    result = plan(CONFIG, model, *arguments)
+    assert result.returncode == 2, result.stdout
+    assert message in result.stderr
 
 
 def with_published_model(folder: Path, name: str) -> str:
@@ -108,26 +108,28 @@ def with_published_model(folder: Path, name: str) -> str:
 def test_too_few_nodes_are_refused_with_the_number_that_suffices(tmp_path: Path) -> None:
     """The layout needs more than 8 GPUs, and no layout for 8 GPUs fits into their memory."""
     dapo_32b = "model_configs/qwen2.5_32b_dapo.yaml", with_published_model(tmp_path, "Qwen2.5-32B")
-    ran = plan(*dapo_32b, "--nodes", "1")
-    assert ran.returncode == 2, ran.stdout
-    assert "does not divide the 8 processes" in ran.stderr
-    assert "the run does not fit 8 GPUs of 80 GiB" in ran.stderr
-    assert "2 nodes of 8 GPUs would suffice, as it is configured" in ran.stderr
+    result = plan(*dapo_32b, "--nodes", "1")
+    assert result.returncode == 2, result.stdout
+    assert "does not divide the 8 processes" in result.stderr
+    assert "the run does not fit 8 GPUs of 80 GiB" in result.stderr
+    assert "2 nodes of 8 GPUs would suffice, as it is configured" in result.stderr
     assert plan(*dapo_32b, "--nodes", "2").returncode == 0
     # The layout suits 2 nodes, but their memory is too small.
-    ran = plan(*dapo_32b, "--nodes", "2", "--gpu-memory-gib", "40")
-    assert ran.returncode == 2
-    assert "more than there is" in ran.stderr and "nodes of 8 GPUs would suffice" in ran.stderr
+    result = plan(*dapo_32b, "--nodes", "2", "--gpu-memory-gib", "40")
+    assert result.returncode == 2
+    assert (
+        "more than there is" in result.stderr and "nodes of 8 GPUs would suffice" in result.stderr
+    )
 
 
 def test_too_little_host_memory_is_refused_with_the_setting_to_change(model: str) -> None:
-    ran = plan(CONFIG, model, "--host-memory-gib", "200")
-    assert ran.returncode == 2
-    assert "host: the ranks of a node take" in ran.stderr
-    assert "policy.offload=[weights,gradients]" in ran.stderr
+    result = plan(CONFIG, model, "--host-memory-gib", "200")
+    assert result.returncode == 2
+    assert "host: the ranks of a node take" in result.stderr
+    assert "policy.offload=[weights,gradients]" in result.stderr
 
 
 def test_a_plan_with_little_memory_left_warns(model: str) -> None:
-    ran = plan(CONFIG, model, "--gpu-memory-gib", "64")
-    assert ran.returncode == 0, ran.stderr
-    assert "warning: " in ran.stdout and "less than 5%" in ran.stdout
+    result = plan(CONFIG, model, "--gpu-memory-gib", "64")
+    assert result.returncode == 0, result.stderr
+    assert "warning: " in result.stdout and "less than 5%" in result.stdout

@@ -44,13 +44,13 @@ def config_of(folder: Path, hf: dict[str, Any] = DENSE_HF, **overrides: Any) -> 
     return tiny_config(**settings | overrides)
 
 
-def part(of: MemoryEstimate, phase: str, name: str) -> Part:
-    [match] = [item for item in of.fullest(phase)[1].parts if item.name == name]
+def part(estimate: MemoryEstimate, phase: str, name: str) -> Part:
+    [match] = [item for item in estimate.fullest(phase)[1].parts if item.name == name]
     return match
 
 
-def names(of: MemoryEstimate, phase: str) -> set[str]:
-    return {item.name for item in of.fullest(phase)[1].parts}
+def names(estimate: MemoryEstimate, phase: str) -> set[str]:
+    return {item.name for item in estimate.fullest(phase)[1].parts}
 
 
 def test_weights_gradients_and_optimizer_of_one_gpu_match_the_parameter_count(
@@ -82,8 +82,8 @@ def test_experts_are_sharded_over_expert_parallel_ranks(tmp_path: Path) -> None:
     dense = part(estimate, "update", "policy weights").num_bytes // 2 - experts // 8
     assert (EXPERTS - experts) / 4 < dense < (EXPERTS - experts) / 3.9
     # 4 data-parallel copies of the dense weights, 2 of each expert.
-    wanted = 12 * dense // 4 + 12 * experts // 8 // 2
-    assert part(estimate, "update", "optimizer").num_bytes == wanted
+    expected = 12 * dense // 4 + 12 * experts // 8 // 2
+    assert part(estimate, "update", "optimizer").num_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_fp8_copies_stay_until_the_policy_is_offloaded(
     stays = whole if offload == "[]" else 0
     for when in [("sync", "engine awake"), ("generate", "engine awake")]:
         assert fp8_bytes[when] == pytest.approx(stays, rel=0.001)
-    # Bfloat16 weights are quantized in the first forward pass, later than this phase.
+    # Bfloat16 weights are quantized later, in the first forward pass.
     assert (fp8_bytes["start", "policy made"] > 0) == ("parameters" in fp8)
 
 
@@ -196,8 +196,8 @@ def test_layer_and_head_do_not_use_memory_at_the_same_time(tmp_path: Path) -> No
         assert [moment.name for moment in first[phase]] == ["layer"]
         assert [moment.name for moment in last[phase]] == ["layer", "head"]
         for moment in last[phase]:
-            here = {part.name for part in moment.parts}
-            assert len(here & {"a layer at work", "logits, at the head"}) == 1
+            part_names = {part.name for part in moment.parts}
+            assert len(part_names & {"a layer at work", "logits, at the head"}) == 1
 
 
 def test_the_kv_cache_gets_the_memory_that_the_weights_leave(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_full_recompute_keeps_only_the_inputs_of_layers(tmp_path: Path) -> None:
     config = config_of(tmp_path, policy__recompute="full")
     kept = part(estimate_memory(config, 1), "update", "activations").num_bytes
     # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the last norm's and
-    # the log-probs head's.
+    # the log-prob head's.
     assert kept == 32768 * (4096 * (36 * 2 + 2 + 2) + 4)
 
 

@@ -235,7 +235,7 @@ def test_the_first_abstention_is_logged_with_its_cause(
 
 
 LAST_ERRORS = {
-    # The seconds left after sending: a busy machine takes some to send.
+    # The time left after sending the task, which takes longer on a busy machine.
     "hang": r"no grade within (2\.\d+|3) s",
     "exit": "its process exited with 3",
     "segfault": "its process was killed by signal 11",
@@ -588,5 +588,5 @@ def test_thousands_of_small_gradings_per_second() -> None:
         started = time.monotonic()
         best = min(grade(pool, 2000) for _ in range(3))
         assert time.monotonic() - started < 60.0
-    # About 10,000 on an idle core; caches shared with other processes cost some.
+    # About 10,000 on an idle core; less if other processes use its caches.
     assert 2000 / best > 1000

@@ -229,8 +229,8 @@ def prepared(
     source = file_source(write_rows(folder / f"{name}-in.parquet", rows))
     output = folder / f"{name}.parquet"
     evaluation = changes.pop("evaluation", [])
-    chosen = Settings(similarity=MinHashSimilarity(0.8), **changes)
-    return output, prepare([source], evaluation, chosen, output)
+    options = Settings(similarity=MinHashSimilarity(0.8), **changes)
+    return output, prepare([source], evaluation, options, output)
 
 
 def expected(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -260,17 +260,17 @@ SLOW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_every_row_has_exactly_one_outcome(
     tmp_path_factory: pytest.TempPathFactory, rows: Any
 ) -> None:
-    want = expected(rows)
+    outcomes = expected(rows)
     folder = tmp_path_factory.mktemp("rows")
-    if not want.get("out"):
+    if not outcomes.get("out"):
         with pytest.raises(DataError, match="nothing is left"):
             prepared(folder, rows, near_duplicates="off")
         return
     output, summary = prepared(folder, rows, near_duplicates="off")
     account = summary["rows"]
     for reason in LABELS:
-        assert account["dropped"][reason] == want.get(reason, 0), reason
-    assert account["out"] == want["out"] == len(contents(output))
+        assert account["dropped"][reason] == outcomes.get(reason, 0), reason
+    assert account["out"] == outcomes["out"] == len(contents(output))
     assert account["in"] == len(rows) == account["out"] + sum(account["dropped"].values())
 
 
@@ -290,7 +290,8 @@ def test_preparing_a_prepared_file_drops_nothing(
 
 
 def test_a_prepared_file_records_its_frame(tmp_path: Path) -> None:
-    # Ten prompts are enough to detect a frame, nine are not. With it, short problems look similar.
+    # A frame is detected in ten prompts, but not in the nine that are left. Unless it is removed,
+    # their short problems look similar.
     opening = "Think it over with great care, then write down what you have found as a number."
     tasks = ["6 + 7", "x = 2", "2 of 9", "max 3", "7!", "gcd 8", "5^2", "ln e", "pi"]
     rows = [made.row("", "0", task) for task in [*tasks, "6 + 7  ?"]]

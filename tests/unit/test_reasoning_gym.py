@@ -37,8 +37,8 @@ NOT_SOLVED = {
 
 @cache
 def entry(dataset: str) -> dict[str, Any]:
-    made: dict[str, Any] = reasoning_gym.create_dataset(dataset, size=1, seed=1)[0]
-    return made
+    first_entry: dict[str, Any] = reasoning_gym.create_dataset(dataset, size=1, seed=1)[0]
+    return first_entry
 
 
 def score(dataset: str, answer: str) -> bool:
@@ -202,7 +202,7 @@ for answer in {canaries(canary)[:2]!r}:
     assert not canary.exists()
 
 
-def test_an_answer_can_read_neither_the_target_nor_change_the_next_grading() -> None:
+def test_an_answer_can_neither_read_the_target_nor_change_the_next_grading() -> None:
     """In the package, answers that read the caller's variables or change the process score 1."""
     numbers = entry("countdown")["metadata"]["numbers"]
     frame = "__import__('sys')._getframe(3).f_locals['entry']['metadata']['target']"

@@ -325,14 +325,14 @@ def test_the_report_process_gets_no_variables_of_a_rank(
     rank_variables |= {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"}
     for name in rank_variables:
         monkeypatch.setenv(name, "1")
-    given: list[dict[str, str]] = []
+    environments: list[dict[str, str]] = []
     start = subprocess.Popen
 
     def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        given.append(options["env"])
+        environments.append(options["env"])
         return start(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     assert RunReport(made, pytest.fail).write("FINISHED")
-    assert not rank_variables & set(given[0])
-    assert {"PATH", "PYTHONPATH"} <= set(given[0])
+    assert not rank_variables & set(environments[0])
+    assert {"PATH", "PYTHONPATH"} <= set(environments[0])

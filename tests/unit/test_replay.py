@@ -36,11 +36,11 @@ def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
     """A mixed group of two, sampled with the weights that `step` starts with and older ones."""
     prompt = Prompt("chain_sum", ticket, (12, 9, 3), "4 + 3 =", "7", {"entry": {"a": [1.5]}})
     older, newer = Segment(step - 1, 1), Segment(step, 1)
-    right = Completion(
+    correct = Completion(
         0, (9, 2), (logprob, -0.7), "7", Finish.STOP, (newer, older), Grade(1.0, True, "7")
     )
-    wrong = Completion(1, (8,), (-2.5,), "8", Finish.LENGTH, (older,), Grade(-1.0, False, "8"))
-    return Group(ticket, prompt, (right, wrong))
+    incorrect = Completion(1, (8,), (-2.5,), "8", Finish.LENGTH, (older,), Grade(-1.0, False, "8"))
+    return Group(ticket, prompt, (correct, incorrect))
 
 
 def record(folder: Path, *steps: list[tuple[Group, Fate]]) -> Replay:
@@ -60,16 +60,16 @@ def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None
     ]
     second = [(group(3, step=2), Fate.TRAINED)]
     replay = record(tmp_path, first, second)
-    seen: list[int] = []
-    step = replay.collect(0, seen.append)
+    progress: list[int] = []
+    step = replay.collect(0, progress.append)
     assert step.train == [group(1), group(4)]
     assert step.ended == first
     assert [ended.ticket for ended in step.decided] == [0, 1, 2, 4]
     assert (step.version, step.counts["trained"], step.counts["expired"]) == (0, 2, 1)
     assert (step.counts["issued"], step.interrupted, step.grade_seconds) == (0, 0, 0.0)
     assert step.keep_rate == 2 / 4
-    assert seen == [2]
-    assert replay.collect(1, seen.append).train == [group(3, step=2)]
+    assert progress == [2]
+    assert replay.collect(1, progress.append).train == [group(3, step=2)]
     assert rollout_metrics(step, OVERLONG)["groups/trained"] == 2.0
 
 

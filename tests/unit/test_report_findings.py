@@ -388,14 +388,14 @@ def test_a_series_with_one_finding_gives_no_others(name: str) -> None:
         "keep fell": {"unaccounted"},
         "phase grew": set[str](),
     }.get(name, set())
-    other = [
+    other_titles = [
         other_title
         for other_title in titles(run_of(series=series))
         if not re.search(title, other_title)
         and not other_title.startswith("No trend")
         and not any(word in other_title for word in side_effects)
     ]
-    assert not other
+    assert not other_titles
 
 
 def test_a_healthy_constant_run_has_only_the_finding_no_trend() -> None:
@@ -445,9 +445,15 @@ NUMBERS = st.none() | st.floats(-1e100, 1e100)
     st.sampled_from([0, 1, 32, None, "x", 1e-300]),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_series_of_numbers_stops_a_report(made: tuple[int, dict[str, Any]], odd: Any) -> None:
-    num_steps, series = made
-    knobs = {"sync.max_gap": odd, "optimizer.clip_grad": odd, "rollout.prompts_per_step": odd}
+def test_no_series_of_numbers_stops_a_report(
+    num_steps_and_series: tuple[int, dict[str, Any]], knob_value: Any
+) -> None:
+    num_steps, series = num_steps_and_series
+    knobs = {
+        "sync.max_gap": knob_value,
+        "optimizer.clip_grad": knob_value,
+        "rollout.prompts_per_step": knob_value,
+    }
     plan = {"phases": {"update": 1e-300, "generate": "much"}}
     for item in findings(run_of(num_steps, series=series, knobs=knobs, plan=plan)):
         assert item.title

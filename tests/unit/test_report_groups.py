@@ -115,10 +115,10 @@ def test_the_groups_of_the_real_run_are_all_accounted_for() -> None:
 
 
 def test_the_table_of_totals_covers_all_issued_groups() -> None:
-    (what, issued, _), *ends = totals_table(real()[0])
-    assert (what, issued) == ("issued", 1472)
-    assert sum(count for _, count, _ in ends) == issued
-    assert sum(share for *_, share in ends if share is not None) == pytest.approx(1)
+    (name, issued, _), *outcomes = totals_table(real()[0])
+    assert (name, issued) == ("issued", 1472)
+    assert sum(count for _, count, _ in outcomes) == issued
+    assert sum(share for *_, share in outcomes if share is not None) == pytest.approx(1)
 
 
 def test_decided_groups_agree_with_the_recorded_perfect_fraction() -> None:
@@ -165,9 +165,9 @@ def steps_of_a_ledger(draw: st.DrawFn) -> tuple[list[dict[str, float]], list[tup
 @given(steps_of_a_ledger())
 @settings(deadline=None)
 def test_the_derived_keep_rate_equals_that_of_the_ledger(
-    made: tuple[list[dict[str, float]], list[tuple[int, int]]],
+    counts_and_truth: tuple[list[dict[str, float]], list[tuple[int, int]]],
 ) -> None:
-    counts, truth = made
+    counts, truth = counts_and_truth
     series = series_of(run_of(counts))
     assert series[DECIDED] == [decided for _, decided in truth]
     assert series[KEPT] == [mixed / decided if decided else None for mixed, decided in truth]

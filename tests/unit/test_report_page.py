@@ -153,12 +153,12 @@ def test_a_script_that_contains_its_own_end_tag_is_refused() -> None:
 
 
 def test_a_report_of_several_runs_shows_one_at_a_time(made: Path, tmp_path: Path) -> None:
-    other = write_run(tmp_path / "b")
-    same = write_run(tmp_path / "c")
-    text = html_of([made, other, same], tmp_path / "r.html", completions=30)
+    second = write_run(tmp_path / "b")
+    third = write_run(tmp_path / "c")
+    text = html_of([made, second, third], tmp_path / "r.html", completions=30)
     data = data_of(text)
     names = [run["name"] for run in data["runs"]]
-    assert names == ["made", f"mine ({other})", f"mine ({same})"]
+    assert names == ["made", f"mine ({second})", f"mine ({third})"]
     elements = Elements(text)
     assert [option["value"] for option in elements.of("option")[:3]] == ["0", "1", "2"]
     of_runs = [div for div in elements.of("div") if div.get("data-run") is not None]
@@ -461,28 +461,28 @@ def test_watch_writes_on_changes_and_ends_with_the_run(
 ) -> None:
     folder = write_run(tmp_path / "r")
     heartbeat.write(folder, replace(A_PULSE, time=time.time()))
-    looks = 0
-    seen: list[tuple[int, float | None]] = []
+    num_sleeps = 0
+    pages: list[tuple[int, float | None]] = []
 
     def sleep(seconds: float) -> None:
-        nonlocal looks
-        looks += 1
+        nonlocal num_sleeps
+        num_sleeps += 1
         text = (folder / "report.html").read_text()
         last = int(re.findall(r"up to step (\d+);", text)[0])
-        seen.append((last, data_of(text)["refresh_seconds"]))
-        assert looks < 9
-        if looks < 4:
+        pages.append((last, data_of(text)["refresh_seconds"]))
+        assert num_sleeps < 9
+        if num_sleeps < 4:
             heartbeat.write(folder, replace(A_PULSE, time=time.time()))
-        if looks == 2:
+        if num_sleeps == 2:
             write_run(folder, [{"step": 1}, {"step": 2}])
-        if looks == 4:
+        if num_sleeps == 4:
             (folder / "summary.json").write_text('{"steps": 40}')
             heartbeat.write(folder, replace(A_PULSE, state=heartbeat.State.ENDED))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     watch([folder], None, Options(), every=7.0)
-    assert seen[:4] == [(1, 7.0), (1, 7.0), (2, 7.0), (2, 7.0)]
-    assert looks == 5
+    assert pages[:4] == [(1, 7.0), (1, 7.0), (2, 7.0), (2, 7.0)]
+    assert num_sleeps == 5
     assert data_of((folder / "report.html").read_text())["refresh_seconds"] is None
     assert capsys.readouterr().out.count("report  ") == 4  # the first, step 2, and the end twice
 

@@ -108,12 +108,12 @@ def test_dapo_math_never_raises(response: str, truth: str) -> None:
 
 def test_math_verify_agrees_with_the_library_as_recorded() -> None:
     grader = resolve("math_verify")
-    wrong = [
+    differing = [
         case["id"]
         for case in CASES
         if grader(case["output"], case["ground_truth"], {}).correct != case["math_verify_0_9_0"]
     ]
-    assert wrong == []
+    assert differing == []
 
 
 def test_math_verify_is_lenient_and_returns_what_it_parsed() -> None:

@@ -39,7 +39,7 @@ def test_every_token_appears_once_with_its_position_and_target(
     chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, unique=True))
     ranks = on_all_ranks(batch, chosen, packed=packed, cp=cp, tokens_per=tokens_per)
     starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
-    seen = set()
+    placed = set()
     for rows in ranks:
         assert rows.tokens.shape == ranks[0].tokens.shape  # all ranks have the same work
         assert (rows.tokens.shape[0] == 1) == (packed or len(chosen) == 1)
@@ -54,7 +54,7 @@ def test_every_token_appears_once_with_its_position_and_target(
                 assert token == 0
                 continue
             place = starts[chosen[number]] + position
-            seen.add((number, position))
+            placed.add((number, position))
             assert token == batch.tokens[place]
             is_last = position == lengths[chosen[number]] - 1
             assert predicts == (-1 if is_last else place + 1)
@@ -64,7 +64,7 @@ def test_every_token_appears_once_with_its_position_and_target(
         for number, index in enumerate(chosen)
         for position in range(lengths[index])
     }
-    assert seen == expected
+    assert placed == expected
     assert sum(int((rows.sequences >= 0).sum()) for rows in ranks) == len(expected)
 
 

@@ -319,11 +319,11 @@ DAMAGED_OWNERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGED_OWNERS)
-def test_a_damaged_owner_file_does_not_end_a_run(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("damage", DAMAGED_OWNERS)
+def test_a_damaged_owner_file_does_not_end_a_run(tmp_path: Path, damage: str) -> None:
     folder = RunFolder(tmp_path / "x")
     enter(folder, "auto")
-    DAMAGED_OWNERS[what](folder.owner)
+    DAMAGED_OWNERS[damage](folder.owner)
     folder.check_owner()
 
 

@@ -151,5 +151,5 @@ warnings.warn("of a third")
 
 @pytest.mark.parametrize("how", ["safe", "plain"])
 def test_a_process_whose_output_cannot_be_written_exits_with_0(how: str) -> None:
-    ran = subprocess.run([sys.executable, "-c", PRINTS, how], cwd=REPOSITORY, check=False)
-    assert (ran.returncode == 0) == (how == "safe")
+    result = subprocess.run([sys.executable, "-c", PRINTS, how], cwd=REPOSITORY, check=False)
+    assert (result.returncode == 0) == (how == "safe")

@@ -160,12 +160,12 @@ def files_in(folder: Path) -> list[Path]:
 
 def full_disk(after: int) -> Callable[[int], None]:
     """Return a replacement of os.fsync that fails after `after` files."""
-    left = after
+    num_left = after
 
     def fsync(_: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     return fsync
@@ -300,8 +300,8 @@ def test_the_policy_file_has_token_values_only_of_the_first_groups(tmp_path: Pat
 
 
 def test_non_finite_values_are_null_in_the_policy_file(tmp_path: Path) -> None:
-    odd = inspected(1, 0, gap_max=math.inf, logprobs=torch.tensor([math.nan, -1.0]))
-    write_policy(tmp_path, 2, [odd], 1)
+    sequence = inspected(1, 0, gap_max=math.inf, logprobs=torch.tensor([math.nan, -1.0]))
+    write_policy(tmp_path, 2, [sequence], 1)
     [line] = read_policy(tmp_path, 2)
     assert line["gap_max"] is None
     assert line["logprobs"] == [None, -1.0]

@@ -158,8 +158,8 @@ def test_an_answer_replayed_from_an_earlier_start_is_no_proof() -> None:
     """The impostor replays the messages of the true rank 1 from an earlier start."""
     earlier = Table(2)
     assert outcomes(earlier, [SECRET, SECRET]) == ["", ""]
-    seen = [values[1] for values in earlier.values]
-    ends = outcomes(Table(2, forge=lambda number, values: seen[number]), [SECRET, OTHER])
+    recorded = [values[1] for values in earlier.values]
+    ends = outcomes(Table(2, forge=lambda number, values: recorded[number]), [SECRET, OTHER])
     assert ends[0].startswith("rank 1 did not prove")
 
 
@@ -202,7 +202,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start_rank(rank: int, port: int, **more: str) -> subprocess.Popen[str]:
-    """Start one of two ranks that believe to be on different nodes."""
+    """Start one of two ranks that believe they are on different nodes."""
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     return subprocess.Popen(
         [sys.executable, "-c", HONEST], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -267,13 +267,13 @@ def test_without_a_secret_no_connection_is_made(port: int) -> None:
 
 
 def test_the_command_line_refuses_ranks_without_a_secret() -> None:
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "dapo_megatron", "train", "model_configs/tiny_cpu.yaml"],
         env=environment(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2"),
         cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-    assert ran.returncode == 2, ran.stdout + ran.stderr
-    assert "error: DAPO_MEGATRON_SECRET: not set" in ran.stderr
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "error: DAPO_MEGATRON_SECRET: not set" in result.stderr
 
 
 def test_a_single_rank_needs_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,23 +313,26 @@ os._exit(0)
 def test_launched_ranks_listen_only_on_loopback_and_hide_their_secret(
     num_ranks: int, tmp_path: Path
 ) -> None:
-    script, result = tmp_path / "two.py", tmp_path / "result.json"
+    script, result_file = tmp_path / "two.py", tmp_path / "result.json"
     script.write_text(LAUNCHED)
     left_out = {"GLOO_SOCKET_IFNAME"}
-    ran = subprocess.run(
-        [sys.executable, str(script), str(result), str(num_ranks)],
+    launcher = subprocess.run(
+        [sys.executable, str(script), str(result_file), str(num_ranks)],
         env={name: value for name, value in environment().items() if name not in left_out},
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    facts = json.loads(result.read_text())
+    assert launcher.returncode == 0, launcher.stdout + launcher.stderr
+    facts = json.loads(result_file.read_text())
     assert facts["exchanged"] == [[7] * num_ranks, [8] * num_ranks]
     assert facts["listening"], "gloo has sockets"
     assert {address.rpartition(":")[0] for address in facts["listening"]} == {"127.0.0.1"}
     assert facts["mode"] == 0o700
     assert not Path(facts["folder"]).exists(), "the launcher removes it"
     assert len(facts["environ"]) == 64
-    assert facts["environ"] not in facts["cmdline"] + facts["inherited"] + ran.stdout + ran.stderr
+    assert (
+        facts["environ"]
+        not in facts["cmdline"] + facts["inherited"] + launcher.stdout + launcher.stderr
+    )
     assert "DAPO_MEGATRON_SECRET" not in facts["inherited"]
 
 

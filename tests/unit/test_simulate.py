@@ -69,7 +69,7 @@ def test_a_long_sequence_speeds_up_when_short_ones_have_ended() -> None:
     engine.submit(request(0), 100)
     engine.submit(request(1), 400)
     # 30 tokens/s each until 100 are done, then 60.
-    assert [asked.ticket for asked, _ in engine.run_until(200 / 60 + 0.01)] == [0]
+    assert [ended.ticket for ended, _ in engine.run_until(200 / 60 + 0.01)] == [0]
     assert engine.next_end() == pytest.approx((200 + 300) / 60)
 
 
@@ -165,9 +165,11 @@ def recorded_group(correct: list[bool | None]) -> Group:
             text="",
             finish=Finish.STOP,
             segments=(Segment(0, sample + 1),),
-            grade=None if right is None else Grade(1.0 if right else -1.0, right, ""),
+            grade=None
+            if is_correct is None
+            else Grade(1.0 if is_correct else -1.0, is_correct, ""),
         )
-        for sample, right in enumerate(correct)
+        for sample, is_correct in enumerate(correct)
     )
     return Group(0, PROMPT, tuple(completions))
 

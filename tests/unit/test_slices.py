@@ -37,8 +37,8 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
                 lambda tensor, dim=dim: tensor.chunk(2, dim)[0],
                 lambda tensor: tensor[..., :1],
             ]
-            # Where `contiguous` copies, the copy has other strides, but the proxy is refused. It
-            # does not copy a whole tensor or a range of rows.
+            # On a real tensor, `contiguous` and `reshape` may copy, which changes the strides. A
+            # proxy never copies, so they are used only where no copy is needed.
             if shadow.is_contiguous():
                 kinds.append(lambda tensor: tensor.reshape(-1))
         step = draw(st.sampled_from(kinds))
@@ -55,10 +55,10 @@ def test_slices_of_a_proxy_give_the_region_of_the_same_slices_of_the_tensor(
 ) -> None:
     shape, steps = case
     full = torch.arange(prod(shape), dtype=torch.float32).view(shape)
-    got: list[BoxView] = []
+    views: list[BoxView] = []
     real: Tensor = full
     proxy: Tensor = ProxyTensor.whole(
-        "w", shape, full.dtype, lambda _, view: got.append(view.locate())
+        "w", shape, full.dtype, lambda _, view: views.append(view.locate())
     )
     for step in steps:
         real, proxy = step(real), step(proxy)
@@ -71,7 +71,7 @@ def test_slices_of_a_proxy_give_the_region_of_the_same_slices_of_the_tensor(
         sides = places.amax(0) - places.amin(0) + 1
         assert int(sides.prod()) != real.numel()
         return
-    [view] = got
+    [view] = views
     box = full[view.region.slices].contiguous()
     assert torch.equal(view.read(box), real)
     assert torch.equal(view.unread(real), box)

@@ -96,13 +96,13 @@ def test_boxes_written_to_a_file_are_read_back(
 @pytest.mark.parametrize("max_bytes", [1, 40, 10_000])
 def test_blocks_cover_a_box_once(max_bytes: int) -> None:
     region = Region((3, 1), (7, 5))
-    seen = torch.zeros(12, 8, dtype=torch.int64)
+    count = torch.zeros(12, 8, dtype=torch.int64)
     for box in blocks(region, 2, max_bytes):
         assert box.numel * 2 <= max(max_bytes, 10)
-        seen[box.slices] += 1
-    expected = torch.zeros_like(seen)
+        count[box.slices] += 1
+    expected = torch.zeros_like(count)
     expected[region.slices] = 1
-    assert torch.equal(seen, expected)
+    assert torch.equal(count, expected)
 
 
 # ------------------------------------------------------------------------------- round trips

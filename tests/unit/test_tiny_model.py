@@ -128,9 +128,9 @@ def test_the_quickstart_evaluates_on_prompts_not_seen_in_pretraining() -> None:
     config = tiny_config()
     (held_out,) = config.evaluation.sets
     tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
-    asked = load_source(held_out, tokenizer, config.rollout.max_prompt_tokens).prompts
-    assert len(asked) == 200
-    assert [p.text for p in asked] == [p.prompt for p in held_out_problems(Recipe())]
+    prompts = load_source(held_out, tokenizer, config.rollout.max_prompt_tokens).prompts
+    assert len(prompts) == 200
+    assert [p.text for p in prompts] == [p.prompt for p in held_out_problems(Recipe())]
     (train,) = config.data.train
     assert (train.dataset, train.options) == (Recipe().task, Recipe().options)
 

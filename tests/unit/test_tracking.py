@@ -206,8 +206,8 @@ class Recorder:
     def __init__(self, name: str, calls: list[str], broken: bool = False) -> None:
         self.name, self.calls, self.broken = name, calls, broken
 
-    def _call(self, what: str) -> None:
-        self.calls.append(f"{self.name} {what}")
+    def _call(self, call: str) -> None:
+        self.calls.append(f"{self.name} {call}")
         if self.broken:
             raise DapoError(self.name)
 

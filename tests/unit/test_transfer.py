@@ -108,8 +108,8 @@ def test_random_layouts_are_transferred_bit_for_bit_at_every_sync(ranks: Threads
             )
             pieces = {piece.name: piece for piece in layout.wanted[ranks.rank]}
             for name, region, value in arrived:
-                right = contents(pieces[name], version)[region.slices]
-                assert same_bits(value, right), f"{name}{region}, version {version}"
+                expected = contents(pieces[name], version)[region.slices]
+                assert same_bits(value, expected), f"{name}{region}, version {version}"
         return transfer.nbytes_received
 
     received = ranks.run(carry)
@@ -203,15 +203,15 @@ def test_whole_tensors_are_gathered_on_the_requested_ranks(
         return names
 
     gathered = ranks.run(gather)
-    asked = range(NUM_RANKS) if on is None else on
-    assert [bool(names) for names in gathered] == [rank in asked for rank in range(NUM_RANKS)]
+    requested = range(NUM_RANKS) if on is None else on
+    assert [bool(names) for names in gathered] == [rank in requested for rank in range(NUM_RANKS)]
     if deal:
         assert sorted(name for names in gathered for name in names) == sorted(pieces)
         nbytes = {
             name: contents(piece, 1).numel() * piece.dtype.itemsize
             for name, piece in pieces.items()
         }
-        shares = [sum(nbytes[name] for name in gathered[rank]) for rank in asked]
+        shares = [sum(nbytes[name] for name in gathered[rank]) for rank in requested]
         assert abs(shares[0] - shares[1]) <= max(nbytes.values())
     else:
-        assert all(sorted(gathered[rank]) == sorted(pieces) for rank in asked)
+        assert all(sorted(gathered[rank]) == sorted(pieces) for rank in requested)

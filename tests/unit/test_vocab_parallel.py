@@ -80,9 +80,9 @@ def test_large_logits_neither_overflow_nor_lose_precision(shift: float) -> None:
     head.weight[:, 1:] = (head.weight[:, 1:] * 8).round() / 8
     with tiles_of(6):
         outcome = tiled(head)
-    wanted = plain(head.to(torch.float64))
-    torch.testing.assert_close(outcome.logp.double(), wanted.logp, rtol=0.0, atol=1e-5)
-    torch.testing.assert_close(outcome.entropy.double(), wanted.entropy, rtol=0.0, atol=1e-5)
+    expected = plain(head.to(torch.float64))
+    torch.testing.assert_close(outcome.logp.double(), expected.logp, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(outcome.entropy.double(), expected.entropy, rtol=0.0, atol=1e-5)
 
 
 def test_values_without_gradient_are_bitwise_the_same() -> None:
@@ -110,9 +110,9 @@ def test_bfloat16_rounds_logits_and_gradients_but_not_the_softmax() -> None:
         outcome = tiled(head)
     assert outcome.logp.dtype == outcome.entropy.dtype == torch.float32
     assert outcome.grad_hidden.dtype == outcome.grad_weight.dtype == torch.bfloat16
-    wanted = plain(head, torch.float32)
-    torch.testing.assert_close(outcome.logp, wanted.logp, rtol=0.0, atol=1e-5)
-    torch.testing.assert_close(outcome.entropy, wanted.entropy, rtol=0.0, atol=1e-5)
+    expected = plain(head, torch.float32)
+    torch.testing.assert_close(outcome.logp, expected.logp, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(outcome.entropy, expected.entropy, rtol=0.0, atol=1e-5)
     exact = plain(head.to(torch.float64))
     for name in ("grad_hidden", "grad_weight"):
         left, right = getattr(outcome, name).double(), getattr(exact, name)

@@ -46,9 +46,9 @@ class Job:
         return exit_reason.read(self.folder / "verdict")
 
 
-def wait_until(true: Callable[[], object], seconds: float = EVENTUALLY_SECONDS) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = EVENTUALLY_SECONDS) -> None:
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.02)
 
