@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.cluster import safe_output
 from dapo_megatron.cluster.safe_output import KEPT_BYTES, safe_text
 from tests.helpers.screen import Terminal
 
@@ -123,20 +124,27 @@ def test_unread_terminal_output_is_dropped_after_a_limit() -> None:
     assert again == "read again"
 
 
-def test_a_terminal_that_is_read_has_it_before_the_run_goes_on() -> None:
-    """Whatever then ends the process: no thread of it has anything left to write."""
+def test_print_returns_after_a_terminal_that_is_read_accepted_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However the process ends after `print`, its background thread has nothing left to write."""
+    monkeypatch.setattr(safe_output, "WAIT_SECONDS", 60.0)
     reading, writing = os.openpty()
     file = safe_text(writing, closes=True)
     for _ in range(100):
         print("here", file=file)
-        os.set_blocking(reading, False)
-        assert os.read(reading, 100) == b"here\r\n"
+        assert file.buffer.raw.num_bytes_waiting == 0  # type: ignore[attr-defined]
+    text = b""
+    while text.count(b"\n") < 100:
+        text += os.read(reading, 1000)
     file.close()
     os.close(reading)
+    assert text == 100 * b"here\r\n"
 
 
 PRINTS = """
 import os, sys, warnings
+from dapo_megatron.cluster import safe_output
 from dapo_megatron.cluster.safe_output import safe_text
 full = os.open("/dev/full", os.O_WRONLY)
 os.dup2(full, 1)
