@@ -99,10 +99,10 @@ def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> No
     job = start()
     job.wait_for_step(3)
     wait_until(lambda: (pulse := read(pulse_file(job.folder, stopped))) and pulse.step)
-    began = time.monotonic()
+    started = time.monotonic()
     job.ranks[stopped].send_signal(signal.SIGSTOP)
     wait_until(lambda: job.verdict)
-    assert time.monotonic() - began > LIMIT_SECONDS / 2
+    assert time.monotonic() - started > LIMIT_SECONDS / 2
     others = [rank for number, rank in enumerate(job.ranks) if number != stopped]
     assert [rank.wait(EVENTUALLY_SECONDS) for rank in others] == [HUNG, HUNG]
     assert job.ranks[stopped].poll() is None
