@@ -51,9 +51,9 @@ def report_of(folder: Path, options: Options | None = None) -> Payload:
 
 
 def rollouts_of(payload: Payload) -> Rollouts:
-    kept = payload.views[0].rollouts
-    assert kept is not None
-    return kept
+    rollouts = payload.views[0].rollouts
+    assert rollouts is not None
+    return rollouts
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,9 @@ def test_an_unreadable_group_is_reported_and_the_others_are_shown(
     rows = [row for row in before.rows if row["ticket"] != ticket]
     assert len(rows) < len(before.rows)
     key = ("ticket", "sample")
-    assert [[row[k] for k in key] for row in shown.rows] == [[row[k] for k in key] for row in rows]
+    assert [[row[column] for column in key] for row in shown.rows] == [
+        [row[column] for column in key] for row in rows
+    ]
     assert shown.blobs.keys() == {row["ticket"] for row in rows}
 
 

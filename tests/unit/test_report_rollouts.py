@@ -248,18 +248,18 @@ def copied(folder: Path, target: Path) -> Path:
 
 
 def reported(folder: Path, **options: Any) -> Rollouts:
-    kept = rollouts(read_run(folder), **options)
-    assert kept is not None
-    return kept
+    result = rollouts(read_run(folder), **options)
+    assert result is not None
+    return result
 
 
-def steps_of(kept: Rollouts) -> set[int]:
-    return {row["step"] for row in kept.rows}
+def steps_of(result: Rollouts) -> set[int]:
+    return {row["step"] for row in result.rows}
 
 
-def opened(kept: Rollouts, row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
+def opened(result: Rollouts, row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the blob of a row of the table, and the row's completion in it."""
-    blob = json.loads(kept.blobs[row["ticket"]])
+    blob = json.loads(result.blobs[row["ticket"]])
     return blob, next(item for item in blob["completions"] if item["sample"] == row["sample"])
 
 
@@ -272,11 +272,11 @@ def recorded_completion(folder: Path, row: Row) -> dict[str, Any]:
 
 
 def test_the_viewer_data_equal_the_recorded_samples(folder: Path) -> None:
-    kept = reported(folder)
-    assert len(kept.rows) == kept.total == 3 * 6 * 4 + 3 * 4
-    assert kept.warnings == []
-    for row in kept.rows:
-        blob, shown = opened(kept, row)
+    result = reported(folder)
+    assert len(result.rows) == result.total == 3 * 6 * 4 + 3 * 4
+    assert result.warnings == []
+    for row in result.rows:
+        blob, shown = opened(result, row)
         truth = recorded_completion(folder, row)
         assert [blob["ids"][place] for place in shown["tokens"]] == truth["tokens"]
         text = "".join(
@@ -297,9 +297,9 @@ def test_policy_values_and_advantages_equal_the_recorded_ones(folder: Path, tmp_
         for line in lines:
             line["logprobs"] = [round(value - 0.25, 4) for value in line["logprobs"]]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    kept = reported(run)
-    row = next(row for row in kept.rows if row["fate"] == "trained")
-    blob, shown = opened(kept, row)
+    result = reported(run)
+    row = next(row for row in result.rows if row["fate"] == "trained")
+    blob, shown = opened(result, row)
     path = run / "samples" / "policy" / f"step_{row['step']:06d}.jsonl"
     policy = recorded.policy_of(path, row["ticket"])[shown["sample"]]
     assert row["advantage"] == pytest.approx(policy["advantage"], abs=1e-4)
@@ -319,10 +319,10 @@ def test_small_gaps_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     engine_logprobs = recorded_completion(run, line | {"step": 1})["logprobs"]
     line["logprobs"] = [value - 2e-6 for value in engine_logprobs]
     path.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    kept = reported(run, steps=(1, 1))
+    result = reported(run, steps=(1, 1))
     key = line["ticket"], line["sample"]
-    row = next(row for row in kept.rows if (row["ticket"], row["sample"]) == key)
-    assert opened(kept, row)[1]["gap"] == pytest.approx([2e-6] * len(engine_logprobs), rel=0.01)
+    row = next(row for row in result.rows if (row["ticket"], row["sample"]) == key)
+    assert opened(result, row)[1]["gap"] == pytest.approx([2e-6] * len(engine_logprobs), rel=0.01)
 
 
 def test_largest_gaps_are_read_from_the_steps_with_the_largest_metric(
@@ -336,9 +336,9 @@ def test_largest_gaps_are_read_from_the_steps_with_the_largest_metric(
 
 
 def test_a_requested_ticket_is_shown_and_a_missing_one_is_reported(folder: Path) -> None:
-    kept = reported(folder, completions=4, tickets=(9, 4711))
-    assert {row["why"] for row in kept.rows if row["ticket"] == 9} == {ASKED}
-    assert "ticket 4711" in kept.note
+    result = reported(folder, completions=4, tickets=(9, 4711))
+    assert {row["why"] for row in result.rows if row["ticket"] == 9} == {ASKED}
+    assert "ticket 4711" in result.note
 
 
 def test_steps_outside_the_range_are_left_out(folder: Path) -> None:
@@ -347,10 +347,10 @@ def test_steps_outside_the_range_are_left_out(folder: Path) -> None:
 
 
 def test_a_range_without_recorded_steps_is_reported(folder: Path) -> None:
-    kept = reported(folder, steps=(500, None))
-    assert (kept.rows, kept.total, kept.blobs) == ([], 0, {})
-    assert "None was recorded of step 500 or later" in kept.note
-    assert "this run's completions are of steps 1 to 6" in kept.note
+    result = reported(folder, steps=(500, None))
+    assert (result.rows, result.total, result.blobs) == ([], 0, {})
+    assert "None was recorded of step 500 or later" in result.note
+    assert "this run's completions are of steps 1 to 6" in result.note
     assert "None was recorded" not in reported(folder, steps=(6, None)).note
 
 
@@ -362,11 +362,11 @@ def test_a_requested_ticket_is_shown_for_any_range_of_steps(
     for path in (bare / "samples" / "index").iterdir():
         path.unlink()
     for run in (folder, bare):
-        kept = reported(run, steps=steps, tickets=(0, 4711))
-        outside = {(row["ticket"], row["step"]) for row in kept.rows if row["step"] != 6}
+        result = reported(run, steps=steps, tickets=(0, 4711))
+        outside = {(row["ticket"], row["step"]) for row in result.rows if row["step"] != 6}
         assert outside == {(0, 1)}
-        assert len(kept.rows) == kept.total
-        assert "ticket 4711" in kept.note
+        assert len(result.rows) == result.total
+        assert "ticket 4711" in result.note
 
 
 def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
@@ -378,12 +378,13 @@ def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
             path.unlink()
     (old / "tokenizer.json").unlink()
     key = ("step", "ticket", "sample", "graded", "num_tokens", "logprob_min", "age")
-    kept = reported(old)
+    result = reported(old)
     new_rows, old_rows = (
-        [[row[name] for name in key] for row in kept.rows] for kept in (reported(folder), kept)
+        [[row[name] for name in key] for row in shown_run.rows]
+        for shown_run in (reported(folder), result)
     )
     assert new_rows == old_rows
-    _, shown = opened(kept, kept.rows[0])
+    _, shown = opened(result, result.rows[0])
     assert shown["gap"] is None
     assert "tokens" in shown, "the tokenizer of model.path is used"
 
@@ -403,9 +404,9 @@ def test_without_an_index_only_some_steps_of_a_large_run_are_read(
         path.unlink()
     num_bytes = sum(path.stat().st_size for path in (old / "samples").glob("*.jsonl"))
     monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_READ_BYTES", num_bytes // 2 + 1)
-    kept = reported(old)
-    assert steps_of(kept) == {1, 3, 5}
-    assert "3 of 6 steps were not read" in kept.note
+    result = reported(old)
+    assert steps_of(result) == {1, 3, 5}
+    assert "3 of 6 steps were not read" in result.note
 
 
 def test_without_a_tokenizer_texts_are_shown_unsplit(folder: Path, tmp_path: Path) -> None:
@@ -413,11 +414,11 @@ def test_without_a_tokenizer_texts_are_shown_unsplit(folder: Path, tmp_path: Pat
     (bare / "tokenizer.json").unlink()
     config = (bare / "config.yaml").read_text(encoding="utf-8")
     (bare / "config.yaml").write_text(config.replace("tiny_qwen3", "gone"), encoding="utf-8")
-    kept = reported(bare)
-    _, shown = opened(kept, kept.rows[0])
+    result = reported(bare)
+    _, shown = opened(result, result.rows[0])
     assert "tokens" not in shown
-    assert "No tokenizer was found" in kept.note
-    assert shown["text"] == recorded_completion(bare, kept.rows[0])["text"]
+    assert "No tokenizer was found" in result.note
+    assert shown["text"] == recorded_completion(bare, result.rows[0])["text"]
 
 
 def test_damaged_files_are_reported_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
@@ -428,10 +429,10 @@ def test_damaged_files_are_reported_and_the_rest_is_shown(folder: Path, tmp_path
     (samples / "policy" / "step_000004.jsonl").write_text("{\n", encoding="utf-8")
     replaced = samples / "step_000005.jsonl"  # changed after its index was written
     replaced.write_bytes(b"".join(reversed(replaced.read_bytes().splitlines(keepends=True))))
-    kept = reported(damaged)
-    assert steps_of(kept) == {1, 4, 6}
-    assert any("step 2" in warning for warning in kept.warnings)
-    assert any("groups cannot be read" in warning for warning in kept.warnings)
+    result = reported(damaged)
+    assert steps_of(result) == {1, 4, 6}
+    assert any("step 2" in warning for warning in result.warnings)
+    assert any("groups cannot be read" in warning for warning in result.warnings)
 
 
 def test_a_run_without_samples_has_no_rollouts(folder: Path, tmp_path: Path) -> None:
@@ -445,9 +446,9 @@ def test_the_middle_of_a_very_long_completion_is_cut_and_marked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewer_data, "MAX_TOKENS", 20)
-    kept = reported(folder)
-    blob, shown = opened(kept, kept.rows[0])
-    tokens = recorded_completion(folder, kept.rows[0])["tokens"]
+    result = reported(folder)
+    blob, shown = opened(result, result.rows[0])
+    tokens = recorded_completion(folder, result.rows[0])["tokens"]
     assert shown["cut"] == [10, len(tokens) - 20]
     assert [blob["ids"][place] for place in shown["tokens"]] == tokens[:10] + tokens[-10:]
     assert len(shown["logprob"]) == len(shown["gap"]) == len(shown["version"]) == 20
@@ -457,11 +458,11 @@ def test_rollouts_beyond_the_size_limit_are_left_out_and_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dapo_megatron.report.rollouts.MAX_BLOB_BYTES", 20_000)
-    kept = reported(folder)
-    assert 0 < len(kept.rows) < kept.total
-    sizes = [len(zlib.compress(blob, 1)) for blob in kept.blobs.values()]
+    result = reported(folder)
+    assert 0 < len(result.rows) < result.total
+    sizes = [len(zlib.compress(blob, 1)) for blob in result.blobs.values()]
     assert sum(sizes[:-1]) < 20_000 <= sum(sizes)
-    assert "no room for more" in kept.note
+    assert "no room for more" in result.note
 
 
 @settings(max_examples=20)
