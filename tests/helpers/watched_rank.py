@@ -19,7 +19,7 @@ from dapo_megatron.cluster.watchdog import Watchdog
 
 
 def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> None:
-    watch = Watchdog(folder, rank, world_size, {"start": 60.0, "generate": 30.0, "update": limit})
+    watch = Watchdog(folder, rank, world_size, {"start": 600.0, "generate": 30.0, "update": limit})
     watch.start()
     watch.tell("requests in flight", lambda: f"{rank + 7} of them")
 
