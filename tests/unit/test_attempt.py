@@ -11,8 +11,8 @@ from dapo_megatron.cluster.attempt import (
     MAX_CRASHES,
     MAX_CUT_SHORT,
     attempt,
-    begin_attempt,
     end_attempt,
+    start_attempt,
 )
 from dapo_megatron.types import ConfigError
 
@@ -36,7 +36,7 @@ def test_names() -> None:
 
 def run(book: Path, restart: int, end: str | None, *, step: int = 20, job: str = "7") -> None:
     environ = slurm(restart, job)
-    begin_attempt(book, step, environ)
+    start_attempt(book, step, environ)
     if end is not None:
         end_attempt(book, end, environ)
 
@@ -70,7 +70,7 @@ def test_without_slurm_there_is_a_person(tmp_path: Path) -> None:
     book = tmp_path / "attempts.jsonl"
     for number in range(10):
         environ = {"DAPO_MEGATRON_ATTEMPT": str(number)}
-        begin_attempt(book, 0, environ)
+        start_attempt(book, 0, environ)
         end_attempt(book, "crashed", environ)
 
 

@@ -19,7 +19,7 @@ SLOW_GBPS = 0.004
 
 
 @given(st.integers(0, 40))
-def test_every_node_meets_its_neighbours_and_none_twice_at_once(num_nodes: int) -> None:
+def test_every_node_meets_its_neighbors_and_none_twice_at_once(num_nodes: int) -> None:
     nodes = [f"n{number}" for number in range(num_nodes)]
     plan = rounds(nodes)
     assert len(plan) <= 3

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import assemble, fresh_mask, inspect, split, valid_completions
+from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, valid_completions
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -203,7 +203,7 @@ def test_inspected_are_the_response_tokens_of_each_sequence_of_the_batch() -> No
     # Beside the response anything may stand; the policy is off by more and more.
     away = torch.arange(batch.tokens.numel()) / 64
     found = LogProbs(batch.engine_logprobs + away, 10 + away)
-    first, second, third = inspect(groups, batch, found, overlong=overlong(filter=True))
+    first, second, third = diagnose(groups, batch, found, overlong=overlong(filter=True))
     assert [(one.ticket, one.sample) for one in (first, second, third)] == [(7, 0), (7, 2), (9, 5)]
     assert [one.advantage for one in (first, second, third)] == advantages(batch)
     assert first.logprobs.tolist() == [-0.5 + 2 / 64, -0.625 + 3 / 64, -0.75 + 4 / 64]
@@ -216,7 +216,7 @@ def test_a_response_without_a_token_has_no_gap() -> None:
     groups = [group(7, completion(0, 0, WRONG), completion(1, 2, RIGHT))]
     batch = assembled(*groups)
     found = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
-    empty, other = inspect(groups, batch, found, overlong=overlong())
+    empty, other = diagnose(groups, batch, found, overlong=overlong())
     assert math.isnan(empty.gap_mean)
     assert math.isnan(empty.gap_max)
     assert empty.logprobs.tolist() == []
@@ -229,7 +229,7 @@ def test_groups_of_another_batch_are_not_inspected() -> None:
     policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
     other = replace(groups[0], completions=groups[0].completions[:1])
     with pytest.raises(ValueError, match="longer than"):
-        list(inspect([other], batch, policy, overlong=overlong()))
+        list(diagnose([other], batch, policy, overlong=overlong()))
 
 
 def test_logprobs_that_do_not_cover_the_tokens_are_refused() -> None:

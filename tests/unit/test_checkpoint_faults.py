@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dapo_megatron.checkpoints import Checkpoints, fault_of, read_state
+from dapo_megatron.checkpoints import CheckpointSaver, fault_of, read_state
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import CheckpointError, Fenced
 from tests.helpers.configs import tiny_config
@@ -41,7 +41,7 @@ for line in sys.stdin:
     run = Run(Path(line.strip()), keep=1)
     run.save(1)
     run.part = part(64 * MIB)
-    start = run.checkpoints.save(2, {"step": 2})
+    start = run.checkpoints.commit(2, {"step": 2})
     print(os.getpid(), flush=True)
     start()
     run.checkpoints.wait()
@@ -121,7 +121,7 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(
     with pytest.raises(CheckpointError):  # still so
         run.checkpoints.wait()
     run.part = None
-    run.checkpoints.save(3, {})()  # the run goes on, and tries again
+    run.checkpoints.commit(3, {})()  # the run goes on, and tries again
     run.checkpoints.wait()
     assert names(run.folder.checkpoints) == ["step_000001", "step_000003"]
 
@@ -202,7 +202,7 @@ def fill():
 
 def save(step, part):
     run.part = part
-    run.checkpoints.save(step, {})()
+    run.checkpoints.commit(step, {})()
 
 fill()
 try:
@@ -282,7 +282,7 @@ def test_an_attempt_that_was_cut_off_publishes_nothing(
     first.save(1)
     begun, go_on = threading.Event(), threading.Event()
     first.part = OnTheWay(lambda: begun.set() or go_on.wait())
-    start = first.checkpoints.save(2, {"of": "7.0"})
+    start = first.checkpoints.commit(2, {"of": "7.0"})
     if while_it_writes:  # the new owner clears that away
         start()
         assert begun.wait(60)
@@ -310,14 +310,14 @@ def save_together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     name = f"rank_{rank:05d}.safetensors"
     said: dict[str, Any] = {}
     one: list[Any] = []
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointSaver(
         tiny_config(checkpoint__keep=3), root, ranks, ranks.second(), snapshot=lambda: one[-1]
     )
     for step in (1, 2, 3):
         one.append(part(name=name))
         if step == 2 and rank == 1:
             one.append(OnTheWay(fail, part(name=name)))
-        checkpoints.save(step, {"step": step})()
+        checkpoints.commit(step, {"step": step})()
         ranks.all_gather(step, int)  # the run has exchanges of its own meanwhile
         try:
             checkpoints.wait()

@@ -43,7 +43,7 @@ def test_a_checkpoint_appears_whole_when_it_is_written(tmp_path: Path) -> None:
     begun, go_on = threading.Event(), threading.Event()
     run.part = OnTheWay(lambda: begun.set() or go_on.wait())
     state = {"coordinator": {"position": 3}, "seconds": 0.1}
-    start = run.checkpoints.save(3, state)
+    start = run.checkpoints.commit(3, state)
     state["seconds"] = 0.2  # of the step after it
     assert not half_written(run)
     start()
@@ -64,7 +64,7 @@ def test_a_checkpoint_appears_whole_when_it_is_written(tmp_path: Path) -> None:
 def test_the_copy_is_of_the_moment_and_the_file_is_what_was_copied(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from dapo_megatron.policy.checkpoint import Snapshot
+    from dapo_megatron.policy.checkpoint import PolicySnapshot
 
     tensors = {
         "a": torch.rand(3, 5),
@@ -76,16 +76,16 @@ def test_the_copy_is_of_the_moment_and_the_file_is_what_was_copied(tmp_path: Pat
         "wide": torch.rand(2, dtype=torch.float64),
     }
     kept = {name: value.clone() for name, value in tensors.items()}
-    snapshot = Snapshot("x.safetensors", tensors, {"layout": "{}"})
+    snapshot = PolicySnapshot("x.safetensors", tensors, {"layout": "{}"})
     for value in tensors.values():
         value.zero_()
-    snapshot(tmp_path)
+    snapshot.write(tmp_path)
     path = tmp_path / "x.safetensors"
     found = load_file(path)
     assert found.keys() == kept.keys()
     assert all(torch.equal(found[name], kept[name]) for name in kept)
     assert snapshot.num_bytes == path.stat().st_size
-    assert snapshot.sums == {"x.safetensors": hashlib.sha256(path.read_bytes()).hexdigest()}
+    assert snapshot.checksums == {"x.safetensors": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 @pytest.mark.parametrize("name", ["../key", "/etc/passwd", "hf/../../key", "a\0b", ""])
@@ -117,11 +117,11 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     run = Run(tmp_path / "x", keep=3)
     go_on = threading.Event()
     run.part = OnTheWay(go_on.wait)
-    run.checkpoints.save(1, {})()
+    run.checkpoints.commit(1, {})()
     threading.Timer(0.2, go_on.set).start()
     run.part = None
     started = time.monotonic()
-    start = run.checkpoints.save(2, {})
+    start = run.checkpoints.commit(2, {})
     assert time.monotonic() - started > 0.15
     assert names(run.folder.checkpoints) == ["step_000001"]
     start()
@@ -199,7 +199,7 @@ def test_one_within_a_step_lasts_until_there_is_a_newer_one(tmp_path: Path) -> N
     run = Run(tmp_path / "x", keep=1)
     kept = run.save(2, of="step 2")
     for number in range(2):
-        run.checkpoints.save(2, {"number": number}, is_open=True)()
+        run.checkpoints.commit(2, {"number": number}, is_open=True)()
         run.checkpoints.wait()
         path = newest(run.folder.checkpoints)
         assert path == run.folder.checkpoints / "step_000002_open"
@@ -209,7 +209,7 @@ def test_one_within_a_step_lasts_until_there_is_a_newer_one(tmp_path: Path) -> N
     run.unlock()
     run = Run(tmp_path / "x", keep=1)
     assert run.source == path
-    run.checkpoints.save(3, {}, is_open=True)()
+    run.checkpoints.commit(3, {}, is_open=True)()
     run.checkpoints.wait()
     assert names(run.folder.checkpoints) == ["step_000002", "step_000003_open"]
     run.save(4)
@@ -219,7 +219,7 @@ def test_one_within_a_step_lasts_until_there_is_a_newer_one(tmp_path: Path) -> N
 def test_a_damaged_one_within_a_step_costs_that_step_alone(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
     kept = run.save(2)
-    run.checkpoints.save(2, {}, is_open=True)()
+    run.checkpoints.commit(2, {}, is_open=True)()
     run.checkpoints.wait()
     run.unlock()
     flip(run.folder.checkpoints / "step_000002_open" / RANK_FILE, 1000)

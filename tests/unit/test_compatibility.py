@@ -14,7 +14,7 @@ from dapo_megatron.files import read_json
 from dapo_megatron.model import FAMILIES, Architecture, architecture
 from dapo_megatron.plan.compatibility import RULES, check, find
 from dapo_megatron.plan.compatibility.__main__ import page
-from dapo_megatron.plan.compatibility.rule import Action, Machine, Rule, Run
+from dapo_megatron.plan.compatibility.rule import Action, CompatibilityRule, Machine, RunFacts
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY, TINY
 from tests.helpers.published import PUBLISHED
@@ -47,24 +47,24 @@ def config_of(*overrides: str) -> Config:
     return load_config(TINY, ["policy.tensor_parallel=1", *overrides])
 
 
-def model_of(rule: Rule) -> Architecture:
+def model_of(rule: CompatibilityRule) -> Architecture:
     models = (QWEN3, architecture(QWEN3_HF | EXPERTS), DEEPSEEK)
     return next(model for model in models if model.family in rule.families)
 
 
-def names(run: Run) -> set[str]:
+def names(run: RunFacts) -> set[str]:
     return {found.rule.name for found in find(run)}
 
 
-def by_name(name: str) -> Rule:
+def by_name(name: str) -> CompatibilityRule:
     return next(rule for rule in RULES if rule.name == name)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_rule_fires_on_its_example(rule: Rule) -> None:
+def test_every_rule_fires_on_its_example(rule: CompatibilityRule) -> None:
     config = config_of(*rule.example)
     model = model_of(rule)
-    run = Run(config, model, rule.example_machine)
+    run = RunFacts(config, model, rule.example_machine)
     assert rule.name in names(run)
     (text,) = [str(found) for found in find(run) if found.rule is rule]
     keys = [key for key in rule.keys if "." in key]
@@ -78,15 +78,15 @@ def test_every_rule_fires_on_its_example(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_rule_is_silent_without_its_features(rule: Rule) -> None:
+def test_a_rule_is_silent_without_its_features(rule: CompatibilityRule) -> None:
     """Each feature of an example that is not the default is needed, or shown by another one."""
     assert rule.example
-    plain = Run(config_of(), model_of(rule))
+    plain = RunFacts(config_of(), model_of(rule))
     assert rule.name not in names(plain)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_keys_are_keys_of_the_config(rule: Rule) -> None:
+def test_keys_are_keys_of_the_config(rule: CompatibilityRule) -> None:
     for key in (key for key in rule.keys if "." in key):
         section, *path = key.split(".")
         model: Any = Config.model_fields[section].annotation
@@ -166,21 +166,23 @@ def test_dimensions_for_fp8(
         "policy.precision=bfloat16",
         f"policy.tensor_parallel={tensor_parallel}",
     )
-    found = [str(one) for one in find(Run(config, architecture(QWEN3_HF | changed))) if one.detail]
+    found = [
+        str(one) for one in find(RunFacts(config, architecture(QWEN3_HF | changed))) if one.detail
+    ]
     assert bool(found) == bool(said)
     assert all(said in text for text in found)
 
 
 def test_auto_takes_what_the_machine_has() -> None:
     rope = config_of("policy.fused_rope=true", "policy.precision=bfloat16")
-    assert "rope-kernels" not in names(Run(rope, QWEN3, H100))
-    assert "rope-kernels" in names(Run(rope, QWEN3, Machine((9, 0), (13, 0))))
-    assert "rope-kernels" in names(Run(rope, QWEN3, NO_GPU))
+    assert "rope-kernels" not in names(RunFacts(rope, QWEN3, H100))
+    assert "rope-kernels" in names(RunFacts(rope, QWEN3, Machine((9, 0), (13, 0))))
+    assert "rope-kernels" in names(RunFacts(rope, QWEN3, NO_GPU))
 
 
 def test_auto_means_megatrons_own_layers_for_latent_attention() -> None:
     latent, auto = DEEPSEEK, config_of("policy.precision=bfloat16")
-    assert not Run(auto, latent, H100).fused
+    assert not RunFacts(auto, latent, H100).fused
     assert check(auto, latent, NO_GPU) == []
     local = config_of("policy.precision=bfloat16", "policy.kernels=local")
     assert check(auto, latent, H100) == check(local, latent, H100) != []
@@ -221,7 +223,7 @@ def test_an_allocator_that_a_sleeping_engine_cannot_live_with_is_refused(
     variable: str, value: str, is_refused: bool
 ) -> None:
     def is_found(config: Config, machine: Machine) -> bool:
-        return "engine-sleep-allocator" in names(Run(config, QWEN3, machine))
+        return "engine-sleep-allocator" in names(RunFacts(config, QWEN3, machine))
 
     there = replace(H100, environment={variable: value})
     assert is_found(config_of(), there) == is_refused
@@ -244,8 +246,8 @@ def test_what_a_machine_lacks_is_refused(
     machine: Machine, rule: str, overrides: tuple[str, ...]
 ) -> None:
     config = config_of("policy.precision=bfloat16", *overrides)
-    assert rule in names(Run(config, QWEN3, machine))
-    assert rule not in names(Run(config, QWEN3, H100))
+    assert rule in names(RunFacts(config, QWEN3, machine))
+    assert rule not in names(RunFacts(config, QWEN3, H100))
     with pytest.raises(ConfigError):
         check(config, QWEN3, machine)
 
@@ -258,4 +260,6 @@ def test_the_machine_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Machine.here()
     assert here.capability == (9, 0) and here.cuda == (13, 0)
     assert here.environment["TRITON_INTERPRET"] == "1"
-    assert "head-machine" not in names(Run(config_of("policy.logprob_head=triton"), QWEN3, here))
+    assert "head-machine" not in names(
+        RunFacts(config_of("policy.logprob_head=triton"), QWEN3, here)
+    )

@@ -136,11 +136,11 @@ def refusal(hf: dict[str, Any], **keys: Any) -> str:
 FP8 = {"engine__quantization": "fp8", "policy__precision": "bfloat16"}
 
 
-def test_experts_are_not_quantised_on_cpu() -> None:
+def test_experts_are_not_quantized_on_cpu() -> None:
     assert "no FP8 experts for this CPU" in refusal({**HF, **EXPERTS}, **FP8)
 
 
-def test_experts_are_not_quantised_in_an_engine_that_sleeps(gpu: None) -> None:
+def test_experts_are_not_quantized_in_an_engine_that_sleeps(gpu: None) -> None:
     assert "not for experts in an engine that sleeps" in refusal({**HF, **EXPERTS}, **FP8)
 
 

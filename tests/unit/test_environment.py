@@ -18,9 +18,15 @@ from dapo_megatron.doctor.env import (
     render,
     run_probe,
 )
-from dapo_megatron.doctor.machine import GIB, Machine, check_machine, check_variables, this_machine
+from dapo_megatron.doctor.machine import (
+    GIB,
+    MachineResources,
+    check_machine,
+    check_variables,
+    this_machine,
+)
 
-MACHINE = Machine(
+MACHINE = MachineResources(
     python=(3, 11),
     memory_bytes=16 * GIB,
     cores=4,
@@ -71,7 +77,7 @@ def probe_of(torch: tuple[str, str | None, bool]) -> Callable[[str], Probe]:
 
 def examine(
     installed: Fake,
-    machine: Machine = MACHINE,
+    machine: MachineResources = MACHINE,
     torch: tuple[str, str | None, bool] = CPU_TORCH,
     **environ: str,
 ) -> list[Check]:
@@ -90,7 +96,7 @@ def problems(checks: Iterable[Check]) -> dict[str, Check]:
     ids=["cpu", "gpu"],
 )
 def test_a_sound_environment_has_no_problem(
-    installed: Fake, machine: Machine, torch: tuple[str, str | None, bool]
+    installed: Fake, machine: MachineResources, torch: tuple[str, str | None, bool]
 ) -> None:
     checks = examine(installed, machine, torch)
     assert problems(checks) == {}
@@ -179,7 +185,7 @@ ACCELERATORS = {
 )
 def test_torch_vllm_and_machine_must_mean_one_device(
     installed: Fake,
-    machine: Machine,
+    machine: MachineResources,
     torch: tuple[str, str | None, bool],
     status: str,
     cure: str,
@@ -203,7 +209,9 @@ POOR = {
 
 
 @pytest.mark.parametrize(("machine", "name", "status"), POOR.values(), ids=POOR)
-def test_a_poor_machine_is_told_what_it_lacks(machine: Machine, name: str, status: str) -> None:
+def test_a_poor_machine_is_told_what_it_lacks(
+    machine: MachineResources, name: str, status: str
+) -> None:
     found = problems(check_machine(machine))
     assert found.keys() == {name}
     assert found[name].status == status

@@ -26,17 +26,17 @@ from dapo_megatron.engine.device import check_config, has_cuda
 from dapo_megatron.files import read_json
 from dapo_megatron.model import (
     Architecture,
+    ChunkPlace,
     GroupedRouting,
     Latent,
-    Place,
     Rope,
     architecture,
-    engine_pieces,
+    engine_slices,
     hf_tensors,
     layout_of,
 )
 from dapo_megatron.policy.shards import shards_of
-from dapo_megatron.types import ConfigError, Piece, Region
+from dapo_megatron.types import ConfigError, Region, TensorSlice
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import FAMILIES, make_random_model
 from tests.helpers.published import PUBLISHED
@@ -61,12 +61,12 @@ class Layout:
     first_layers: int | None = None
     fused: bool = False  # Transformer Engine's names
 
-    def places(self, arch: Architecture) -> Iterator[Place]:
+    def places(self, arch: Architecture) -> Iterator[ChunkPlace]:
         """Each rank's chunk, in Megatron's order of ranks."""
         cuts = sorted({0, self.first_layers or 0, arch.num_layers})
         for first, last in pairwise(cuts):
             for rank in range(self.tp * self.dp):
-                yield Place(
+                yield ChunkPlace(
                     tp_rank=rank % self.tp,
                     tp_size=self.tp,
                     first_layer=first,
@@ -118,13 +118,16 @@ def checkpoint_of(arch: Architecture) -> dict[str, Tensor]:
 
 
 def filled(
-    arch: Architecture, place: Place, fused: bool, checkpoint: Mapping[str, Tensor]
+    arch: Architecture, place: ChunkPlace, fused: bool, checkpoint: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """A chunk's parameters, NaN where the table puts nothing."""
-    slots = layout_of(arch, place, fused=fused)
-    params = {name: torch.full(slot.shape, torch.nan) for name, slot in slots.items()}
+    local_parameters = layout_of(arch, place, fused=fused)
+    params = {
+        name: torch.full(local_parameter.shape, torch.nan)
+        for name, local_parameter in local_parameters.items()
+    }
     for shard in shards_of(params, arch, place):
-        shard.write(checkpoint[shard.piece.name][shard.piece.region.slices])
+        shard.write(checkpoint[shard.tensor_slice.name][shard.tensor_slice.region.slices])
     return params
 
 
@@ -165,13 +168,13 @@ def test_all_ranks_together_are_the_checkpoint(
         params = filled(arch, place, layout.fused, checkpoint)
         shards = shards_of(params, arch, place)
         for shard in shards:
-            again[shard.piece.name][shard.piece.region.slices] = shard.read()
-            copies[shard.piece.name][shard.piece.region.slices] += 1
+            again[shard.tensor_slice.name][shard.tensor_slice.region.slices] = shard.read()
+            copies[shard.tensor_slice.name][shard.tensor_slice.region.slices] += 1
         for name, param in params.items():
             assert "embedding" in name or "output" in name or not param.isnan().any(), name
         # No element twice on a rank, none of a parameter unused but for padding.
         padding = sum(int(param.isnan().sum()) for param in params.values())
-        held = sum(shard.piece.region.numel for shard in shards)
+        held = sum(shard.tensor_slice.region.numel for shard in shards)
         assert held == sum(param.numel() for param in params.values()) - padding
     for name, tensor in checkpoint.items():
         assert torch.equal(again[name], tensor), name
@@ -261,7 +264,7 @@ def test_experts_are_numbered_from_zero_on_each_rank_and_copied_by_data_parallel
 
 
 def test_transformer_engine_keeps_norms_in_the_linear_layers_behind_them() -> None:
-    place = Place(0, 1, 0, 1, False, False)
+    place = ChunkPlace(0, 1, 0, 1, False, False)
     names = {
         (family, fused): {
             name.removeprefix("decoder.layers.0.")
@@ -330,11 +333,11 @@ def test_a_missing_or_misshapen_parameter_is_named() -> None:
 def test_what_ranks_cannot_share_is_refused() -> None:
     arch = architecture(config("llama", num_attention_heads=9, num_key_value_heads=3))
     with pytest.raises(ConfigError, match=r"query-key-value.*by 4"):
-        layout_of(arch, Place(0, 4, 0, 4, True, True))
+        layout_of(arch, ChunkPlace(0, 4, 0, 4, True, True))
     with pytest.raises(ConfigError, match=r"9 \(attention heads\).*by 2"):
-        engine_pieces(arch, 0, 2, torch.float32)
+        engine_slices(arch, 0, 2, torch.float32)
     with pytest.raises(ConfigError, match=r"8 experts.*by 3"):
-        layout_of(architecture(config()), Place(0, 1, 0, 4, True, True, 0, 3))
+        layout_of(architecture(config()), ChunkPlace(0, 1, 0, 4, True, True, 0, 3))
 
 
 # -------------------------------------------------------------------------------- the engine
@@ -344,14 +347,16 @@ def held(arch: Architecture, tp: int, expert_parallel: bool = False) -> list[dic
     """Per rank, the box of each tensor; a tensor twice on a rank fails."""
     ranks = []
     for rank in range(tp):
-        pieces: list[Piece] = engine_pieces(
+        tensor_slices: list[TensorSlice] = engine_slices(
             arch, rank, tp, torch.bfloat16, expert_parallel=expert_parallel
         )
         shapes = hf_tensors(arch)
-        assert all(piece.global_shape == shapes[piece.name] for piece in pieces)
-        assert all(piece.dtype == torch.bfloat16 for piece in pieces)
-        assert max(Counter(piece.name for piece in pieces).values()) == 1
-        ranks.append({piece.name: piece.region for piece in pieces})
+        assert all(
+            tensor_slice.global_shape == shapes[tensor_slice.name] for tensor_slice in tensor_slices
+        )
+        assert all(tensor_slice.dtype == torch.bfloat16 for tensor_slice in tensor_slices)
+        assert max(Counter(tensor_slice.name for tensor_slice in tensor_slices).values()) == 1
+        ranks.append({tensor_slice.name: tensor_slice.region for tensor_slice in tensor_slices})
     return ranks
 
 
@@ -365,8 +370,8 @@ def test_the_ranks_of_an_engine_hold_every_element(
     arch = data.draw(models(family, tied, tp))
     expert_parallel = data.draw(st.booleans())
     copies = {name: torch.zeros(shape) for name, shape in hf_tensors(arch).items()}
-    for pieces in held(arch, tp, expert_parallel):
-        for name, region in pieces.items():
+    for tensor_slices in held(arch, tp, expert_parallel):
+        for name, region in tensor_slices.items():
             copies[name][region.slices] += 1
     for name, count in copies.items():
         if is_whole(name):

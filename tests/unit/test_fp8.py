@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.model import Place, architecture, layout_of
+from dapo_megatron.model import ChunkPlace, architecture, layout_of
 from dapo_megatron.policy.shards import shards_of
 from tests.helpers.published import PUBLISHED
 
-PLACE = Place(0, 2, first_layer=0, num_layers=2, has_embedding=True, has_head=True)
+PLACE = ChunkPlace(0, 2, first_layer=0, num_layers=2, has_embedding=True, has_head=True)
 
 
 def policy(**fp8: Any) -> PolicyConfig:
@@ -60,40 +60,40 @@ class Rounded(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:
-        raise AssertionError(f"{func} reads a quantised tensor as if it were none")
+        raise AssertionError(f"{func} reads a quantized tensor as if it were none")
 
 
-def test_a_quantised_parameter_gives_what_is_computed_with() -> None:
+def test_a_quantized_parameter_gives_what_is_computed_with() -> None:
     published = next(hf for _, hf in PUBLISHED.values() if hf["model_type"] == "qwen3")
     sizes = {"hidden_size": 32, "head_dim": 4, "vocab_size": 10, "intermediate_size": 12}
     arch = architecture(published | sizes)
     generator = torch.Generator().manual_seed(0)
     params: dict[str, Tensor] = {
-        name: torch.randn(slot.shape, generator=generator).bfloat16()
-        for name, slot in layout_of(arch, PLACE).items()
+        name: torch.randn(local_parameter.shape, generator=generator).bfloat16()
+        for name, local_parameter in layout_of(arch, PLACE).items()
     }
     name = "decoder.layers.1.self_attention.linear_qkv.weight"
     exact = params[name].float()
-    quantised = Rounded(exact)
-    plain = {shard.piece: shard for shard in shards_of(params, arch, PLACE)}
-    mixed = shards_of(params | {name: quantised}, arch, PLACE)
-    rounded = [shard for shard in mixed if shard.view is quantised]
+    quantized = Rounded(exact)
+    plain = {shard.tensor_slice: shard for shard in shards_of(params, arch, PLACE)}
+    mixed = shards_of(params | {name: quantized}, arch, PLACE)
+    rounded = [shard for shard in mixed if shard.view is quantized]
     assert len(rounded) == 3 * arch.num_kv_heads // PLACE.tp_size
 
     def worst() -> float:
         # Read anew each time: the parameter moves on.
-        assert all(shard.read().shape == shard.piece.region.shape for shard in rounded)
+        assert all(shard.read().shape == shard.tensor_slice.region.shape for shard in rounded)
         assert {shard.read().dtype for shard in rounded} == {torch.bfloat16}
-        gaps = [(shard.read() - plain[shard.piece].read()).abs().max() for shard in rounded]
+        gaps = [(shard.read() - plain[shard.tensor_slice].read()).abs().max() for shard in rounded]
         return float(max(gaps))
 
     assert 0.0 < worst() < 0.02
     params[name].neg_()
     assert worst() > 1.0
-    quantised.become(-exact)
+    quantized.become(-exact)
     assert worst() < 0.02
-    with pytest.raises(TypeError, match=r"k_proj.*piece by piece"):
-        next(shard for shard in rounded if "k_proj" in shard.piece.name).write(exact)
+    with pytest.raises(TypeError, match=r"k_proj.*slice by slice"):
+        next(shard for shard in rounded if "k_proj" in shard.tensor_slice.name).write(exact)
 
 
 @pytest.fixture
@@ -106,55 +106,55 @@ def fp8(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_values_are_written_where_they_are_not_rounded_and_then_brought_in(fp8: Any) -> None:
-    plain, quantised = torch.randn(4, 3), Rounded(torch.randn(4, 3))
+    plain, quantized = torch.randn(4, 3), Rounded(torch.randn(4, 3))
     values = fp8.Unrounded()
     assert values(plain) is plain
     # As a checkpoint is read: into what the optimizer will take.
-    assert values(quantised) is values(quantised) is quantised.exact
+    assert values(quantized) is values(quantized) is quantized.exact
     read = torch.randn(4, 3).bfloat16()
-    values(quantised).copy_(read)
+    values(quantized).copy_(read)
     values.round()
-    step = float(quantised.scale)
-    assert (quantised.dequantize() - read).abs().max() <= 2 * step
+    step = float(quantized.scale)
+    assert (quantized.dequantize() - read).abs().max() <= 2 * step
     # Once it has, from what the parameter is.
-    quantised.exact = None
+    quantized.exact = None
     values = fp8.Unrounded()
-    assert torch.equal(values(quantised), quantised.dequantize())
-    assert values(quantised) is values(quantised)
-    values(quantised).mul_(-3)
-    before = quantised.dequantize()
+    assert torch.equal(values(quantized), quantized.dequantize())
+    assert values(quantized) is values(quantized)
+    values(quantized).mul_(-3)
+    before = quantized.dequantize()
     values.round()
-    assert (quantised.dequantize() + 3 * before).abs().max() <= 0.02 * 3 * float(before.abs().max())
+    assert (quantized.dequantize() + 3 * before).abs().max() <= 0.02 * 3 * float(before.abs().max())
 
 
-def test_nothing_of_a_quantised_parameter_stays_on_the_device(fp8: Any) -> None:
+def test_nothing_of_a_quantized_parameter_stays_on_the_device(fp8: Any) -> None:
     from types import SimpleNamespace
 
     from dapo_megatron.policy.offload import Offload
 
     buffer = torch.zeros(20)
-    quantised = Rounded(torch.randn(4, 3))
-    quantised.codes = buffer[:12].view(4, 3).copy_(quantised.codes)  # Megatron's flat buffer
+    quantized = Rounded(torch.randn(4, 3))
+    quantized.codes = buffer[:12].view(4, 3).copy_(quantized.codes)  # Megatron's flat buffer
     plain = torch.nn.Parameter(buffer[12:15])
     fixed = torch.nn.Parameter(torch.randn(2), requires_grad=False)
     workspaces = torch.nn.Module()
     workspaces._fp8_workspaces = {"weight": torch.randn(3)}  # type: ignore[assignment]
     module = SimpleNamespace(
-        parameters=lambda: [quantised, plain, fixed], modules=lambda: [workspaces]
+        parameters=lambda: [quantized, plain, fixed], modules=lambda: [workspaces]
     )
     gradients = SimpleNamespace(param_data=buffer, grad_data=torch.zeros(20))
     chunk = SimpleNamespace(buffers=[gradients], expert_parallel_buffers=[], module=module)
-    held = [buffer, quantised.codes, quantised.scale, fixed.data]
-    before, shown = [one.clone() for one in held], quantised.dequantize()
+    held = [buffer, quantized.codes, quantized.scale, fixed.data]
+    before, shown = [one.clone() for one in held], quantized.dequantize()
     memory = Offload(["weights"], [chunk], SimpleNamespace(chained_optimizers=[]))
     fp8.drop_cached_weights([module])
     memory.offload()
-    assert not workspaces._fp8_workspaces and quantised.transposed is None
+    assert not workspaces._fp8_workspaces and quantized.transposed is None
     assert all(one.untyped_storage().nbytes() == 0 for one in held)
-    assert list(map(id, fp8.tensors_of(quantised))) == [id(quantised.codes), id(quantised.scale)]
+    assert list(map(id, fp8.tensors_of(quantized))) == [id(quantized.codes), id(quantized.scale)]
     memory.reload()
     assert all(map(torch.equal, held, before))
-    assert torch.equal(quantised.dequantize(), shown)
+    assert torch.equal(quantized.dequantize(), shown)
 
 
 def test_delayed_scales_are_found_without_gradients_before_the_first_log_probs(

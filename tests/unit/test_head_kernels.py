@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.heads import (
     Head,
-    Outcome,
+    HeadResult,
     assert_equal,
     make_head,
     ours,
@@ -44,8 +44,8 @@ def on_device(head: Head) -> Head:
     return replace(head, **{name: getattr(head, name).to(DEVICE) for name in names})
 
 
-def on_cpu(found: Outcome) -> Outcome:
-    return Outcome(*(getattr(found, name).cpu() for name in Outcome.__dataclass_fields__))
+def on_cpu(found: HeadResult) -> HeadResult:
+    return HeadResult(*(getattr(found, name).cpu() for name in HeadResult.__dataclass_fields__))
 
 
 @runs
@@ -126,7 +126,7 @@ def test_bfloat16_gives_float32_values_and_bfloat16_gradients() -> None:
         assert float((left - right).norm() / right.norm()) < 2**-8, name
 
 
-def _shard(rank: int, head: Head, rows: int) -> Outcome:
+def _shard(rank: int, head: Head, rows: int) -> HeadResult:
     whole = padded(head, 2 * rows - len(head.weight))
     mine = replace(whole, weight=whole.weight[rank * rows : (rank + 1) * rows])
     with tiles_of(3, 4):

@@ -151,9 +151,9 @@ def test_a_failing_run_is_named_with_its_last_words(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------ what it writes
 
 
-def outcomes(directory: Path) -> dict[str, list[ladder.Outcome]]:
+def outcomes(directory: Path) -> dict[str, list[ladder.RungRun]]:
     """Two rungs with two seeds."""
-    found: dict[str, list[ladder.Outcome]] = {}
+    found: dict[str, list[ladder.RungRun]] = {}
     for rung in (0, 5):
         for seed in (0, 1):
             one = run(rung, seed)

@@ -1,4 +1,5 @@
-"""The ledger: whatever happens, in whatever order, the sums match; and no fate is entered twice."""
+"""The ledger: whatever happens, in whatever order, the sums match; and no outcome is
+entered twice."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.rollout.ledger import _NEXT, Ledger, State
-from dapo_megatron.types import DapoError, Fate
+from dapo_megatron.rollout.ledger import _NEXT, Ledger, TicketState
+from dapo_megatron.types import DapoError, Outcome
 
 
 def held(ledger: Ledger) -> dict[int, bool]:
     """What an honest coordinator would hold."""
-    return {ticket: state is State.READY for ticket, state in ledger.open.items()}
+    return {ticket: state is TicketState.READY for ticket, state in ledger.open.items()}
 
 
 @given(st.data())
@@ -32,29 +33,29 @@ def test_sums_match_after_every_move_and_across_a_resume(data: st.DataObject) ->
             continue
         ticket = data.draw(st.sampled_from(sorted(ledger.open)), label="ticket")
         to = data.draw(st.sampled_from(sorted(_NEXT[ledger.open[ticket]], key=str)), label="to")
-        if isinstance(to, State):
+        if isinstance(to, TicketState):
             ledger.move(ticket, to)
             assert ledger.open[ticket] is to
         else:
-            ledger.settle(ticket, to)
+            ledger.close_ticket(ticket, to)
             ever[to.value] += 1
             assert ticket not in ledger.open
         ledger.audit(held(ledger))
     assert ledger.totals == ever
     for ticket, state in list(ledger.open.items()):
-        if state is State.RUNNING:
-            ledger.move(ticket, State.ISSUED)
+        if state is TicketState.RUNNING:
+            ledger.move(ticket, TicketState.ISSUED)
     counts = ledger.close_step(held(ledger))
     assert counts["issued"] == ledger.next_ticket
-    assert counts["issued"] == counts["carried"] + sum(counts[fate.value] for fate in Fate)
+    assert counts["issued"] == counts["carried"] + sum(counts[outcome.value] for outcome in Outcome)
     assert ledger.close_step(held(ledger))["issued"] == 0
 
 
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("to", [*State, *Fate])
-def test_what_cannot_follow_is_refused(state: State, to: State | Fate) -> None:
+@pytest.mark.parametrize("state", TicketState)
+@pytest.mark.parametrize("to", [*TicketState, *Outcome])
+def test_what_cannot_follow_is_refused(state: TicketState, to: TicketState | Outcome) -> None:
     ledger = Ledger(next_ticket=1, open={0: state})
-    act = ledger.move if isinstance(to, State) else ledger.settle
+    act = ledger.move if isinstance(to, TicketState) else ledger.close_ticket
     if to in _NEXT[state]:
         act(0, to)  # type: ignore[arg-type]
     else:
@@ -63,27 +64,27 @@ def test_what_cannot_follow_is_refused(state: State, to: State | Fate) -> None:
 
 
 def test_a_group_still_running_cannot_be_trained_on_or_filtered() -> None:
-    unfinished = {State.ISSUED, State.RUNNING}
+    unfinished = {TicketState.ISSUED, TicketState.RUNNING}
     for state in unfinished:
-        assert {to for to in _NEXT[state] if isinstance(to, Fate)} == {Fate.EXPIRED}
-    assert _NEXT[State.READY] == {Fate.TRAINED, Fate.EXPIRED}
+        assert {to for to in _NEXT[state] if isinstance(to, Outcome)} == {Outcome.EXPIRED}
+    assert _NEXT[TicketState.READY] == {Outcome.TRAINED, Outcome.EXPIRED}
 
 
 def test_a_ticket_ends_once() -> None:
-    ledger = Ledger(next_ticket=1, open={0: State.READY})
-    ledger.settle(0, Fate.TRAINED)
+    ledger = Ledger(next_ticket=1, open={0: TicketState.READY})
+    ledger.close_ticket(0, Outcome.TRAINED)
     with pytest.raises(DapoError, match="ticket 0 is not open, it cannot become trained"):
-        ledger.settle(0, Fate.TRAINED)
+        ledger.close_ticket(0, Outcome.TRAINED)
 
 
 def test_a_step_cannot_end_while_an_engine_is_at_a_ticket() -> None:
-    ledger = Ledger(next_ticket=2, open={0: State.ISSUED, 1: State.RUNNING})
+    ledger = Ledger(next_ticket=2, open={0: TicketState.ISSUED, 1: TicketState.RUNNING})
     with pytest.raises(DapoError, match="ticket 1 is still running"):
         ledger.close_step(held(ledger))
 
 
 def test_books_that_do_not_balance_stop_the_run() -> None:
-    ledger = Ledger(next_ticket=3, open={0: State.ISSUED}, totals=Counter(trained=1))
+    ledger = Ledger(next_ticket=3, open={0: TicketState.ISSUED}, totals=Counter(trained=1))
     with pytest.raises(DapoError, match=r"3 tickets issued, but \{'trained': 1\} and 1 open"):
         ledger.close_step(held(ledger))
     with pytest.raises(DapoError, match="3 tickets issued"):
@@ -104,12 +105,12 @@ def test_books_that_do_not_balance_stop_the_run() -> None:
 def test_the_books_are_held_against_what_the_coordinator_holds(
     found: dict[int, bool], message: str
 ) -> None:
-    ledger = Ledger(next_ticket=2, open={0: State.GRADING, 1: State.READY})
+    ledger = Ledger(next_ticket=2, open={0: TicketState.GRADING, 1: TicketState.READY})
     ledger.audit({0: False, 1: True})
     with pytest.raises(DapoError, match=message):
         ledger.audit(found)
 
 
 def test_what_ran_when_it_was_saved_is_not_running_when_resumed() -> None:
-    ledger = Ledger(next_ticket=2, open={0: State.RUNNING, 1: State.GRADING})
-    assert Ledger.from_state(ledger.state()).open == {0: State.ISSUED, 1: State.GRADING}
+    ledger = Ledger(next_ticket=2, open={0: TicketState.RUNNING, 1: TicketState.GRADING})
+    assert Ledger.from_state(ledger.state()).open == {0: TicketState.ISSUED, 1: TicketState.GRADING}

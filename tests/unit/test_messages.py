@@ -26,10 +26,10 @@ from dapo_megatron.types import (
     Fenced,
     Finish,
     Grade,
-    Piece,
     RankError,
     Region,
     Segment,
+    TensorSlice,
 )
 from tests.helpers.ranks import run_ranks
 
@@ -61,7 +61,7 @@ reports = st.builds(
 )
 regions = st.builds(Region, tokens, tokens)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-pieces = st.builds(Piece, texts, tokens, dtypes, regions)
+tensor_slices = st.builds(TensorSlice, texts, tokens, dtypes, regions)
 checks = st.builds(Check, texts, st.sampled_from(Status), texts, texts)
 states = st.builds(
     NodeState, st.lists(checks, max_size=3), st.dictionaries(texts, texts, max_size=3)
@@ -76,7 +76,7 @@ def typed(strategy: Any, of: Any) -> Any:
 
 MESSAGES = st.one_of(
     typed(reports, RankReport),
-    typed(st.lists(pieces), list[Piece]),
+    typed(st.lists(tensor_slices), list[TensorSlice]),
     typed(st.tuples(texts, st.booleans(), states), tuple[str, bool, NodeState]),
     typed(st.tuples(st.none() | texts, errors), tuple[str | None, ErrorRecord | None]),
     typed(st.lists(paths), list[Path]),
@@ -108,7 +108,10 @@ def test_a_value_arrives_as_it_was_sent(message: tuple[Any, Any]) -> None:
     assert exactly(decode(encode(value), of, 0)) == exactly(value)
 
 
-@given(st.binary(max_size=200), st.sampled_from([RankReport, list[Piece], str | None, bool, Path]))
+@given(
+    st.binary(max_size=200),
+    st.sampled_from([RankReport, list[TensorSlice], str | None, bool, Path]),
+)
 def test_bytes_of_any_kind_become_the_type_or_an_error_with_the_rank(junk: bytes, of: Any) -> None:
     try:
         value = decode(junk, of, 3)

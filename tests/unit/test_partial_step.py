@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from dapo_megatron.rollout.partial_step import OpenStep
+from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.types import ConfigError, StepStats
 from tests.helpers.configs import tiny_config
 from tests.unit.test_batch import completion, group
@@ -17,7 +17,7 @@ STATS = StepStats(loss=0.5, grad_norm=2.0, lr=1e-6, num_tokens=6, means={"entrop
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(dtype: torch.dtype) -> None:
-    step = OpenStep()
+    step = PartialStep()
     assert step.state(tiny_config()) is None
     step.begin([group(3, completion(0, 4, None), completion(1, 2, None))], {"accuracy/raw": 0.25})
     # A view that is not contiguous and requires a gradient.
@@ -25,7 +25,7 @@ def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(dtype: torch.dtype
     step.updates = [STATS]
     config = tiny_config()
     state = json.loads(json.dumps(step.state(config)))
-    restored = OpenStep.from_state(state, config)
+    restored = PartialStep.from_state(state, config)
     assert restored.train == step.train
     assert restored.metrics == {"accuracy/raw": 0.25}
     assert restored.updates == [STATS]
@@ -33,17 +33,17 @@ def test_an_unfinished_step_survives_a_checkpoint_bit_for_bit(dtype: torch.dtype
     assert torch.equal(restored.old_logprobs, step.old_logprobs)
     assert restored.old_logprobs.dtype == dtype
     step.close()
-    assert step == OpenStep()
+    assert step == PartialStep()
 
 
 def test_an_unfinished_step_without_old_logprobs_survives_a_checkpoint() -> None:
-    step, config = OpenStep(), tiny_config()
+    step, config = PartialStep(), tiny_config()
     metrics = {"accuracy/raw": 0.25}
     step.begin([], metrics)
     metrics["accuracy/raw"] = 1.0
-    restored = OpenStep.from_state(json.loads(json.dumps(step.state(config))), config)
-    assert restored == step == OpenStep(train=[], metrics={"accuracy/raw": 0.25})
-    assert OpenStep.from_state(None, config) == OpenStep()
+    restored = PartialStep.from_state(json.loads(json.dumps(step.state(config))), config)
+    assert restored == step == PartialStep(train=[], metrics={"accuracy/raw": 0.25})
+    assert PartialStep.from_state(None, config) == PartialStep()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_an_unfinished_step_with_another_batching_is_refused_by_key(
     key: str, value: object
 ) -> None:
     """With another batching, some sequences would be trained on twice."""
-    step, config = OpenStep(), tiny_config()
+    step, config = PartialStep(), tiny_config()
     step.begin([], {})
     state = json.loads(json.dumps(step.state(config)))
     section, name = key.split(".")
@@ -68,4 +68,4 @@ def test_an_unfinished_step_with_another_batching_is_refused_by_key(
         f"^{key}: the checkpoint is from the middle of a step that started with {saved_value!r};"
     )
     with pytest.raises(ConfigError, match=message):
-        OpenStep.from_state(state, tiny_config(**{f"{section}__{name}": value}))
+        PartialStep.from_state(state, tiny_config(**{f"{section}__{name}": value}))

@@ -20,9 +20,9 @@ from dapo_megatron.bridge.plan import (
     TransferPlan,
     make_plan,
 )
-from dapo_megatron.types import Piece, Region, SyncError, whole
+from dapo_megatron.types import Region, SyncError, TensorSlice, whole
 
-Pieces = list[list[Piece]]
+Slices = list[list[TensorSlice]]
 
 
 @st.composite
@@ -39,34 +39,34 @@ def slabs(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
         return [whole(shape)]
     dim = draw(st.integers(0, len(shape) - 1))
     inner = draw(st.lists(st.integers(0, shape[dim]), max_size=3))
-    pieces = []
+    tensor_slices = []
     for first, last in pairwise([0, *sorted(inner), shape[dim]]):
         start = [0] * len(shape)
         start[dim] = first
-        pieces.append(Region(tuple(start), (*shape[:dim], last - first, *shape[dim + 1 :])))
-    return pieces
+        tensor_slices.append(Region(tuple(start), (*shape[:dim], last - first, *shape[dim + 1 :])))
+    return tensor_slices
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Pieces, Pieces]:
+def situations(draw: st.DrawFn) -> tuple[Slices, Slices]:
     """Pieces of a few tensors that up to six ranks hold (boxes that may overlap, and slabs that
     cover the tensor) and want (disjoint slabs)."""
     num_ranks = draw(st.integers(1, 6))
-    held: Pieces = [[] for _ in range(num_ranks)]
-    wanted: Pieces = [[] for _ in range(num_ranks)]
+    held: Slices = [[] for _ in range(num_ranks)]
+    wanted: Slices = [[] for _ in range(num_ranks)]
     ranks = st.integers(0, num_ranks - 1)
     for number in range(draw(st.integers(1, 6))):
         shape = draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
         name = f"model.layers.{number // 2}.part_{number}"
         for region in draw(slabs(shape)):
-            held[draw(ranks)].append(Piece(name, shape, dtype, region))
+            held[draw(ranks)].append(TensorSlice(name, shape, dtype, region))
         for rank in draw(st.lists(ranks, max_size=6)):
-            held[rank].append(Piece(name, shape, dtype, draw(regions(shape))))
+            held[rank].append(TensorSlice(name, shape, dtype, draw(regions(shape))))
         for rank in draw(st.sets(ranks)):
             cuts = draw(slabs(shape))
             for region in draw(st.lists(st.sampled_from(cuts), unique=True)):
-                wanted[rank].append(Piece(name, shape, dtype, region))
+                wanted[rank].append(TensorSlice(name, shape, dtype, region))
     return held, wanted
 
 
@@ -86,7 +86,7 @@ def mask(shape: Sequence[int], boxes: Sequence[Region]) -> numpy.ndarray:
 
 @given(situations())
 def test_every_wanted_element_arrives_once_from_a_rank_that_holds_it(
-    situation: tuple[Pieces, Pieces],
+    situation: tuple[Slices, Slices],
 ) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
@@ -95,20 +95,22 @@ def test_every_wanted_element_arrives_once_from_a_rank_that_holds_it(
         for move, source in tensor.with_sources():
             arriving[move.target, tensor.name, move.region].append(move.box)
             assert any(
-                piece.name == tensor.name and piece.region.intersect(move.box) == move.box
-                for piece in held[source]
+                tensor_slice.name == tensor.name
+                and tensor_slice.region.intersect(move.box) == move.box
+                for tensor_slice in held[source]
             )
-    for rank, pieces in enumerate(wanted):
-        for piece in pieces:
-            boxes = arriving.pop((rank, piece.name, piece.region), [])
+    for rank, tensor_slices in enumerate(wanted):
+        for tensor_slice in tensor_slices:
+            boxes = arriving.pop((rank, tensor_slice.name, tensor_slice.region), [])
             assert (
-                mask(piece.global_shape, boxes) == mask(piece.global_shape, [piece.region])
+                mask(tensor_slice.global_shape, boxes)
+                == mask(tensor_slice.global_shape, [tensor_slice.region])
             ).all()
     assert not arriving
 
 
 @given(situations())
-def test_only_missing_elements_are_sent(situation: tuple[Pieces, Pieces]) -> None:
+def test_only_missing_elements_are_sent(situation: tuple[Slices, Slices]) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
     received, sent = Counter[int](), Counter[int]()
@@ -117,13 +119,17 @@ def test_only_missing_elements_are_sent(situation: tuple[Pieces, Pieces]) -> Non
             if source != move.target:
                 received[move.target] += move.nbytes
                 sent[source] += move.nbytes
-    for rank, pieces in enumerate(wanted):
+    for rank, tensor_slices in enumerate(wanted):
         missing = 0
-        for piece in pieces:
-            own = [held_piece.region for held_piece in held[rank] if held_piece.name == piece.name]
-            wants = mask(piece.global_shape, [piece.region]) > 0
-            missing += int((wants & (mask(piece.global_shape, own) == 0)).sum()) * (
-                piece.dtype.itemsize
+        for tensor_slice in tensor_slices:
+            own = [
+                held_piece.region
+                for held_piece in held[rank]
+                if held_piece.name == tensor_slice.name
+            ]
+            wants = mask(tensor_slice.global_shape, [tensor_slice.region]) > 0
+            missing += int((wants & (mask(tensor_slice.global_shape, own) == 0)).sum()) * (
+                tensor_slice.dtype.itemsize
             )
         assert plan.missing[rank] == received[rank] == missing
         assert plan.sent[rank] == sent[rank]
@@ -131,7 +137,7 @@ def test_only_missing_elements_are_sent(situation: tuple[Pieces, Pieces]) -> Non
 
 @given(situations(), st.integers(1, 200))
 def test_the_bytes_of_a_round_are_bounded(
-    situation: tuple[Pieces, Pieces], bucket_bytes: int
+    situation: tuple[Slices, Slices], bucket_bytes: int
 ) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=bucket_bytes)
@@ -151,12 +157,12 @@ def test_the_bytes_of_a_round_are_bounded(
     ]
     # What one rank wants of a tensor is sent in one round.
     assert sum(map(len, wishes_by_round)) == len(set().union(*wishes_by_round))
-    wanted_names = {piece.name for pieces in wanted for piece in pieces}
+    wanted_names = {tensor_slice.name for tensor_slices in wanted for tensor_slice in tensor_slices}
     assert plan.num_tensors == len(wanted_names)
 
 
 def test_a_tensor_wanted_by_many_ranks_is_sent_bucket_by_bucket() -> None:
-    plan = make_plan([[piece("t")], *[[]] * 9], [[piece("t")]] * 10, bucket_bytes=128)
+    plan = make_plan([[tensor_slice("t")], *[[]] * 9], [[tensor_slice("t")]] * 10, bucket_bytes=128)
     sent = [
         Counter(source for move, source in boxes_of(tensors) if move.target)
         for tensors in plan.rounds
@@ -166,16 +172,16 @@ def test_a_tensor_wanted_by_many_ranks_is_sent_bucket_by_bucket() -> None:
 
 
 @given(situations())
-def test_equal_inputs_give_equal_plans(situation: tuple[Pieces, Pieces]) -> None:
+def test_equal_inputs_give_equal_plans(situation: tuple[Slices, Slices]) -> None:
     held, wanted = situation
-    copies = [[[*pieces] for pieces in ranks] for ranks in (held, wanted)]
+    copies = [[[*tensor_slices] for tensor_slices in ranks] for ranks in (held, wanted)]
     assert make_plan(held, wanted) == make_plan(*copies)
 
 
-def piece(name: str, first: int = 0, num: int = 8, **other: object) -> Piece:
+def tensor_slice(name: str, first: int = 0, num: int = 8, **other: object) -> TensorSlice:
     """Rows of a tensor of shape [8, 4]."""
     values: dict = {"global_shape": (8, 4), "dtype": torch.float32, **other}
-    return Piece(name, region=Region((first, 0), (num, 4)), **values)
+    return TensorSlice(name, region=Region((first, 0), (num, 4)), **values)
 
 
 def sources(plan: TransferPlan) -> list[list[int]]:
@@ -185,7 +191,7 @@ def sources(plan: TransferPlan) -> list[list[int]]:
 
 def test_sources_on_the_same_node_are_preferred_and_equal_ones_alternate() -> None:
     names = [f"t{number}" for number in range(4)]
-    all_pieces = [piece(name) for name in names]
+    all_pieces = [tensor_slice(name) for name in names]
     plan = make_plan(
         [all_pieces, all_pieces, [], all_pieces], [[], [], all_pieces, []], ranks_per_node=2
     )
@@ -200,7 +206,9 @@ def test_sources_on_the_same_node_are_preferred_and_equal_ones_alternate() -> No
 
 
 def test_the_part_that_a_rank_holds_itself_is_not_sent() -> None:
-    plan = make_plan([[piece("t", 0, 5)], [piece("t", 2, 6)]], [[], [piece("t")]])
+    plan = make_plan(
+        [[tensor_slice("t", 0, 5)], [tensor_slice("t", 2, 6)]], [[], [tensor_slice("t")]]
+    )
     moves = [pair for tensors in plan.rounds for pair in boxes_of(tensors)]
     assert {(source, move.box.start[0], move.box.shape[0]) for move, source in moves} == {
         (1, 2, 6),
@@ -208,15 +216,15 @@ def test_the_part_that_a_rank_holds_itself_is_not_sent() -> None:
     }
 
 
-def stage(layers: range, experts: int = 0) -> list[Piece]:
+def stage(layers: range, experts: int = 0) -> list[TensorSlice]:
     """The tensors of `layers`, each with `experts` experts."""
     parts = ["a", "b", *(f"experts.{number}" for number in range(experts))]
-    return [piece(f"model.layers.{layer}.{part}") for layer in layers for part in parts]
+    return [tensor_slice(f"model.layers.{layer}.{part}") for layer in layers for part in parts]
 
 
 def test_pipeline_stages_send_in_the_same_rounds_and_layers_stay_together() -> None:
-    first = [piece("model.embed_tokens.weight"), *stage(range(3))]
-    second = [*stage(range(3, 6)), piece("lm_head.weight")]
+    first = [tensor_slice("model.embed_tokens.weight"), *stage(range(3))]
+    second = [*stage(range(3, 6)), tensor_slice("lm_head.weight")]
     held = [first, second]
     all_pieces = [*first, *second]
     plan = make_plan(held, [all_pieces, all_pieces], bucket_bytes=4 * 128)
@@ -244,43 +252,47 @@ def test_expert_ranks_send_in_the_same_rounds() -> None:
 
 
 def test_tensors_of_the_same_layout_share_their_boxes() -> None:
-    pieces = stage(range(50))
-    plan = make_plan([pieces, []], [[], pieces])
+    tensor_slices = stage(range(50))
+    plan = make_plan([tensor_slices, []], [[], tensor_slices])
     assert len({id(tensor.boxes) for tensors in plan.rounds for tensor in tensors}) == 1
 
 
 @pytest.mark.parametrize(
     ("held", "wanted", "message"),
     [
-        ([[piece("t")], []], [[], [piece("t"), piece("u")]], "rank 1 wants u, which no rank holds"),
         (
-            [[piece("t", 0, 3)], [piece("t", 4, 4)]],
-            [[], [piece("t", 2, 4)]],
+            [[tensor_slice("t")], []],
+            [[], [tensor_slice("t"), tensor_slice("u")]],
+            "rank 1 wants u, which no rank holds",
+        ),
+        (
+            [[tensor_slice("t", 0, 3)], [tensor_slice("t", 4, 4)]],
+            [[], [tensor_slice("t", 2, 4)]],
             r"rank 1 wants \[3:4, 0:4\] of t, which no rank holds",
         ),
         (
-            [[piece("t")], [piece("t", global_shape=(9, 4))]],
-            [[], [piece("t")]],
+            [[tensor_slice("t")], [tensor_slice("t", global_shape=(9, 4))]],
+            [[], [tensor_slice("t")]],
             r"t is \[8, 4\] torch.float32 on rank 0, but \[9, 4\] torch.float32 on rank 1",
         ),
         (
-            [[piece("t")], []],
-            [[], [piece("t", dtype=torch.bfloat16)]],
+            [[tensor_slice("t")], []],
+            [[], [tensor_slice("t", dtype=torch.bfloat16)]],
             r"t is \[8, 4\] torch.float32 on rank 0, but \[8, 4\] torch.bfloat16 on rank 1",
         ),
         (
-            [[piece("t")], []],
-            [[], [piece("t", 0, 5), piece("t", 4, 4)]],
+            [[tensor_slice("t")], []],
+            [[], [tensor_slice("t", 0, 5), tensor_slice("t", 4, 4)]],
             r"rank 1 wants \[4:5, 0:4\] of t twice",
         ),
     ],
 )
-def test_errors_name_the_tensor_and_the_rank(held: Pieces, wanted: Pieces, message: str) -> None:
+def test_errors_name_the_tensor_and_the_rank(held: Slices, wanted: Slices, message: str) -> None:
     with pytest.raises(SyncError, match=message):
         make_plan(held, wanted)
 
 
 def test_tensors_that_no_rank_wants_are_not_sent() -> None:
-    plan = make_plan([[piece("t"), piece("u")]], [[piece("u", 0, 2)]])
+    plan = make_plan([[tensor_slice("t"), tensor_slice("u")]], [[tensor_slice("u", 0, 2)]])
     assert [tensor.name for tensors in plan.rounds for tensor in tensors] == ["u"]
-    assert make_plan([[piece("t")]], [[]]).num_rounds == 0
+    assert make_plan([[tensor_slice("t")]], [[]]).num_rounds == 0

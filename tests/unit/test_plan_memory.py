@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dapo_megatron.config import Config
 from dapo_megatron.model import architecture
-from dapo_megatron.plan import GIB, Part, activations
+from dapo_megatron.plan import GIB, MemoryItem, activations
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.forecast import render, to_json
 from dapo_megatron.plan.phases import PHASES
@@ -44,7 +44,7 @@ def config_of(folder: Path, hf: dict[str, Any] = DENSE_HF, **overrides: Any) -> 
     return tiny_config(**settings | overrides)
 
 
-def part(estimate: MemoryEstimate, phase: str, name: str) -> Part:
+def part(estimate: MemoryEstimate, phase: str, name: str) -> MemoryItem:
     [match] = [item for item in estimate.fullest(phase)[1].parts if item.name == name]
     return match
 

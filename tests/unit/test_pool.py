@@ -30,7 +30,7 @@ HANG_SECONDS = 3.0
 """Limit of one grading in tests of graders that hang. Far above what a sound grading takes, so that
 none is late on a loaded machine."""
 
-# The response selects the grader's behaviour; every call appends its process id to a file.
+# The response selects the grader's behavior; every call appends its process id to a file.
 GRADER = """
 import gc, os, re, signal, socket, subprocess, sys, tempfile, time
 from dapo_megatron.types import Grade
@@ -186,16 +186,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("behaviour", BAD)
+@pytest.mark.parametrize("behavior", BAD)
 def test_a_failing_grading_loses_only_itself(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str, workers: int
+    make: Callable[..., GradingPool], pids: Path, behavior: str, workers: int
 ) -> None:
     responses = [f"ok {i}" for i in range(40)]
-    responses[5] = responses[39] = behaviour
-    with make(workers, HANG_SECONDS if BAD[behaviour] == "timeout" else 60.0) as pool:
+    responses[5] = responses[39] = behavior
+    with make(workers, HANG_SECONDS if BAD[behavior] == "timeout" else 60.0) as pool:
         results = grade_all(pool, responses, pids)
     for key, response in enumerate(responses):
-        expected = (None, BAD[behaviour]) if response == behaviour else (
+        expected = (None, BAD[behavior]) if response == behavior else (
             Grade(1.0, True, response),
             "graded",
         )  # fmt: skip
@@ -203,12 +203,12 @@ def test_a_failing_grading_loses_only_itself(
     wait_until_dead(noted_pids(pids))
 
 
-@pytest.mark.parametrize("behaviour", ["print", "big", "slow", "interrupt"])
+@pytest.mark.parametrize("behavior", ["print", "big", "slow", "interrupt"])
 def test_unusual_but_valid_gradings_are_graded(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str
+    make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     with make() as pool:
-        results = grade_all(pool, ["ok", behaviour, "ok"], pids)
+        results = grade_all(pool, ["ok", behavior, "ok"], pids)
     assert [why for _, why in results.values()] == ["graded"] * 3
     assert len(noted_pids(pids)) == 1
 
@@ -244,16 +244,16 @@ LAST_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("behaviour", LAST_ERRORS)
+@pytest.mark.parametrize("behavior", LAST_ERRORS)
 def test_the_last_error_of_each_source_is_kept(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str
+    make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     with make(timeout_seconds=HANG_SECONDS) as pool:
         grade_all(pool, ["ok"], pids)
         assert pool.last_errors == {}
-        grade_all(pool, [behaviour, "ok"], pids)
+        grade_all(pool, [behavior, "ok"], pids)
         assert list(pool.last_errors) == ["task"]
-        assert re.fullmatch(LAST_ERRORS[behaviour], pool.last_errors["task"])
+        assert re.fullmatch(LAST_ERRORS[behavior], pool.last_errors["task"])
 
 
 def test_memory_kept_by_a_grading_is_available_to_the_next(
@@ -444,16 +444,16 @@ def test_a_stopped_worker_times_out_for_any_message_size(
     wait_until_dead({worker})
 
 
-@pytest.mark.parametrize("behaviour", ["stopped", "full", "half a message"])
+@pytest.mark.parametrize("behavior", ["stopped", "full", "half a message"])
 def test_close_does_not_wait_for_a_blocked_worker(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str
+    make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     pool = make(timeout_seconds=1000.0)
     grade_all(pool, ["ok"], pids)
     (worker,) = noted_pids(pids)
-    if behaviour != "half a message":
+    if behavior != "half a message":
         os.kill(worker, signal.SIGSTOP)
-    response = {"stopped": "x", "full": "x" * 3_000_000}.get(behaviour, "send 7b22")
+    response = {"stopped": "x", "full": "x" * 3_000_000}.get(behavior, "send 7b22")
     pool.submit(0, "task", response, "", {"pids": str(pids)})
     time.sleep(0.3)
     started = time.monotonic()
@@ -465,13 +465,13 @@ def test_close_does_not_wait_for_a_blocked_worker(
 # ------------------------------------------------------------------------ end
 
 
-@pytest.mark.parametrize("behaviour", ["hang", "hang_in_c", "slow"])
+@pytest.mark.parametrize("behavior", ["hang", "hang_in_c", "slow"])
 def test_close_is_prompt_and_leaves_no_process(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str
+    make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     pool = make(workers=2, timeout_seconds=1000.0)
     for key in range(20):
-        pool.submit(key, "task", behaviour, "", {"pids": str(pids)})
+        pool.submit(key, "task", behavior, "", {"pids": str(pids)})
     while not pids.exists():
         time.sleep(0.02)
     started = time.monotonic()
@@ -484,15 +484,15 @@ def test_close_is_prompt_and_leaves_no_process(
     wait_until_dead(noted_pids(pids))
 
 
-@pytest.mark.parametrize("behaviour", ["ok", "hang_in_c"])
-def test_workers_die_with_a_killed_parent(pids: Path, behaviour: str) -> None:
+@pytest.mark.parametrize("behavior", ["ok", "hang_in_c"])
+def test_workers_die_with_a_killed_parent(pids: Path, behavior: str) -> None:
     code = f"""
         import os, signal, sys, time
         sys.path.insert(0, {str(pids.parent)!r})
         from dapo_megatron.rewards import GradingPool
         pool = GradingPool({{"task": "pool_grader:act"}}, 2, 1000.0)
         for key in range(8):
-            pool.submit(key, "task", {behaviour!r}, "", {{"pids": {str(pids)!r}}})
+            pool.submit(key, "task", {behavior!r}, "", {{"pids": {str(pids)!r}}})
         while not os.path.exists({str(pids)!r}) or not os.path.getsize({str(pids)!r}):
             time.sleep(0.02)
         time.sleep(0.2)

@@ -22,8 +22,8 @@ from dapo_megatron.doctor.node import (
     Port,
     check_infiniband,
     check_node,
+    check_with_timeout,
     compare_facts,
-    within,
 )
 from dapo_megatron.doctor.nodes import Findings, NodeFile, check_nodes
 from tests.helpers.configs import tiny_config
@@ -225,9 +225,9 @@ def test_a_check_that_hangs_or_raises_fails() -> None:
     def broken() -> list[Check]:
         raise OSError("stale file handle")
 
-    [hung] = within(0.2, "disk", hangs)
+    [hung] = check_with_timeout(0.2, "disk", hangs)
     is_over.set()
-    [stale] = within(60.0, "disk", broken)
+    [stale] = check_with_timeout(60.0, "disk", broken)
     assert hung.status is stale.status is Status.FAIL
     assert "no answer in 0.2 s" in hung.finding and "stale file handle" in stale.finding
 

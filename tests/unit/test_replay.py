@@ -18,10 +18,10 @@ from dapo_megatron.types import (
     Completion,
     ConfigError,
     DataError,
-    Fate,
     Finish,
     Grade,
     Group,
+    Outcome,
     Prompt,
     Segment,
     SyncReport,
@@ -43,7 +43,7 @@ def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
     return Group(ticket, prompt, (correct, incorrect))
 
 
-def record(folder: Path, *steps: list[tuple[Group, Fate]]) -> Replay:
+def record(folder: Path, *steps: list[tuple[Group, Outcome]]) -> Replay:
     """Write a run folder in which the groups of `steps` ended in steps 1, 2, ..."""
     for step, ended in enumerate(steps, start=1):
         write_samples(folder / "samples", step, ended)
@@ -52,13 +52,13 @@ def record(folder: Path, *steps: list[tuple[Group, Fate]]) -> Replay:
 
 def test_a_step_trains_on_the_groups_recorded_as_trained(tmp_path: Path) -> None:
     first = [
-        (group(0), Fate.ALL_WRONG),
-        (group(1), Fate.TRAINED),
-        (group(2), Fate.ABSTAINED),
-        (group(4), Fate.TRAINED),
-        (group(5), Fate.EXPIRED),
+        (group(0), Outcome.ALL_WRONG),
+        (group(1), Outcome.TRAINED),
+        (group(2), Outcome.ABSTAINED),
+        (group(4), Outcome.TRAINED),
+        (group(5), Outcome.EXPIRED),
     ]
-    second = [(group(3, step=2), Fate.TRAINED)]
+    second = [(group(3, step=2), Outcome.TRAINED)]
     replay = record(tmp_path, first, second)
     progress: list[int] = []
     step = replay.collect(0, progress.append)
@@ -79,7 +79,7 @@ def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
 ) -> None:
     trained = [group(ticket, logprob=value) for ticket, value in enumerate(logprobs)]
     folder = tmp_path_factory.mktemp("run")
-    recorded = [(trained_group, Fate.TRAINED) for trained_group in trained]
+    recorded = [(trained_group, Outcome.TRAINED) for trained_group in trained]
     replayed = record(folder, recorded).collect(0, lambda _: None)
     assert repr(replayed.train) == repr(trained)
     batches = [
@@ -90,7 +90,7 @@ def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
 
 
 def test_a_step_that_was_not_recorded_is_reported(tmp_path: Path) -> None:
-    replay = record(tmp_path, [(group(0), Fate.TRAINED)], [(group(1), Fate.TRAINED)])
+    replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
     with pytest.raises(DataError) as caught:
         replay.collect(2, lambda _: None)
     assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003.jsonl: not recorded")
@@ -103,7 +103,7 @@ def test_a_run_without_records_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_step_without_trained_groups_is_reported(tmp_path: Path) -> None:
-    replay = record(tmp_path, [(group(0), Fate.ALL_WRONG)])
+    replay = record(tmp_path, [(group(0), Outcome.ALL_WRONG)])
     with pytest.raises(DataError, match=r"step_000001.jsonl: no group was trained on"):
         replay.collect(0, lambda _: None)
 
@@ -123,7 +123,7 @@ def test_a_line_that_is_not_a_group_is_reported_with_its_number(
     tmp_path: Path, damage: object
 ) -> None:
     assert callable(damage)
-    replay = record(tmp_path, [(group(0), Fate.TRAINED), (group(1), Fate.TRAINED)])
+    replay = record(tmp_path, [(group(0), Outcome.TRAINED), (group(1), Outcome.TRAINED)])
     path = tmp_path / "samples" / "step_000001.jsonl"
     first, second = path.read_text().splitlines()
     path.write_text(f"{first}\n{damage(second)}\n")
@@ -138,8 +138,8 @@ def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
         ticket=1,
         completions=(replace(finished.completions[0], finish=Finish.UNFINISHED, grade=None),),
     )
-    replay = record(tmp_path, [(finished, Fate.TRAINED), (unfinished, Fate.EXPIRED)])
-    assert replay.collect(0, lambda _: None).ended[1] == (unfinished, Fate.EXPIRED)
+    replay = record(tmp_path, [(finished, Outcome.TRAINED), (unfinished, Outcome.EXPIRED)])
+    assert replay.collect(0, lambda _: None).ended[1] == (unfinished, Outcome.EXPIRED)
 
 
 def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
@@ -161,7 +161,7 @@ def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
 
 def test_a_folder_without_rollouts_and_the_folder_of_this_run_are_refused(tmp_path: Path) -> None:
     recorded, own = tmp_path / "recorded", tmp_path / "own"
-    record(recorded, [(group(0), Fate.TRAINED)])
+    record(recorded, [(group(0), Outcome.TRAINED)])
     check_recorded(recorded, own)
     with pytest.raises(ConfigError, match=f"^run.name: {recorded} is the run to replay"):
         check_recorded(tmp_path / "own" / ".." / "recorded", recorded)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dapo_megatron.report.folder import read_run
 from dapo_megatron.report.page import Options, Payload, make_payload, packed
 from dapo_megatron.report.rollouts import Rollouts
+from dapo_megatron.report.run_data import read_run
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY
 
@@ -192,7 +192,7 @@ def test_absurd_steps_times_and_world_sizes_do_not_stop_the_report(folder: Path)
         file.write('{"step": 1000000000000000, "policy/loss": 1}\n')
     change_object(folder / "attempts.jsonl", lambda attempt: attempt.update(time=1e30, end=["x"]))
     for path in (folder / ".pulse").iterdir():
-        change_object(path, lambda pulse: pulse.update(world_size=10**12))
+        change_object(path, lambda heartbeat: heartbeat.update(world_size=10**12))
     [accuracy] = report_of(folder).data["charts"]["accuracy"]
     assert accuracy["data"][0]["x"][-1] == 40
 

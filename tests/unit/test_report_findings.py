@@ -16,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import Config
-from dapo_megatron.report import finding, rules, rules_work
+from dapo_megatron.report import finding, health_rules, work_rules
 from dapo_megatron.report.charts import CHARTS, chart_of
 from dapo_megatron.report.curves import ghost
 from dapo_megatron.report.finding import Finding, Track
-from dapo_megatron.report.folder import (
+from dapo_megatron.report.finding_rule import track
+from dapo_megatron.report.health_rules import findings
+from dapo_megatron.report.models import Attempt
+from dapo_megatron.report.run_data import (
     Evaluation,
     Metrics,
     RunData,
@@ -29,9 +32,6 @@ from dapo_megatron.report.folder import (
     frame_of,
     read_metrics,
 )
-from dapo_megatron.report.models import Attempt
-from dapo_megatron.report.rule import track
-from dapo_megatron.report.rules import findings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -94,10 +94,10 @@ Series = float | Sequence[float | None]
 
 
 def run_of(num_steps: int = 40, **changes: Any) -> RunData:
-    """A healthy run of constant series, changed by `series`; `knobs` are config values by key."""
+    """A healthy run of constant series, changed by `series`; `settings` are config values by key."""
     series: dict[str, Series] = {**HEALTHY, **changes.pop("series", {})}
     config = {section: dict(values) for section, values in KNOBS.items()}
-    for key, value in changes.pop("knobs", {}).items():
+    for key, value in changes.pop("settings", {}).items():
         section, name = key.split(".")
         config[section][name] = value
     columns = {
@@ -362,9 +362,9 @@ def test_every_setting_named_by_a_finding_is_a_config_key() -> None:
     """Including the keys of findings that no series above triggers."""
     named = set(re.findall(r'["; ]([a-z]+\.[a-z_]+)(?:: |; |")', sources()))
     sections = set(Config.model_fields)
-    knobs = {name for name in named if name.split(".")[0] in sections}
-    assert len(knobs) > 20
-    assert [knob for knob in sorted(knobs) if not is_key(knob)] == []
+    settings = {name for name in named if name.split(".")[0] in sections}
+    assert len(settings) > 20
+    assert [setting for setting in sorted(settings) if not is_key(setting)] == []
 
 
 @pytest.mark.parametrize("name", FIRES)
@@ -373,7 +373,7 @@ def test_a_finding_is_reported_on_a_series_that_shows_it(name: str) -> None:
     matches = [item for item in findings(run_of(series=series)) if re.search(title, item.title)]
     assert [(item.level, item.metric) for item in matches] == [(level, metric)]
     assert matches[0].text.endswith((".", "?"))
-    for key, way in matches[0].knobs:
+    for key, way in matches[0].settings:
         assert is_key(key), key
         assert not way.startswith(("or ", "and "))
 
@@ -449,13 +449,13 @@ def test_no_series_of_numbers_stops_a_report(
     num_steps_and_series: tuple[int, dict[str, Any]], knob_value: Any
 ) -> None:
     num_steps, series = num_steps_and_series
-    knobs = {
+    settings = {
         "sync.max_gap": knob_value,
         "optimizer.clip_grad": knob_value,
         "rollout.prompts_per_step": knob_value,
     }
     plan = {"phases": {"update": 1e-300, "generate": "much"}}
-    for item in findings(run_of(num_steps, series=series, knobs=knobs, plan=plan)):
+    for item in findings(run_of(num_steps, series=series, settings=settings, plan=plan)):
         assert item.title
         assert item.level in ("good", "note", "warn", "bad")
 
@@ -536,7 +536,7 @@ def test_restarts_are_a_finding_with_their_reasons() -> None:
         for item in findings(run_of(attempts=starts("stopped", "stopped", None)))
         if "Started" in item.title
     ]
-    assert (stopped.level, stopped.knob) == ("note", None)
+    assert (stopped.level, stopped.setting) == ("note", None)
     assert "2 stopped" in stopped.text
     [crashed] = [
         item
@@ -559,7 +559,7 @@ def test_steps_without_metrics_are_a_finding() -> None:
 def test_expired_groups_are_no_finding_on_policy() -> None:
     series = {"groups/expired": 8.0, "groups/issued": 48.0}
     assert any("expired" in title for title in titles(run_of(series=series)))
-    calm = titles(run_of(series=series, knobs={"rollout.on_policy": True}))
+    calm = titles(run_of(series=series, settings={"rollout.on_policy": True}))
     assert not any("expired" in title for title in calm)
 
 
@@ -713,13 +713,13 @@ def test_missing_values_are_left_out_of_a_track() -> None:
 
 def sources() -> str:
     names = ("rules", "rules_work", "finding")
-    folder = Path(rules.__file__).parent
+    folder = Path(health_rules.__file__).parent
     return "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in names)
 
 
 def thresholds() -> dict[str, float]:
     """Return the constants of the rules by the names they have in docs/report.md."""
-    modules = (finding, rules, rules_work)
+    modules = (finding, health_rules, work_rules)
     return {
         name.lower().replace("_", ".", 1): value
         for module in modules

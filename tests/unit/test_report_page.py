@@ -24,17 +24,17 @@ from plotly import graph_objects
 
 from dapo_megatron.cluster import heartbeat
 from dapo_megatron.report import command, page
-from dapo_megatron.report.charts import CHARTS, chart_of, recorded
+from dapo_megatron.report.charts import CHARTS, chart_of, charts_with_data
 from dapo_megatron.report.command import parse_steps, report, watch
-from dapo_megatron.report.curves import GHOSTS, PALETTE, ghost, looks
-from dapo_megatron.report.folder import read_run
+from dapo_megatron.report.curves import GHOSTS, PALETTE, ghost, run_styles
 from dapo_megatron.report.page import Options, make_payload
 from dapo_megatron.report.provenance import headline
+from dapo_megatron.report.run_data import read_run
 from dapo_megatron.report.wording import span, visible
 from dapo_megatron.types import ConfigError
 from tests.helpers.made_run import MadeRun
 from tests.unit.test_files import room_for
-from tests.unit.test_report_folder import A_PULSE, write_run
+from tests.unit.test_report_folder import A_HEARTBEAT, write_run
 
 HOSTILE = "</script><script>bad()</script><img src=x onerror=bad()>{{ 7*7 }}"
 
@@ -278,7 +278,7 @@ def test_host_names_are_escaped_in_timelines(tmp_path: Path) -> None:
 
 
 def test_charts_and_series_without_values_are_left_out() -> None:
-    shown = recorded(CHARTS, {"policy/clip_fraction_low"}, {"pass@4"})
+    shown = charts_with_data(CHARTS, {"policy/clip_fraction_low"}, {"pass@4"})
     assert [chart.id for chart in shown] == ["evaluation_best_and_vote", "clipping"]
     assert list(shown[1].series.values()) == ["down"]
     assert chart_of("policy/clip_fraction_low", shown) == "clipping"
@@ -361,19 +361,19 @@ def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ several runs
 
 
-def _looks(parent: Path, *names: str, **config: Any) -> list[tuple[str, list[int]]]:
+def _run_styles(parent: Path, *names: str, **config: Any) -> list[tuple[str, list[int]]]:
     runs = [
         replace(read_run(write_run(parent / str(at))), name=name, config=config)
         for at, name in enumerate(names)
     ]
-    return [(look.label, look.runs) for look in looks(runs)]
+    return [(look.label, look.runs) for look in run_styles(runs)]
 
 
 def test_runs_that_differ_only_in_their_seed_share_a_color(tmp_path: Path) -> None:
-    curves = _looks(tmp_path, "1_a_seed0", "2_b_seed0", "1_a_seed1", "2_b.1", "c")
+    curves = _run_styles(tmp_path, "1_a_seed0", "2_b_seed0", "1_a_seed1", "2_b.1", "c")
     assert curves == [("1_a, 2 runs", [0, 2]), ("2_b, 2 runs", [1, 3]), ("c", [4])]
-    assert _looks(tmp_path, "a_seed0", "a_seed1") == [("a_seed0", [0]), ("a_seed1", [1])]
-    assert _looks(tmp_path, "a", "b") == [("a", [0]), ("b", [1])]
+    assert _run_styles(tmp_path, "a_seed0", "a_seed1") == [("a_seed0", [0]), ("a_seed1", [1])]
+    assert _run_styles(tmp_path, "a", "b") == [("a", [0]), ("b", [1])]
 
 
 def test_runs_that_differ_in_a_setting_do_not_share_a_color(tmp_path: Path) -> None:
@@ -382,12 +382,12 @@ def test_runs_that_differ_in_a_setting_do_not_share_a_color(tmp_path: Path) -> N
         replace(run, name=f"batch_{size}", config={"seed": at, "run": {"name": at}, "batch": size})
         for at, size in enumerate((8, 8, 16))
     ]
-    assert [look.runs for look in looks(runs)] == [[0, 1], [2]]
+    assert [look.runs for look in run_styles(runs)] == [[0, 1], [2]]
 
 
 def test_many_runs_all_look_different(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "r"))
-    run_looks = looks([replace(run, name=chr(97 + at)) for at in range(24)])
+    run_looks = run_styles([replace(run, name=chr(97 + at)) for at in range(24)])
     assert len({(look.color, look.width) for look in run_looks}) == 24
     assert {look.color for look in run_looks} == set(PALETTE)
 
@@ -460,7 +460,7 @@ def test_watch_writes_on_changes_and_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "r")
-    heartbeat.write(folder, replace(A_PULSE, time=time.time()))
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
     num_sleeps = 0
     pages: list[tuple[int, float | None]] = []
 
@@ -472,12 +472,12 @@ def test_watch_writes_on_changes_and_ends_with_the_run(
         pages.append((last, data_of(text)["refresh_seconds"]))
         assert num_sleeps < 9
         if num_sleeps < 4:
-            heartbeat.write(folder, replace(A_PULSE, time=time.time()))
+            heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
         if num_sleeps == 2:
             write_run(folder, [{"step": 1}, {"step": 2}])
         if num_sleeps == 4:
             (folder / "summary.json").write_text('{"steps": 40}')
-            heartbeat.write(folder, replace(A_PULSE, state=heartbeat.State.ENDED))
+            heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, state=heartbeat.RankState.ENDED))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     watch([folder], None, Options(), every=7.0)

@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dapo_megatron.report import recorded, viewer_data
+from dapo_megatron.report import sample_files, viewer_data
 from dapo_megatron.report.choosing import ASKED, RANDOM, Pick, choose, frames
-from dapo_megatron.report.folder import read_run
 from dapo_megatron.report.models import StepIndex
 from dapo_megatron.report.rollouts import Rollouts, Row, rollouts
-from dapo_megatron.report.token_text import Pieces
+from dapo_megatron.report.run_data import read_run
+from dapo_megatron.report.token_text import TokenPieces
 from dapo_megatron.rollout.serialization import COMPLETION_COLUMNS, GROUP_COLUMNS
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
 
 TINY = REPOSITORY / "model_configs" / "tiny_qwen3" / "tokenizer.json"
-FATES = ("trained", "all_correct", "abstained")
+OUTCOMES = ("trained", "all_correct", "abstained")
 
 
 # ---------------------------------------------------------------------------- choosing
@@ -43,7 +43,7 @@ def runs(draw: st.DrawFn) -> list[StepIndex]:
     for _ in range(draw(st.integers(1, 12))):
         groups, completions = [], []
         for place in range(rng.randint(0, 6)):
-            groups.append((100 * place, ticket, rng.choice("ab"), rng.choice(FATES), None))
+            groups.append((100 * place, ticket, rng.choice("ab"), rng.choice(OUTCOMES), None))
             ticket += 1
             completions += [completion(rng, place, sample) for sample in range(size)]
         made.append(index_of(groups, completions))
@@ -183,7 +183,7 @@ TINY_TOKENIZER = Tokenizer.from_file(str(TINY))
 @given(text=st.text(max_size=60))
 def test_pieces_of_an_encoded_text_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text).ids
-    pieces = Pieces(tokenizer).split(tokens)
+    pieces = TokenPieces(tokenizer).split(tokens)
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=False)
     if tokenizer is BYTE_LEVEL:
@@ -196,32 +196,32 @@ def test_pieces_of_any_tokens_join_to_the_decoded_text(
 ) -> None:
     tokenizer = data.draw(st.sampled_from([BYTE_LEVEL, TINY_TOKENIZER]))
     tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=80))
-    pieces = Pieces(tokenizer).split(tokens)
+    pieces = TokenPieces(tokenizer).split(tokens)
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def test_a_character_of_several_tokens_is_in_the_last_piece() -> None:
     tokens = BYTE_LEVEL.encode("é").ids
-    assert Pieces(BYTE_LEVEL).split(tokens)[-1] == "é"
+    assert TokenPieces(BYTE_LEVEL).split(tokens)[-1] == "é"
     letters = [BYTE_LEVEL.token_to_id(letter) for letter in ("Ã", "©", "h")]
-    assert Pieces(BYTE_LEVEL).split(letters) == ["", "é", "h"]
-    assert Pieces(BYTE_LEVEL).split(letters[:1]) == ["\N{REPLACEMENT CHARACTER}"]
+    assert TokenPieces(BYTE_LEVEL).split(letters) == ["", "é", "h"]
+    assert TokenPieces(BYTE_LEVEL).split(letters[:1]) == ["\N{REPLACEMENT CHARACTER}"]
 
 
 def test_invalid_bytes_are_split_in_linear_time() -> None:
     broken = Tokenizer(models.WordLevel({"<0x80>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
     broken.decoder = decoders.ByteFallback()
     started = time.process_time()
-    pieces = Pieces(broken).split([0] * 20_000)
+    pieces = TokenPieces(broken).split([0] * 20_000)
     assert time.process_time() - started < 20.0, "linear in the number of tokens"
     assert len(pieces) == 20_000
     assert set("".join(pieces)) == {"\N{REPLACEMENT CHARACTER}"}
-    assert Pieces(broken).split([1, 0]) == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert TokenPieces(broken).split([1, 0]) == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_special_tokens_are_listed() -> None:
-    assert {TINY_TOKENIZER.id_to_token(token) for token in Pieces(TINY_TOKENIZER).special} == {
+    assert {TINY_TOKENIZER.id_to_token(token) for token in TokenPieces(TINY_TOKENIZER).special} == {
         "<pad>",
         "<eos>",
         "<unk>",
@@ -301,7 +301,7 @@ def test_policy_values_and_advantages_equal_the_recorded_ones(folder: Path, tmp_
     row = next(row for row in result.rows if row["fate"] == "trained")
     blob, shown = opened(result, row)
     path = run / "samples" / "policy" / f"step_{row['step']:06d}.jsonl"
-    policy = recorded.policy_of(path, row["ticket"])[shown["sample"]]
+    policy = sample_files.policy_of(path, row["ticket"])[shown["sample"]]
     assert row["advantage"] == pytest.approx(policy["advantage"], abs=1e-4)
     assert row["gap_max"] == pytest.approx(policy["gap_max"], rel=1e-3)
     assert shown["entropy"] == [round(value, 3) for value in policy["entropy"]]
@@ -391,9 +391,9 @@ def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
 
 def test_an_index_made_from_samples_equals_the_recorded_one(folder: Path) -> None:
     samples = folder / "samples"
-    for step, path in recorded.step_files(samples, ".jsonl").items():
-        index = recorded.read_index(samples / "index" / f"step_{step:06d}.json")
-        assert index is not None and index == recorded.index_of_samples(path, step)
+    for step, path in sample_files.step_files(samples, ".jsonl").items():
+        index = sample_files.read_index(samples / "index" / f"step_{step:06d}.json")
+        assert index is not None and index == sample_files.index_of_samples(path, step)
 
 
 def test_without_an_index_only_some_steps_of_a_large_run_are_read(
@@ -472,5 +472,5 @@ def test_any_bytes_as_an_index_are_ignored(
 ) -> None:
     path = tmp_path_factory.mktemp("junk") / "step_000001.json"
     path.write_bytes(junk)
-    assert recorded.read_index(path) is None
-    assert recorded.policy_of(path, 1) == {}
+    assert sample_files.read_index(path) is None
+    assert sample_files.policy_of(path, 1) == {}

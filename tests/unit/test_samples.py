@@ -33,7 +33,15 @@ from dapo_megatron.tracking.samples import (
     write_samples,
 )
 from dapo_megatron.tracking.trackers import CompositeTracker
-from dapo_megatron.types import Completion, Finish, Grade, Group, Inspected, Prompt, Segment
+from dapo_megatron.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    Prompt,
+    Segment,
+    SequenceDiagnostics,
+)
 from tests.helpers.groups import GROUPS
 
 
@@ -271,9 +279,11 @@ def test_a_repeated_step_removes_the_files_of_the_first_attempt(tmp_path: Path) 
 # ---------------------------------------------------------------------------- policy
 
 
-def inspected(ticket: int, sample: int, **changes: Any) -> Inspected:
+def inspected(ticket: int, sample: int, **changes: Any) -> SequenceDiagnostics:
     values = torch.tensor([-0.12345678, -2.0])
-    sequence = Inspected(ticket, sample, 0.70710678, 1.23456e-7, 0.0004567891, values, -values)
+    sequence = SequenceDiagnostics(
+        ticket, sample, 0.70710678, 1.23456e-7, 0.0004567891, values, -values
+    )
     return replace(sequence, **changes)
 
 

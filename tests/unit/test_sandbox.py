@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.rewards import pool, sandbox, sandbox_root
-from dapo_megatron.rewards.sandbox import Run
+from dapo_megatron.rewards.sandbox import ProgramResult
 from dapo_megatron.rewards.sandbox_root import library_path
 from dapo_megatron.types import ConfigError
 from tests.helpers.graders import processes_with
@@ -30,7 +30,7 @@ SHORT_SECONDS = 3.0
 """Limit of programs that do not end. On a loaded machine bwrap still starts within it."""
 
 
-def run(program: str, stdin: str = "", seconds: float = LONG_SECONDS) -> Run:
+def run(program: str, stdin: str = "", seconds: float = LONG_SECONDS) -> ProgramResult:
     return sandbox.run(textwrap.dedent(program), stdin, seconds)
 
 
@@ -251,7 +251,7 @@ def test_there_is_no_network() -> None:
 )
 def test_system_calls_outside_the_list_are_refused(program: str) -> None:
     result = run(program + "\nprint('went through')")
-    assert result == Run(b"", "exit status 1")
+    assert result == ProgramResult(b"", "exit status 1")
 
 
 # Calls that Python has no function for: x86_64 numbers, and arguments that need no privilege.
@@ -346,7 +346,7 @@ def test_neither_descriptors_nor_processes_are_left_after_a_run(seconds: float) 
         from dapo_megatron.rewards import sandbox
         from dapo_megatron.cluster.processes import adopt_orphans
         adopt_orphans()
-        sandbox.lacking()
+        sandbox.missing_layers()
         before = len(os.listdir("/proc/self/fd"))
         program = "import time; time.sleep({0 if seconds == LONG_SECONDS else 1000})"
         assert bool(sandbox.run(program, "", {seconds}).failure) == {seconds == SHORT_SECONDS}
@@ -475,9 +475,9 @@ def startable(python: str) -> bool:
 
 @pytest.fixture
 def clear_lacking() -> Iterator[None]:
-    sandbox.lacking.cache_clear()
+    sandbox.missing_layers.cache_clear()
     yield
-    sandbox.lacking.cache_clear()
+    sandbox.missing_layers.cache_clear()
 
 
 def test_without_bubblewrap_the_grader_is_refused_with_the_install_command(
@@ -517,7 +517,7 @@ def test_a_bubblewrap_that_fails_is_reported_with_its_reason(
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match=rf"grader 'code': .*{reason}.*docs/rewards\.md"):
-        sandbox.lacking()
+        sandbox.missing_layers()
 
 
 def test_a_bubblewrap_that_hangs_times_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -549,24 +549,24 @@ def test_without_a_new_proc_programs_still_run(
     """Containers mask parts of /proc, and then no new one can be mounted."""
     trial = sandbox._trial
 
-    def refuse_proc(has_proc: bool) -> Run:
+    def refuse_proc(has_proc: bool) -> ProgramResult:
         if has_proc:
             raise sandbox.SandboxError("Can't mount proc on /newroot/proc")
         return trial(has_proc)
 
     monkeypatch.setattr(sandbox, "_trial", refuse_proc)
-    assert sandbox.lacking() == {"/proc": "Can't mount proc on /newroot/proc"}
+    assert sandbox.missing_layers() == {"/proc": "Can't mount proc on /newroot/proc"}
     assert printed("import os; print(os.listdir('/proc'))") == "[]\n"
 
 
 def test_missing_layers_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def lacking() -> Mapping[str, str]:
+    def missing_layers() -> Mapping[str, str]:
         return {"/proc": "a container"}
 
-    monkeypatch.setattr(pool, "lacking", lacking)
-    monkeypatch.setattr(pool, "check", lambda name: None)
+    monkeypatch.setattr(pool, "missing_layers", missing_layers)
+    monkeypatch.setattr(pool, "check_grader", lambda name: None)
     with pool.GradingPool({"a": "code", "b": "code"}, workers=2, timeout_seconds=9.0):
         pass
     with pool.GradingPool({"a": "dapo_math"}, workers=1, timeout_seconds=9.0):

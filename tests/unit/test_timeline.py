@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.cluster import instruments
-from dapo_megatron.cluster.instruments import MAX_POINTS, Point, Running, Timeline, thinned
+from dapo_megatron.cluster.instruments import MAX_POINTS, Point, Running, TimelineRecorder, thinned
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.recorder import RunRecorder
@@ -96,7 +96,7 @@ class Clock:
 
 def test_sequences_of_evaluation_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, kept = Clock(monkeypatch), {}
-    timeline = Timeline(Ranks(0, 1, 0), 2, kept.__setitem__)
+    timeline = TimelineRecorder(Ranks(0, 1, 0), 2, kept.__setitem__)
     report_running = timeline.follow(replica=0, max_sequences=8)
     report_running(7)
     timeline.begin(1)
@@ -129,7 +129,7 @@ def test_timelines_are_kept_for_the_first_step_and_every_nth(
     every: int, expected: list[int]
 ) -> None:
     kept: dict[int, Any] = {}
-    timeline = Timeline(Ranks(0, 1, 0), every, kept.__setitem__)
+    timeline = TimelineRecorder(Ranks(0, 1, 0), every, kept.__setitem__)
     for step in range(5, 10):
         timeline.begin(step)
         assert timeline.metrics() == {}, "no metrics without an engine"
@@ -143,7 +143,7 @@ def watch(rank: int) -> Any:
     instruments.time.perf_counter = lambda: now + 3600.0 * rank  # type: ignore[assignment]
     kept: dict[int, Any] = {}
     exchange = Ranks(rank, 2, rank)
-    timeline = Timeline(exchange, 1, kept.__setitem__)
+    timeline = TimelineRecorder(exchange, 1, kept.__setitem__)
     report_running = timeline.follow(replica=rank, max_sequences=4)
     exchange.barrier()
     timeline.begin(1)

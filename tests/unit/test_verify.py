@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo_megatron.bridge.verify import _weights, add, disagreements, fingerprint
-from dapo_megatron.types import Piece, Region, whole
+from dapo_megatron.bridge.verify import (
+    _weights,
+    combine_fingerprints,
+    describe_mismatches,
+    fingerprint,
+)
+from dapo_megatron.types import Region, TensorSlice, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
@@ -42,7 +47,7 @@ def test_fingerprints_of_parts_add_up_to_that_of_the_tensor(
     tensor = random_tensor(shape, dtype)
     boxes = data.draw(cuts(shape).flatmap(st.permutations))
     parts = [fingerprint(tensor[box.slices], box) for box in boxes]
-    assert add(*parts) == fingerprint(tensor, whole(shape))
+    assert combine_fingerprints(*parts) == fingerprint(tensor, whole(shape))
 
 
 @given(st.data(), shapes.filter(lambda shape: len(shape) > 0))
@@ -118,12 +123,12 @@ COLUMNS = [box(columns=(0, 4)), box(columns=(4, 8))]
 
 def fingerprints(
     regions: list[Region], tensors: list[Tensor], name: str = NAME
-) -> list[list[tuple[Piece, int]]]:
+) -> list[list[tuple[TensorSlice, int]]]:
     """Return the fingerprints by rank: rank r has region r of tensor r."""
     return [
         [
             (
-                Piece(name, SHAPE, torch.float32, region),
+                TensorSlice(name, SHAPE, torch.float32, region),
                 fingerprint(tensor[region.slices], region),
             )
         ]
@@ -146,7 +151,7 @@ def test_equal_weights_agree_in_all_layouts(layout: str) -> None:
     held, wanted, ranks = LAYOUTS[layout]
     tensor = random_tensor(SHAPE, torch.float32)
     policy = fingerprints(held, [tensor] * len(held))
-    assert disagreements(policy, fingerprints(wanted, [tensor] * len(wanted)), ranks) == []
+    assert describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), ranks) == []
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_a_stale_engine_rank_is_named(layout: str, stale: int, named: str) -> No
     held, wanted, ranks = LAYOUTS[layout]
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     sampled = [old if rank == stale else new for rank in range(len(wanted))]
-    [line] = disagreements(
+    [line] = describe_mismatches(
         fingerprints(held, [new] * len(held)), fingerprints(wanted, sampled), ranks
     )
     assert line.startswith(NAME) and named in line
@@ -173,7 +178,9 @@ def test_a_stale_engine_rank_is_named(layout: str, stale: int, named: str) -> No
 def test_a_policy_rank_that_drifted_is_named_even_if_its_engine_follows_it() -> None:
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     state = [new, new, old, new]
-    lines = disagreements(fingerprints([box()] * 4, state), fingerprints([box()] * 4, state), 1)
+    lines = describe_mismatches(
+        fingerprints([box()] * 4, state), fingerprints([box()] * 4, state), 1
+    )
     assert lines == [f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"]
 
 
@@ -181,7 +188,7 @@ def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
     """Tensor-parallel ranks hold copies if there are fewer key-value heads than ranks."""
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     wanted = [HALVES[0], HALVES[0], HALVES[1], HALVES[1]]
-    [line] = disagreements(
+    [line] = describe_mismatches(
         fingerprints([box()], [new]), fingerprints(wanted, [new, old, new, new]), 4
     )
     assert "engine ranks" in line and "1" in line
@@ -193,10 +200,12 @@ def test_any_two_shardings_agree_and_any_fault_is_reported(data: st.DataObject) 
     tensor = random_tensor(SHAPE, torch.float32)
     held, wanted = data.draw(cuts(SHAPE)), data.draw(cuts(SHAPE))
     policy = fingerprints(held, [tensor] * len(held))
-    assert disagreements(policy, fingerprints(wanted, [tensor] * len(wanted)), len(wanted)) == []
+    assert (
+        describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), len(wanted)) == []
+    )
     wrong = tensor.clone()
     wrong[data.draw(st.integers(0, 11)), data.draw(st.integers(0, 7))] += 1.0
-    assert disagreements(policy, fingerprints(wanted, [wrong] * len(wanted)), len(wanted))
+    assert describe_mismatches(policy, fingerprints(wanted, [wrong] * len(wanted)), len(wanted))
 
 
 def test_fingerprint_weights_are_odd() -> None:

@@ -20,7 +20,7 @@ from dapo_megatron.policy import vocab_parallel
 from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from tests.helpers.heads import (
     Head,
-    Outcome,
+    HeadResult,
     assert_equal,
     make_head,
     padded,
@@ -126,7 +126,7 @@ NUM_RANKS = 2
 SHARDS = [(8, 13), (8, 5), (8, 16)]
 
 
-def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[Outcome, int]:
+def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[HeadResult, int]:
     """Return this rank's outcome and its number of all-reduces."""
     whole = padded(head, NUM_RANKS * rows - num_entries)
     own_head = replace(whole, weight=whole.weight[rank * rows : (rank + 1) * rows])
@@ -146,7 +146,7 @@ def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[Outcome,
     return outcome, len(calls)
 
 
-def _shards(rank: int, heads: list[Head]) -> list[tuple[Outcome, int]]:
+def _shards(rank: int, heads: list[Head]) -> list[tuple[HeadResult, int]]:
     return [
         _shard(rank, head, rows, num)
         for head, (rows, num) in zip(heads, [*SHARDS, SHARDS[0]], strict=True)

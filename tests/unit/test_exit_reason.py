@@ -27,7 +27,7 @@ def test_the_first_reason_is_kept(path: Path) -> None:
     assert exit_reason.record(1, "rank 3: ValueError:\n  bad", "Traceback\nline\n")
     assert not exit_reason.record(98, "hung")
     assert path.read_text() == "1 rank 3: ValueError: bad\nTraceback\nline\n"
-    assert exit_reason.read(path) == exit_reason.Verdict(
+    assert exit_reason.read(path) == exit_reason.ExitReason(
         1, "rank 3: ValueError: bad", "Traceback\nline\n"
     )
     assert [entry.name for entry in path.parent.iterdir()] == ["verdict"]

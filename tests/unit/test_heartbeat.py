@@ -16,27 +16,27 @@ from rich.console import Console
 from dapo_megatron.cluster.heartbeat import (
     NUM_NAMED,
     Alarm,
-    Pulse,
-    State,
-    accusation,
-    pulse_file,
-    read,
-    read_all,
-    suspects,
-    write,
+    Heartbeat,
+    RankState,
+    describe_suspects,
+    find_suspects,
+    heartbeat_file,
+    read_heartbeat,
+    read_heartbeats,
+    write_heartbeat,
 )
 from dapo_megatron.doctor import run
 from dapo_megatron.types import ConfigError
 
 
-def a_pulse(rank: int, **changed: object) -> Pulse:
-    pulse = Pulse(
+def a_heartbeat(rank: int, **changed: object) -> Heartbeat:
+    heartbeat = Heartbeat(
         rank=rank,
         world_size=4,
         attempt="17.0",
         host=f"node{rank}",
         pid=100 + rank,
-        state=State.HUNG,
+        state=RankState.HUNG,
         time=time.time(),
         phase="update",
         step=3,
@@ -47,17 +47,17 @@ def a_pulse(rank: int, **changed: object) -> Pulse:
         in_exchange=True,
         exchange="all_gather 12",
     )
-    return replace(pulse, **changed)  # type: ignore[arg-type]
+    return replace(heartbeat, **changed)  # type: ignore[arg-type]
 
 
-def reasons_by_rank(pulses: list[Pulse | None]) -> dict[int, str]:
-    return {suspect.rank: suspect.why for suspect in suspects(pulses, "17.0")}
+def reasons_by_rank(heartbeats: list[Heartbeat | None]) -> dict[int, str]:
+    return {suspect.rank: suspect.why for suspect in find_suspects(heartbeats, "17.0")}
 
 
-pulses_of_any_state = st.builds(
-    a_pulse,
+heartbeats_of_any_state = st.builds(
+    a_heartbeat,
     st.just(0),
-    state=st.sampled_from(State),
+    state=st.sampled_from(RankState),
     attempt=st.sampled_from(["17.0", "16.0"]),
     phase=st.sampled_from(["update", "sync", ""]),
     step=st.integers(0, 3),
@@ -68,95 +68,101 @@ pulses_of_any_state = st.builds(
 )
 
 
-@given(pulse=pulses_of_any_state)
+@given(heartbeat=heartbeats_of_any_state)
 def test_a_heartbeat_is_read_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory, pulse: Pulse
+    tmp_path_factory: pytest.TempPathFactory, heartbeat: Heartbeat
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
-    write(folder, pulse)
-    assert read_all(folder, 2) == [pulse, None]
+    write_heartbeat(folder, heartbeat)
+    assert read_heartbeats(folder, 2) == [heartbeat, None]
 
 
 def test_a_truncated_or_malformed_heartbeat_is_ignored(tmp_path: Path) -> None:
-    write(tmp_path, a_pulse(0))
-    path = pulse_file(tmp_path, 0)
+    write_heartbeat(tmp_path, a_heartbeat(0))
+    path = heartbeat_file(tmp_path, 0)
     whole = path.read_bytes()
     for length in range(len(whole) - 1):
         path.write_bytes(whole[:length])
-        assert read(path) is None, length
-    for text in ("[]", "7", '{"rank": 1}', json.dumps({**asdict(a_pulse(0)), "new": 1})):
+        assert read_heartbeat(path) is None, length
+    for text in ("[]", "7", '{"rank": 1}', json.dumps({**asdict(a_heartbeat(0)), "new": 1})):
         path.write_text(text)
-        assert read(path) is None
+        assert read_heartbeat(path) is None
 
 
 def _write_for_ever(folder: Path) -> None:
     for step in range(10**9):
-        write(folder, a_pulse(0, step=step, sign="x" * 3000))
+        write_heartbeat(folder, a_heartbeat(0, step=step, sign="x" * 3000))
 
 
 def test_heartbeats_are_complete_while_being_written_and_after_sigkill(tmp_path: Path) -> None:
-    write(tmp_path, a_pulse(0, step=-1))
+    write_heartbeat(tmp_path, a_heartbeat(0, step=-1))
     writer = multiprocessing.get_context("spawn").Process(target=_write_for_ever, args=(tmp_path,))
     writer.start()
     steps: set[int] = set()
     end = time.monotonic() + 120.0
     while len(steps) < 50 and time.monotonic() < end:
-        pulse = read(pulse_file(tmp_path, 0))
-        assert pulse is not None
-        steps.add(pulse.step)
+        heartbeat = read_heartbeat(heartbeat_file(tmp_path, 0))
+        assert heartbeat is not None
+        steps.add(heartbeat.step)
     writer.kill()
     writer.join()
     assert len(steps) >= 50
-    assert read(pulse_file(tmp_path, 0)) is not None
+    assert read_heartbeat(heartbeat_file(tmp_path, 0)) is not None
 
 
 @pytest.mark.parametrize(
-    ("pulse", "why"),
+    ("heartbeat", "why"),
     [
         (None, "never wrote"),
-        (a_pulse(2, state=State.RUNNING), "does not answer"),
-        (a_pulse(2, state=State.ENDED), "had ended"),
-        (a_pulse(2, attempt="16.0"), "of 16.0"),
-        (a_pulse(2, num_exchanges=11), "entered 11 exchanges, others 12"),
-        (a_pulse(2, phase="sync"), "3 ranks are in phase update"),
-        (a_pulse(2, num_collectives={"dp": 4}), "collectives 4 of 5 in group dp"),
+        (a_heartbeat(2, state=RankState.RUNNING), "does not answer"),
+        (a_heartbeat(2, state=RankState.ENDED), "had ended"),
+        (a_heartbeat(2, attempt="16.0"), "of 16.0"),
+        (a_heartbeat(2, num_exchanges=11), "entered 11 exchanges, others 12"),
+        (a_heartbeat(2, phase="sync"), "3 ranks are in phase update"),
+        (a_heartbeat(2, num_collectives={"dp": 4}), "collectives 4 of 5 in group dp"),
     ],
 )
-def test_only_the_rank_that_is_missing_or_behind_is_named(pulse: Pulse | None, why: str) -> None:
-    others = [a_pulse(rank, num_collectives={"dp": 5}) for rank in range(4)]
-    reasons = reasons_by_rank([*others[:2], pulse, others[3]])
+def test_only_the_rank_that_is_missing_or_behind_is_named(
+    heartbeat: Heartbeat | None, why: str
+) -> None:
+    others = [a_heartbeat(rank, num_collectives={"dp": 5}) for rank in range(4)]
+    reasons = reasons_by_rank([*others[:2], heartbeat, others[3]])
     assert list(reasons) == [2]
     assert why in reasons[2]
 
 
 def test_ranks_that_wait_for_a_missing_rank_are_not_behind() -> None:
     reasons = reasons_by_rank(
-        [a_pulse(0), a_pulse(1, num_exchanges=3), None, a_pulse(3, phase="sync")]
+        [a_heartbeat(0), a_heartbeat(1, num_exchanges=3), None, a_heartbeat(3, phase="sync")]
     )
     assert list(reasons) == [2]
 
 
 def test_a_rank_still_in_an_exchange_that_others_left_is_behind() -> None:
-    left = [a_pulse(rank, in_exchange=False) for rank in range(3)]
-    assert "has not left all_gather 12" in reasons_by_rank([*left, a_pulse(3)])[3]
+    left = [a_heartbeat(rank, in_exchange=False) for rank in range(3)]
+    assert "has not left all_gather 12" in reasons_by_rank([*left, a_heartbeat(3)])[3]
 
 
 def test_no_rank_is_named_if_all_are_at_the_same_place() -> None:
-    pulses: list[Pulse | None] = [a_pulse(rank) for rank in range(4)]
-    assert reasons_by_rank(pulses) == {}
-    assert "all 4 are in phase update, step 3, in all_gather 12" in accusation(pulses, "17.0")
+    heartbeats: list[Heartbeat | None] = [a_heartbeat(rank) for rank in range(4)]
+    assert reasons_by_rank(heartbeats) == {}
+    assert "all 4 are in phase update, step 3, in all_gather 12" in describe_suspects(
+        heartbeats, "17.0"
+    )
 
 
-@given(st.lists(st.none() | pulses_of_any_state, min_size=1, max_size=40))
+@given(st.lists(st.none() | heartbeats_of_any_state, min_size=1, max_size=40))
 def test_the_report_of_suspects_is_short_and_names_missing_ranks(
-    pulses: list[Pulse | None],
+    heartbeats: list[Heartbeat | None],
 ) -> None:
-    pulses = [pulse and replace(pulse, rank=rank) for rank, pulse in enumerate(pulses)]
-    named_ranks = suspects(pulses, "17.0")
+    heartbeats = [
+        heartbeat and replace(heartbeat, rank=rank) for rank, heartbeat in enumerate(heartbeats)
+    ]
+    named_ranks = find_suspects(heartbeats, "17.0")
     assert len({suspect.rank for suspect in named_ranks}) == len(named_ranks)
-    missing = {rank for rank, pulse in enumerate(pulses) if pulse is None}
+    missing = {rank for rank, heartbeat in enumerate(heartbeats) if heartbeat is None}
     assert missing <= {suspect.rank for suspect in named_ranks}
-    text = accusation(pulses, "17.0")
+    text = describe_suspects(heartbeats, "17.0")
     assert text
     for suspect in named_ranks[:NUM_NAMED]:
         assert f"rank {suspect.rank}" in text
@@ -183,10 +189,10 @@ def test_doctor_run_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
     now = time.time()
     for rank in range(4):
         died = rank == 2
-        pulse = a_pulse(
-            rank, state=State.RUNNING, time=now - (100 if died else 40), num_exchanges=20 - rank
+        heartbeat = a_heartbeat(
+            rank, state=RankState.RUNNING, time=now - (100 if died else 40), num_exchanges=20 - rank
         )
-        write(tmp_path, pulse)
+        write_heartbeat(tmp_path, heartbeat)
     report = run.report(tmp_path, tmp_path / "no_verdict")
     assert [suspect.rank for suspect in report.suspects] == [2]
     assert not report.is_alive
@@ -200,7 +206,10 @@ def test_doctor_run_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
 
 def test_doctor_run_names_no_rank_of_a_healthy_run(tmp_path: Path) -> None:
     for rank in range(4):
-        write(tmp_path, a_pulse(rank, state=State.RUNNING, silent_seconds=0.1, num_exchanges=rank))
+        write_heartbeat(
+            tmp_path,
+            a_heartbeat(rank, state=RankState.RUNNING, silent_seconds=0.1, num_exchanges=rank),
+        )
     report = run.report(tmp_path)
     assert report.is_alive
     assert report.suspects == []

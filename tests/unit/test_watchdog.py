@@ -19,7 +19,12 @@ import pytest
 
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import HUNG
-from dapo_megatron.cluster.heartbeat import State, pulse_file, read, read_all
+from dapo_megatron.cluster.heartbeat import (
+    RankState,
+    heartbeat_file,
+    read_heartbeat,
+    read_heartbeats,
+)
 from dapo_megatron.cluster.watchdog import Watchdog, hang_file
 from dapo_megatron.doctor import run
 from dapo_megatron.tracking.console import RunConsole
@@ -42,7 +47,7 @@ class Job:
         wait_until(lambda: (self.folder / f"exchange_{step}_0").exists())
 
     @property
-    def verdict(self) -> exit_reason.Verdict | None:
+    def verdict(self) -> exit_reason.ExitReason | None:
         return exit_reason.read(self.folder / "verdict")
 
 
@@ -98,7 +103,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> None:
     job = start()
     job.wait_for_step(3)
-    wait_until(lambda: (pulse := read(pulse_file(job.folder, stopped))) and pulse.step)
+    wait_until(
+        lambda: (
+            (heartbeat := read_heartbeat(heartbeat_file(job.folder, stopped))) and heartbeat.step
+        )
+    )
     started = time.monotonic()
     job.ranks[stopped].send_signal(signal.SIGSTOP)
     wait_until(lambda: job.verdict)
@@ -121,7 +130,7 @@ def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> No
         assert f"requests in flight: {number + 7} of them" in job.log(number)
     assert len(list(job.folder.glob("noted_*"))) == 1
     report = json.loads(hang_file(job.folder, "17.0").read_text())
-    assert [pulse["state"] for pulse in report["pulses"]].count("hung") == 2
+    assert [heartbeat["state"] for heartbeat in report["pulses"]].count("hung") == 2
 
 
 @pytest.mark.parametrize(
@@ -172,20 +181,24 @@ def test_heartbeats_survive_sigkill(start: Start) -> None:
     job = start("sleep", limit=600.0)  # all ranks stay in step 3
     wait_until(
         lambda: all(
-            pulse and (pulse.phase, pulse.step) == ("update", 3)
-            for pulse in read_all(job.folder, 3)
+            heartbeat and (heartbeat.phase, heartbeat.step) == ("update", 3)
+            for heartbeat in read_heartbeats(job.folder, 3)
         )
     )
     for rank in job.ranks:
         rank.kill()
         rank.wait()
-    for number, pulse in enumerate(read_all(job.folder, 3)):
-        assert pulse is not None
-        assert (pulse.rank, pulse.pid) == (number, job.ranks[number].pid)
-        assert (pulse.state, pulse.phase, pulse.attempt) == (State.RUNNING, "update", "17.0")
+    for number, heartbeat in enumerate(read_heartbeats(job.folder, 3)):
+        assert heartbeat is not None
+        assert (heartbeat.rank, heartbeat.pid) == (number, job.ranks[number].pid)
+        assert (heartbeat.state, heartbeat.phase, heartbeat.attempt) == (
+            RankState.RUNNING,
+            "update",
+            "17.0",
+        )
     report = run.report(job.folder, job.folder / "verdict")
     assert report.hang == ""
-    assert report.verdict is None
+    assert report.exit_reason is None
 
 
 def full_pipe() -> tuple[int, int]:
@@ -268,8 +281,8 @@ def test_phases_nest(tmp_path: Path) -> None:
     states = []
 
     def note_state() -> None:
-        pulse = watch.pulse()
-        states.append((pulse.phase, pulse.step, pulse.limit_seconds))
+        heartbeat = watch.heartbeat()
+        states.append((heartbeat.phase, heartbeat.step, heartbeat.limit_seconds))
 
     note_state()
     with watch.phase("other"):
@@ -297,22 +310,28 @@ def test_phases_nest(tmp_path: Path) -> None:
 
 def test_a_heartbeat_distinguishes_exchanges_from_other_beats(tmp_path: Path) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
-    watch.beat("all_gather 7")
-    watch.beat("micro-batch 2")
-    pulse = watch.pulse()
-    assert (pulse.num_exchanges, pulse.in_exchange, pulse.sign) == (7, True, "micro-batch 2")
-    assert pulse.place == "outside of phases, step 0, in all_gather 7"
-    watch.beat("all_gather 7 done")
-    assert (watch.pulse().num_exchanges, watch.pulse().in_exchange) == (7, False)
+    watch.record_activity("all_gather 7")
+    watch.record_activity("micro-batch 2")
+    heartbeat = watch.heartbeat()
+    assert (heartbeat.num_exchanges, heartbeat.in_exchange, heartbeat.sign) == (
+        7,
+        True,
+        "micro-batch 2",
+    )
+    assert heartbeat.place == "outside of phases, step 0, in all_gather 7"
+    watch.record_activity("all_gather 7 done")
+    assert (watch.heartbeat().num_exchanges, watch.heartbeat().in_exchange) == (7, False)
 
 
-def test_a_beat_costs_less_than_5_microseconds(tmp_path: Path) -> None:
+def test_recording_activity_costs_less_than_5_microseconds(tmp_path: Path) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.start()
     try:
         best = min(
             timeit.timeit(
-                lambda: watch.beat("all_gather 123 done"), number=10_000, timer=time.thread_time
+                lambda: watch.record_activity("all_gather 123 done"),
+                number=10_000,
+                timer=time.thread_time,
             )
             / 10_000
             for _ in range(5)
@@ -320,9 +339,9 @@ def test_a_beat_costs_less_than_5_microseconds(tmp_path: Path) -> None:
     finally:
         watch.close()
     assert best < 5e-6
-    ended = read(pulse_file(tmp_path, 0))
+    ended = read_heartbeat(heartbeat_file(tmp_path, 0))
     assert ended is not None
-    assert ended.state is State.ENDED
+    assert ended.state is RankState.ENDED
 
 
 def test_a_stalled_disk_does_not_end_a_rank(
