@@ -1,4 +1,4 @@
-"""What stands in for CUDA in Megatron-core where there is no GPU."""
+"""Replacements for CUDA functions of Megatron-core on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _needs_a_gpu(*_: object) -> None:
         (optimizer, "multi_tensor_scale_impl"),
     ],
 )
-def test_norms_need_no_cuda_where_transformer_engine_is_installed(
+def test_gradient_norms_need_no_cuda_even_with_transformer_engine_installed(
     module: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With Transformer Engine, Megatron-core binds these names to CUDA kernels at import."""
