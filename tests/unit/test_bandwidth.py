@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dapo_megatron.doctor import bandwidth
 from dapo_megatron.doctor.bandwidth import BUDGETS, Bandwidth, Pair, Wire, measure, rounds
 from tests.helpers.ranks import run_ranks
 
+GBPS = 0.1
 SLOW_GBPS = 0.004
 
 
@@ -52,15 +53,31 @@ def test_a_slow_pair_of_sound_nodes_is_named_as_a_pair() -> None:
     assert bandwidth.slow_nodes(pairs, 40.0) == ([], [pairs[0]])
 
 
+class Clock:
+    """Replaces `time` in the probe: seconds pass only during exchanges."""
+
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def timed(self, exchange: Callable[..., None], gbps: float) -> Callable[..., None]:
+        """Return `exchange` as a function that takes the time of its bytes at this rate."""
+
+        def exchange_and_wait(tensor: torch.Tensor, *arguments: Any) -> None:
+            self.seconds += tensor.nbytes / gbps / 1e9
+            exchange(tensor, *arguments)
+
+        return exchange_and_wait
+
+
 def probe(rank: int, world_size: int, slow: int | None, per_node: int) -> tuple[Bandwidth, float]:
-    if rank == slow:
-        swap = bandwidth.swap
-
-        def slowly(tensor: torch.Tensor, peer: int, group: Any) -> None:
-            time.sleep(tensor.nbytes / SLOW_GBPS / 1e9)
-            swap(tensor, peer, group)
-
-        bandwidth.swap = slowly
+    """Measure with real exchanges, whose duration on a fake clock depends only on their bytes."""
+    clock = Clock()
+    bandwidth.time = clock
+    gbps = SLOW_GBPS if rank == slow else GBPS
+    for name in ("swap", "all_reduce", "all_to_all"):
+        setattr(bandwidth, name, clock.timed(getattr(bandwidth, name), gbps))
     phases: list[str] = []
     wire = Wire(
         Ranks(rank, world_size, rank), None, torch.device("cpu"), BUDGETS["gloo"], phases.append
@@ -68,10 +85,9 @@ def probe(rank: int, world_size: int, slow: int | None, per_node: int) -> tuple[
     ranks_of: dict[str, list[int]] = {}
     for one in range(world_size):
         ranks_of.setdefault(f"n{one // per_node}", []).append(one)
-    start = time.monotonic()
     found = measure(wire, ranks_of)
     assert phases[-1] == "all-to-all"
-    return found, time.monotonic() - start
+    return found, clock.seconds
 
 
 def test_ranks_agree_and_are_quick() -> None:
@@ -80,8 +96,7 @@ def test_ranks_agree_and_are_quick() -> None:
     assert all(found == figures[0] for found in figures)
     assert figures[0].all_reduce_gbps and figures[0].all_to_all_gbps
     assert [pair.nodes for pair in figures[0].pairs] == [("n0", "n1")]
-    # Four busy processes on perhaps two cores; alone it takes about a second.
-    assert max(seconds for _, seconds in results) < 20.0
+    assert max(seconds for _, seconds in results) < 5 * BUDGETS["gloo"].seconds
 
 
 def test_a_node_that_sends_slowly_is_named(tmp_path: Path) -> None:

@@ -113,16 +113,23 @@ def test_the_manifest_has_the_sum_of_every_file(tmp_path: Path) -> None:
     assert sorted(files)[:2] == ["config.json", "hf/0.txt"]
 
 
-def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_a_save_waits_for_the_previous_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path / "x", keep=3)
     go_on = threading.Event()
     run.part = OnTheWay(go_on.wait)
     run.checkpoints.save(1, {})()
-    threading.Timer(0.2, go_on.set).start()
+    join = threading.Thread.join
+
+    def join_released(thread: threading.Thread, timeout: float | None = None) -> None:
+        go_on.set()  # the first checkpoint cannot be written before somebody waits for it
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", join_released)
     run.part = None
-    started = time.monotonic()
+    assert names(run.folder.checkpoints) == []
     start = run.checkpoints.save(2, {})
-    assert time.monotonic() - started > 0.15
     assert names(run.folder.checkpoints) == ["step_000001"]
     start()
     run.checkpoints.wait()

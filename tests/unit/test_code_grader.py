@@ -53,10 +53,10 @@ def test_a_closed_block_is_found_behind_anything_without_an_open_one(
 
 
 def test_reading_a_long_hostile_response_is_quick() -> None:
-    started = time.monotonic()
+    started = time.thread_time()  # CPU time, because the machine may be busy
     for response in ("```python\n" * 200_000, "`" * 2_000_000, "```\n" * 300_001):
         last_program(response)
-    assert time.monotonic() - started < 5.0
+    assert time.thread_time() - started < 5.0
 
 
 TESTS = [Case("1\n", "2"), Case("a\nb", "c")]
@@ -205,7 +205,7 @@ def test_an_endless_program_is_wrong_within_the_limit() -> None:
     for program in ("while True: pass", "import time\ntime.sleep(1000)", "print(2)\ninput('')"):
         started = time.monotonic()
         assert not grade(answer(program), DOUBLE, {}, seconds=0.6).correct
-        assert time.monotonic() - started < 10.0  # starting Python, on a busy machine
+        assert time.monotonic() - started < 60.0  # the programs alone would never end
 
 
 @needs_sandbox
@@ -216,6 +216,7 @@ def test_a_flood_is_wrong_within_the_limit(wait: float) -> None:
         time.sleep({wait})
         while True: os.write(1, b"\\xff\\n" * 2**19)
     """
-    started = time.monotonic()
+    started, cpu_started = time.monotonic(), time.process_time()
     assert not grade(answer(program), DOUBLE, {}, seconds=1.0).correct
-    assert time.monotonic() - started < 1.0 + 2.0  # a busy machine
+    assert time.monotonic() - started < 60.0  # the program alone would never end
+    assert time.process_time() - cpu_started < 2.0  # the grader does not work through the flood

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,6 +11,7 @@ import pytest
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.rewards.pool import GradingPool
+from dapo_megatron.rollout import driver as driver_module
 from dapo_megatron.rollout.dispatch import Sampling, sample_seed
 from dapo_megatron.rollout.driver import MIN_SECONDS, NUM_SHOWN, EngineDriver
 from dapo_megatron.rollout.evaluate import sample_all
@@ -61,7 +61,7 @@ def roll_out(rank: int, deterministic: bool) -> Any:
     engine = CannedEngine(rank)
     grader = {"sums": "tests.helpers.graders:moody"}
     seen: list[int] = []
-    with GradingPool(grader, workers=1, timeout_seconds=1.0) as pool:
+    with GradingPool(grader, workers=1, timeout_seconds=5.0) as pool:
         driver = EngineDriver(engine, pool, Ranks(rank, 2, rank), deterministic=deterministic)  # type: ignore[arg-type]
         groups = sample_all(driver, prompts(), SAMPLING, seen.append)
         # What is stopped is told to all, and what comes late is kept for whoever asked for it.
@@ -143,12 +143,33 @@ def test_seeds_depend_on_ticket_sample_use_and_tokens_so_far_alone() -> None:
     assert sample_seed("0/train", 3, 1) == sample_seed("0/train", 3, 1)
 
 
+class Clock:
+    """Replaces `time` in the driver: seconds pass only while an engine runs a step."""
+
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(driver_module, "time", clock)
+    monkeypatch.setattr(Timed, "clock", clock)
+    return clock
+
+
 class Timed(CannedEngine):
-    """One replica alone, whose steps take a while."""
+    """The only replica. Each of its steps takes `seconds` on the fake clock."""
 
     num_replicas = 1
     max_sequences = 10**6
     seconds = 0.001
+    clock = Clock()
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -156,7 +177,7 @@ class Timed(CannedEngine):
 
     def step(self) -> list[tuple[SampleRequest, Completion]]:
         self.num_steps += 1
-        time.sleep(self.seconds)
+        self.clock.sleep(self.seconds)
         return super().step()
 
 

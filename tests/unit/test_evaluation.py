@@ -81,9 +81,9 @@ def test_a_thousand_resamples_of_500_problems_take_little_time() -> None:
     values = [i / 500 for i in range(500)]
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.thread_time()  # CPU time, because the machine may be busy
         bootstrap_interval(values, resamples=1000, seed=0)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.thread_time() - started)
     assert min(seconds) < 0.1  # 7 ms on an idle core
 
 

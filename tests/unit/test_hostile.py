@@ -22,6 +22,7 @@ import pytest
 from dapo_megatron.rewards import GradingPool
 from dapo_megatron.rewards.code import SHARE_OF_LIMIT
 from dapo_megatron.types import Grade
+from tests.helpers.cores import own_seconds
 from tests.helpers.graders import processes_with
 from tests.helpers.sandboxes import needs_sandbox
 
@@ -184,7 +185,7 @@ def unix_sockets() -> set[str]:
 
 @dataclass
 class Calls:
-    """How long the calls of the submitter took; seconds."""
+    """Seconds of each call of the submitter, without those that it waited for a core."""
 
     submit: list[float]
     collect: list[float]
@@ -210,18 +211,16 @@ def grade_all(
     calls = Calls([], [])
 
     def collect() -> None:
-        started = time.perf_counter()
-        results = pool.collect(wait=False)
-        calls.collect.append(time.perf_counter() - started)
+        with own_seconds(calls.collect):
+            results = pool.collect(wait=False)
         for key, grade, outcome in results:
             assert key not in grades
             grades[key] = grade
             outcomes[made[key].source][outcome] += 1
 
     for key, attack in enumerate(made):
-        started = time.perf_counter()
-        pool.submit(key, attack.source, attack.response, attack.truth, attack.extra)
-        calls.submit.append(time.perf_counter() - started)
+        with own_seconds(calls.submit):
+            pool.submit(key, attack.source, attack.response, attack.truth, attack.extra)
         collect()
     while pool.pending:
         collect()

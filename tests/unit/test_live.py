@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from queue import SimpleQueue
 
 import pytest
 from hypothesis import given
@@ -190,6 +191,19 @@ def on_terminal(use: Callable[[RunConsole, Terminal], None], columns: int = 150)
     return screen
 
 
+def wait_until_drawn(view: LiveView) -> None:
+    """Wait until the refresh thread has drawn the view as it is now, in the generate phase."""
+    draws: SimpleQueue[None] = SimpleQueue()
+
+    def note_draw() -> str:
+        draws.put(None)
+        return ""
+
+    view.ask_requests(note_draw)
+    for _ in range(3):  # the first may have been half drawn, and the third begins after the second
+        draws.get(timeout=60.0)
+
+
 def there(screen: Screen) -> list[str]:
     """What is on it in the end, without the empty lines below."""
     return "\n".join(screen.lines).rstrip("\n").split("\n")
@@ -199,11 +213,12 @@ def test_lines_stay_and_the_panel_goes() -> None:
     def run(console: RunConsole, terminal: Terminal) -> None:
         console.header("dapo_megatron tiny", {"model": "m"})
         with console.live() as view:
+            view._now = lambda: 0.0  # the phase has lasted 0:00, however slow this machine is
             for step in (1, 2, 3):
                 view.phase("generate", step)
                 with console.rollout_progress(32) as bar:
                     bar.update(7 * step)
-                    time.sleep(0.5)
+                    wait_until_drawn(view)
                 console.log(step, METRICS)
         console.note("the end")
 
@@ -268,14 +283,12 @@ def test_a_terminal_of_another_encoding_gets_ascii() -> None:
     assert re.search(r"groups +-+ -+ 1/2", text)
 
 
-def seconds_for(work: Callable[[], object]) -> float:
-    """It may hang: then an error after a while."""
-    began = time.monotonic()
+def run_to_the_end(work: Callable[[], object]) -> None:
+    """Fail if `work` has not returned after a minute."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(20.0)
+    thread.join(60.0)
     assert not thread.is_alive(), "it hangs"
-    return time.monotonic() - began
 
 
 def test_a_terminal_that_nobody_reads_holds_up_no_run() -> None:
@@ -288,9 +301,9 @@ def test_a_terminal_that_nobody_reads_holds_up_no_run() -> None:
                 console.log(step, METRICS)
 
     try:
-        seconds_for(run)
+        run_to_the_end(run)
         report_error(RuntimeError("boom"), 0, terminal.file, None)
-        assert seconds_for(terminal.file.close) < 2.0
+        run_to_the_end(terminal.file.close)
     finally:
         terminal.read()
     screen = Screen()
@@ -312,7 +325,7 @@ def test_nothing_is_drawn_for_nobody() -> None:
             time.sleep(1.5)
 
     try:
-        seconds_for(run)
+        run_to_the_end(run)
     finally:
         terminal.read()
     text = terminal.close()
@@ -321,10 +334,11 @@ def test_nothing_is_drawn_for_nobody() -> None:
 
 def test_another_size_of_the_window_is_seen() -> None:
     def run(console: RunConsole, terminal: Terminal) -> None:
-        with console.live():
-            time.sleep(0.5)
+        with console.live() as view:
+            view.phase("generate", 1)
+            wait_until_drawn(view)
             terminal.resize(60, 40)
-            time.sleep(0.8)
+            wait_until_drawn(view)
 
     frames = on_terminal(run, columns=90).frames
     assert len(frames[0][0]) == 90

@@ -42,6 +42,7 @@ from dapo_megatron.tracking.mlflow_tracker import (
 from dapo_megatron.tracking.provenance import commit, flatten, run_tags, versions
 from dapo_megatron.tracking.trackers import CompositeTracker, JsonlTracker
 from tests.helpers.configs import REPOSITORY, tiny_config
+from tests.helpers.cores import own_seconds
 
 STEP_LIMIT = 0.010
 """Seconds that logging may add to a step."""
@@ -394,24 +395,17 @@ def test_a_local_database_is_made_once_by_runs_that_start_together(
 # ---------------------------------------------------------------------------- a server in trouble
 
 
-def waited_seconds() -> float:
-    """Seconds for which this thread was ready to run and another had its core."""
-    with suppress(OSError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
-
-
 def log_steps(tracker: Run, steps: Sequence[int]) -> tuple[list[float], list[float]]:
     """Log 60 metrics per step; seconds of each call by the clock, and those that are its own doing.
     (Another program of this machine may take the core away for longer than the bound.)"""
-    by_clock, own = [], []
+    by_clock: list[float] = []
+    own: list[float] = []
     for step in steps:
         metrics = {f"policy/m{number}": step + number / 64 for number in range(60)}
-        waited, start = waited_seconds(), time.perf_counter()
-        tracker.log(step, metrics)
-        taken = time.perf_counter() - start
-        by_clock.append(taken)
-        own.append(taken - (waited_seconds() - waited))
+        start = time.perf_counter()
+        with own_seconds(own):
+            tracker.log(step, metrics)
+        by_clock.append(time.perf_counter() - start)
     return by_clock, own
 
 
@@ -458,7 +452,7 @@ def test_a_hung_server_delays_no_step_and_the_end_only_as_long_as_configured(
         assert max(log_steps(tracker, range(1, 101))[1]) < STEP_LIMIT
         start = time.monotonic()
         tracker.finish("FINISHED")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60  # without its own limit of 1 s it would wait for ever
     finally:
         server.send(signal.SIGCONT)
     assert len(said) == 1
@@ -481,7 +475,8 @@ def test_a_run_that_fails_or_is_stopped_leaves_soon(
     tracker.mirror.kill()
     tracker.mirror.wait()
     print(f"{status}, dead server: {taken:.2f} s")
-    assert taken < 5
+    assert mlflow_tracker.SHORT_WAIT_SECONDS < 5
+    assert taken < 60  # not the 120 s of tracking.wait_seconds
 
 
 def test_a_mirror_that_is_stopped_is_named_and_killed_when_the_run_fails(
@@ -494,8 +489,11 @@ def test_a_mirror_that_is_stopped_is_named_and_killed_when_the_run_fails(
     wait_until(lambda: lock_holder(made.folder) is not None)
     mirror.send_signal(signal.SIGSTOP)
     wait_until(lambda: mirror_state.is_stopped(mirror.pid))
-    assert not deliver(made.folder, wait_seconds=8.0)
     holder = f"process {mirror.pid} (stopped; to end it: kill -9 {mirror.pid})"
+    for wait_seconds in (8.0, 60.0):  # the second only on a busy machine
+        assert not deliver(made.folder, wait_seconds)
+        if f"waiting for {holder}" in read_log(made.folder):
+            break
     assert why_waiting(made.folder).startswith(f"{holder} holds the lock of ")
     assert f"waiting for {holder}" in (made.folder / LOG).read_text()
     tracker.finish("FAILED")
