@@ -31,7 +31,7 @@ from dapo_megatron.types import CheckpointError, ConfigError
 
 
 @contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
+def room_for(num_bytes: int) -> Iterator[None]:
     """Let no file grow beyond `num_bytes`, to simulate a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -47,7 +47,7 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 def test_a_full_disk_leaves_only_the_old_file(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "state.json"
     write_text(path, "old", durable=durable)
-    with file_size_limit(1000), pytest.raises(OSError):
+    with room_for(1000), pytest.raises(OSError):
         write_text(path, "x" * 100_000, durable=durable)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
