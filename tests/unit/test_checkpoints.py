@@ -124,7 +124,7 @@ def test_a_save_waits_for_the_previous_write(
     join = threading.Thread.join
 
     def join_released(thread: threading.Thread, timeout: float | None = None) -> None:
-        go_on.set()  # the first checkpoint cannot be written before somebody waits for it
+        go_on.set()  # the first checkpoint is written only after a thread waits for it
         join(thread, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", join_released)

@@ -18,7 +18,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = "model_configs/tiny_cpu.yaml"
 TIMEOUT = 60.0
-"""Seconds after which a test gives up on another process."""
+"""Maximum seconds that a test waits for another process."""
 
 pytestmark = pytest.mark.timeout(3 * TIMEOUT)
 
@@ -258,7 +258,7 @@ def test_after_a_failure_the_others_have_time_to_clean_up(start: Start, tmp_path
         while not os.path.exists(path):
             time.sleep(0.01)
         try:
-            while True:  # until the launcher has seen how rank 1 ended
+            while True:  # until the launcher has reaped rank 1
                 os.kill(int(open(path).read()), 0)
                 time.sleep(0.01)
         except ProcessLookupError:

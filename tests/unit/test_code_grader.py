@@ -209,7 +209,7 @@ def test_an_endless_program_is_wrong_after_the_time_limit() -> None:
     for program in ("while True: pass", "import time\ntime.sleep(1000)", "print(2)\ninput('')"):
         started = time.monotonic()
         assert not grade(answer(program), DOUBLE, {}, seconds=0.6).correct
-        assert time.monotonic() - started < 60.0  # the programs alone would never end
+        assert time.monotonic() - started < 60.0  # without the limit they would never end
 
 
 @needs_sandbox
@@ -222,5 +222,5 @@ def test_a_program_with_endless_output_is_wrong_after_the_time_limit(wait: float
     """
     started, cpu_started = time.monotonic(), time.process_time()
     assert not grade(answer(program), DOUBLE, {}, seconds=1.0).correct
-    assert time.monotonic() - started < 60.0  # the program alone would never end
+    assert time.monotonic() - started < 60.0  # without the limit it would never end
     assert time.process_time() - cpu_started < 2.0  # the grader does not work through the flood

@@ -529,7 +529,7 @@ def test_the_cpu_engine_checks_the_effective_head_dim() -> None:
         pytest.skip("only vLLM on CPU restricts head_dim")
     absent = config("qwen3", hidden_size=64)
     del absent["head_dim"]
-    check_config(tiny_config(), architecture(absent))  # 128
+    check_config(tiny_config(), architecture(absent))  # head_dim is 128 by default
     with pytest.raises(ConfigError, match="head_dim = 16"):
         check_config(tiny_config(), architecture({**absent, "head_dim": None}))
 
@@ -636,9 +636,9 @@ def test_unsupported_rope_is_rejected_with_its_field(fields: dict[str, Any], mes
         ("deepseek_v3", "scoring_func", None),
         ("deepseek_v3", "topk_method", "greedy"),
         ("deepseek_v3", "n_group", 3),
-        ("deepseek_v3", "n_group", 8),  # of one expert each
+        ("deepseek_v3", "n_group", 8),  # groups of one expert
         ("deepseek_v3", "topk_group", 5),
-        ("deepseek_v3", "num_experts_per_tok", 5),  # two groups of two
+        ("deepseek_v3", "num_experts_per_tok", 5),  # only two groups of two experts are used
         ("deepseek_v3", "n_shared_experts", None),
     ],
 )
@@ -763,7 +763,7 @@ def test_a_sliding_window_as_long_as_the_model_is_ignored() -> None:
     expected = architecture(config("mistral"))
     assert architecture(config("mistral", sliding_window=256)) == expected
     incomplete = config("mistral", max_position_embeddings=8192)
-    del incomplete["sliding_window"]  # transformers then takes 4096
+    del incomplete["sliding_window"]  # transformers defaults to 4096
     with pytest.raises(ConfigError, match="sliding_window = 4096"):
         architecture(incomplete)
 

@@ -94,13 +94,8 @@ def test_the_panel_fits_its_window(width: int) -> None:
 
 def test_a_narrow_window_shows_the_most_important_values() -> None:
     text = "\n".join(draw(view_at(), 60))
-    for text_part in (
-        "step 12/40  generate 0:14  left 12:40",
-        "21/32",
-        "accuracy  0.412",
-        "reward",
-    ):
-        assert text_part in text
+    for part in ("step 12/40  generate 0:14  left 12:40", "21/32", "accuracy  0.412", "reward"):
+        assert part in text
     assert "entropy 0.512" not in text
     assert "generate 55%  ▓ update 30%  ▒ sync 10%" in text
 

@@ -471,7 +471,7 @@ def test_a_hung_server_delays_only_the_end_by_at_most_wait_seconds(
 def test_a_failed_or_stopped_run_exits_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no server listens there
     tracker = Run(config(tmp_path), lambda _: None)
     start = time.monotonic()
     tracker.finish(status)
@@ -487,7 +487,7 @@ def test_a_failed_or_stopped_run_exits_soon(
 def test_a_stopped_mirror_process_is_reported_and_killed_when_the_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no server listens there
     run_config, warnings = config(tmp_path), list[str]()
     tracker = Run(run_config, warnings.append)
     mirror = tracker.mirror
@@ -619,7 +619,7 @@ def test_a_wrong_address_is_reported_and_does_not_end_the_run(
 def test_killing_rank_0_makes_the_run_killed(server: Server, run: Config) -> None:
     with fake_rank_0(run) as (rank_0, mirror):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            os.kill(mirror, number)  # as Slurm does to the whole job step
+            os.kill(mirror, number)  # like Slurm, which signals the whole job step
         rank_0.kill()
         wait_until(lambda: is_gone(mirror))
     assert stored_run(run).info.status == "KILLED"

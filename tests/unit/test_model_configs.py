@@ -95,7 +95,7 @@ def test_qwen2_5_math_7b_needs_an_edited_config_json(tmp_path: Path) -> None:
 
 
 PAPER: dict[str, Any] = {
-    # arXiv 2503.14476, section 4.1, and where it is silent the authors' scripts.
+    # arXiv 2503.14476, section 4.1. Values that it does not state are from the authors' scripts.
     "rollout.prompts_per_step": 512,
     "rollout.samples_per_prompt": 16,
     "rollout.temperature": 1.0,
