@@ -32,16 +32,18 @@ from dapo_megatron.types import (
 )
 def test_advantage_matches_a_loop_over_groups(groups: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    pick = torch.randint(len(groups), (17,), generator=generator)
-    ids = torch.tensor(groups)[pick]
+    group_indices = torch.randint(len(groups), (17,), generator=generator)
+    ids = torch.tensor(groups)[group_indices]
     rewards = torch.randn(17, generator=generator)
     expected = torch.empty(17)
     for group in groups:
-        own = rewards[ids == group]
-        if len(own) == 1:
-            expected[ids == group] = own / (1 + 1e-6)
+        group_rewards = rewards[ids == group]
+        if len(group_rewards) == 1:
+            expected[ids == group] = group_rewards / (1 + 1e-6)
         else:
-            expected[ids == group] = (own - own.mean()) / (own.std() + 1e-6)
+            expected[ids == group] = (group_rewards - group_rewards.mean()) / (
+                group_rewards.std() + 1e-6
+            )
     advantages = group_advantage(rewards, ids)
     assert advantages.dtype == torch.float32
     torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-6)

@@ -30,11 +30,11 @@ LINE_AFTER_BASE = BASE.count("\n") + 1
 def refusal(path: Path, *overrides: str) -> str:
     """Return the error message for a config that must be rejected quickly."""
     started = time.process_time()
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         load_config(path, overrides)
     # One second is promised. CPU time also grows on shared cores, so the limit is two.
     assert time.process_time() - started < 2.0
-    return str(refused.value)
+    return str(raised.value)
 
 
 # ---------------------------------------------------------------------------- files
@@ -290,9 +290,9 @@ KEYS = ["seed", "run.name", "loss", "loss.clip_low", "data.train", "data.train.0
 @given(st.sampled_from(KEYS), SCALAR_TEXTS)
 @example("data.train.0.options", "{1: {a: [1]}}")
 @example("loss", "{? {a: 1} : 2}")
-def test_any_override_gives_a_config_or_a_config_error(place: str, text: str) -> None:
+def test_any_override_gives_a_config_or_a_config_error(key: str, text: str) -> None:
     try:
-        config = load_config(TINY, [f"{place}={text}"])
+        config = load_config(TINY, [f"{key}={text}"])
     except ConfigError as error:
         assert str(error)
     else:
@@ -302,10 +302,10 @@ def test_any_override_gives_a_config_or_a_config_error(place: str, text: str) ->
 @settings(deadline=None, max_examples=100)
 @given(st.text(max_size=60), st.integers(0, len(BASE)))
 def test_any_file_gives_a_config_or_a_config_error(
-    tmp_path_factory: pytest.TempPathFactory, text: str, place: int
+    tmp_path_factory: pytest.TempPathFactory, text: str, position: int
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "config.yaml"
-    path.write_bytes((BASE[:place] + text + BASE[place:]).encode("utf-8", "surrogatepass"))
+    path.write_bytes((BASE[:position] + text + BASE[position:]).encode("utf-8", "surrogatepass"))
     try:
         load_config(path)
     except ConfigError as error:

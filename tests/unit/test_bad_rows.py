@@ -46,21 +46,21 @@ def with_extra(text: bytes) -> bytes:
 def rows_of(path: Path) -> list[Row]:
     """Return the rows of a file, after checking that training and prepare_data.py read the same."""
     read_rows = read_parquet if path.suffix == ".parquet" else read_jsonl
-    prepared = [row for _, batch in read(path) for row in batch]
+    in_preparation = [row for _, batch in read(path) for row in batch]
     loaded = [checked_row(*row) for row in read_rows(str(path))]
-    assert loaded == prepared
+    assert loaded == in_preparation
     return loaded
 
 
 def rejections(path: Path) -> Iterator[str]:
     """Yield the DataError of a training run, then that of tools/prepare_data.py."""
     read_rows = read_parquet if path.suffix == ".parquet" else read_jsonl
-    with pytest.raises(DataError) as in_a_run:
+    with pytest.raises(DataError) as in_training:
         _ = [checked_row(*row) for row in read_rows(str(path))]
-    yield str(in_a_run.value)
-    with pytest.raises(DataError) as prepared:
+    yield str(in_training.value)
+    with pytest.raises(DataError) as in_preparation:
         list(read(path))
-    yield str(prepared.value)
+    yield str(in_preparation.value)
 
 
 # ---------------------------------------------------------------------------- JSONL
@@ -152,12 +152,12 @@ try:
 except DataError as error:
     print(error)
 """
-    ran = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
-    assert ran.stdout.startswith(f"{path}, line 2: longer than 67,108,864 bytes; write one"), (
-        ran.stdout + ran.stderr
-    )
+    assert completed.stdout.startswith(
+        f"{path}, line 2: longer than 67,108,864 bytes; write one"
+    ), completed.stdout + completed.stderr
 
 
 def test_a_line_of_exactly_the_maximum_length_is_read(
@@ -181,11 +181,11 @@ def test_running_out_of_memory_is_reported_with_the_line(tmp_path: Path) -> None
     next(lines)
     resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, before[1]))
     try:
-        with pytest.raises(DataError) as refused:
+        with pytest.raises(DataError) as raised:
             next(lines)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    assert str(refused.value).startswith(f"{path}, line 2: not enough memory to read it")
+    assert str(raised.value).startswith(f"{path}, line 2: not enough memory to read it")
 
 
 JSON = st.recursive(
@@ -272,8 +272,8 @@ def test_a_parquet_value_without_a_json_form_is_rejected(tmp_path: Path, name: s
 def test_parquet_strings_that_are_not_utf8_are_rejected_with_row_and_column(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     table = pyarrow.Table.from_pylist([GOOD] * 3)
-    place = table.schema.get_field_index("ability")
-    table = table.set_column(place, "ability", not_utf8([b"a", b"b", b"\xff\xfe"]))
+    index = table.schema.get_field_index("ability")
+    table = table.set_column(index, "ability", not_utf8([b"a", b"b", b"\xff\xfe"]))
     parquet.write_table(table, path)
     for message in rejections(path):
         assert message == (
@@ -393,10 +393,10 @@ def test_a_row_that_the_code_grader_cannot_grade_is_rejected_on_load(
     )
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         load_source(source(path, grader), Words(), 10)  # type: ignore[arg-type]
-    assert str(refused.value).startswith(f"{path}, line 2, grader 'code': ")
-    assert problem in str(refused.value)
+    assert str(raised.value).startswith(f"{path}, line 2, grader 'code': ")
+    assert problem in str(raised.value)
 
 
 def test_rows_that_the_graders_can_grade_are_loaded(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def completion(
     segments: tuple[Segment, ...] | None = None,
 ) -> Completion:
     tokens = tuple(range(100, 100 + num_tokens))
-    logprobs = tuple(-0.5 - sample - place / 8 for place in range(num_tokens))
+    logprobs = tuple(-0.5 - sample - position / 8 for position in range(num_tokens))
     segments = segments or (Segment(3, num_tokens),)
     return Completion(sample, tokens, logprobs, "", finish, segments, grade)
 

@@ -120,9 +120,9 @@ def test_a_failed_write_loses_only_that_checkpoint(
 ) -> None:
     run = Run(tmp_path / "x")
     kept = run.save(1)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as raised:
         run.save(2, OnTheWay(lambda: (_ for _ in ()).throw(OSError(122, "Disk quota exceeded"))))
-    message = str(caught.value)
+    message = str(raised.value)
     reason = f"rank 0: {run.folder.checkpoints}: Disk quota exceeded"
     assert message.startswith(f"step_000002 was NOT saved: {reason}; it needs")
     assert f"the newest checkpoint remains {kept}" in message
@@ -244,13 +244,13 @@ os._exit(0)  # at exit, Python would retry the failed print and fail
 
 
 def test_a_completely_full_disk_with_the_logs_on_it_does_not_end_the_run(small_disk: Path) -> None:
-    ran = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(small_disk)],
         capture_output=True, text=True, cwd=REPOSITORY, check=False,
     )  # fmt: skip
-    output = ran.stdout + ran.stderr + (small_disk / "log").read_text(encoding="utf-8")
-    assert ran.returncode == 0, output
-    log, error, left = ran.stdout.splitlines()
+    output = completed.stdout + completed.stderr + (small_disk / "log").read_text(encoding="utf-8")
+    assert completed.returncode == 0, output
+    log, error, left = completed.stdout.splitlines()
     assert log == "log: [Errno 28] No space left on device"
     assert error.startswith("step_000003 was NOT saved: rank 0: ")
     assert "No space left on device" in error
@@ -269,12 +269,12 @@ run.save(2, part(2 * MIB))
 
 
 def test_a_file_size_limit_fails_only_that_checkpoint(tmp_path: Path) -> None:
-    ran = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path / "x")],
         capture_output=True, text=True, cwd=REPOSITORY, check=False,
     )  # fmt: skip
-    assert "CheckpointError: step_000002 was NOT saved: rank 0: " in ran.stderr
-    assert "File too large" in ran.stderr
+    assert "CheckpointError: step_000002 was NOT saved: rank 0: " in completed.stderr
+    assert "File too large" in completed.stderr
     assert Run(tmp_path / "x").source == tmp_path / "x" / "checkpoints" / "step_000001"
 
 

@@ -338,10 +338,10 @@ def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(
     for step in (10, 20):
         DAMAGES["cut"](path / "checkpoints" / f"step_{step:06d}" / RANK_FILE)
     for _ in range(2):  # the second attempt fails, too
-        with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged") as caught:
+        with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged") as raised:
             Run(path)
-        assert "step_000010.damaged, step_000020.damaged" in str(caught.value)
-        del caught
+        assert "step_000010.damaged, step_000020.damaged" in str(raised.value)
+        del raised
         gc.collect()  # releases the lock of the failed Run
     assert Run(path, resume="never").source is None
 
@@ -370,9 +370,9 @@ def test_a_malformed_manifest_is_rejected_even_if_its_checksum_is_right(
 @pytest.mark.parametrize("state", ["{}", '{"progress": 3}', '{"progress": {"stepp": 3}}'])
 def test_a_malformed_state_is_rejected_with_its_path(tmp_path: Path, state: str) -> None:
     (tmp_path / "state.json").write_text(state)
-    with pytest.raises(CheckpointError) as refused, restoring(tmp_path):
+    with pytest.raises(CheckpointError) as raised, restoring(tmp_path):
         Progress(**read_state(tmp_path)["progress"])
-    assert str(refused.value).startswith(f"{tmp_path}/state.json: not a state that this version")
+    assert str(raised.value).startswith(f"{tmp_path}/state.json: not a state that this version")
 
 
 def test_errors_without_a_checkpoint_are_not_converted() -> None:

@@ -80,10 +80,10 @@ def test_help_lists_the_commands() -> None:
 
 
 def test_a_config_error_is_one_line_with_the_key_and_the_nearest_key() -> None:
-    ran = command_line("train", TINY, "loss.clip_hihg=0.3")
-    assert ran.returncode == 2
-    assert ran.stderr == "error: loss.clip_hihg: unknown key; did you mean 'clip_high'?\n"
-    assert ran.stdout == ""
+    completed = command_line("train", TINY, "loss.clip_hihg=0.3")
+    assert completed.returncode == 2
+    assert completed.stderr == "error: loss.clip_hihg: unknown key; did you mean 'clip_high'?\n"
+    assert completed.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_a_config_error_is_one_line_with_the_key_and_the_nearest_key() -> None:
 def test_errors_are_reported_before_anything_starts(
     arguments: tuple[str, ...], message: str
 ) -> None:
-    ran = command_line(*arguments)
-    assert ran.returncode == 2
-    assert ran.stderr.startswith(f"error: {message}")
+    completed = command_line(*arguments)
+    assert completed.returncode == 2
+    assert completed.stderr.startswith(f"error: {message}")
 
 
 def test_a_replay_of_an_empty_run_or_of_itself_is_rejected(tmp_path: Path) -> None:
     def refusal(run_folder: Path) -> str:
         where = (f"run.directory={tmp_path}", "run.name=mine")
-        ran = command_line("train", TINY, *where, "--replay", str(run_folder))
-        assert ran.returncode == 2
-        return ran.stderr
+        completed = command_line("train", TINY, *where, "--replay", str(run_folder))
+        assert completed.returncode == 2
+        return completed.stderr
 
     other = tmp_path / "other"
     assert refusal(other).startswith(f"error: --replay: {other}/samples has no step_*.jsonl; ")
@@ -127,18 +127,18 @@ def test_an_error_in_an_overlay_is_reported_with_its_file(
     fine, wrong = tmp_path / "fine.yaml", tmp_path / "wrong.yaml"
     fine.write_text("seed: 3\n")
     wrong.write_text("loss: {clip_hihg: 0.3}\n")
-    ran = command_line(*command, TINY, "--overlay", str(fine), "--overlay", str(wrong))
-    assert ran.returncode == 2
-    assert ran.stderr == (
+    completed = command_line(*command, TINY, "--overlay", str(fine), "--overlay", str(wrong))
+    assert completed.returncode == 2
+    assert completed.stderr == (
         f"error: loss.clip_hihg: unknown key; did you mean 'clip_high'? (in {wrong})\n"
     )
 
 
 @pytest.mark.parametrize(("rank", "reports"), [("0", True), ("1", False)])
 def test_under_a_launcher_only_rank_0_reports_an_error(rank: str, reports: bool) -> None:
-    ran = command_line("train", TINY, "loss.clip_hihg=0.3", RANK=rank, WORLD_SIZE="2")
-    assert ran.returncode == 2
-    assert ("loss.clip_hihg" in ran.stderr) == reports
+    completed = command_line("train", TINY, "loss.clip_hihg=0.3", RANK=rank, WORLD_SIZE="2")
+    assert completed.returncode == 2
+    assert ("loss.clip_hihg" in completed.stderr) == reports
 
 
 def test_an_invalid_command_line_is_rejected() -> None:
@@ -330,8 +330,8 @@ def test_without_a_launcher_the_command_starts_itself_on_every_rank(
         encoding="utf-8",
     )
     arguments = (command, TINY, "run.processes=3", "policy.tensor_parallel=1")
-    ran = command_line(*arguments, PYTHONPATH=str(tmp_path))
-    assert ran.returncode == 4
-    assert sorted(ran.stdout.splitlines()) == [
+    completed = command_line(*arguments, PYTHONPATH=str(tmp_path))
+    assert completed.returncode == 4
+    assert sorted(completed.stdout.splitlines()) == [
         f"{rank} -m dapo_megatron {' '.join(arguments)}" for rank in range(3)
     ]

@@ -120,9 +120,9 @@ SUGGESTIONS = [
 def test_missing_columns_are_rejected_with_the_files_columns_and_a_suggestion(
     names: list[str], columns: Columns, suggestion: str
 ) -> None:
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         columns_read(names, columns, "mine.parquet")
-    message = str(refused.value)
+    message = str(raised.value)
     assert message.startswith("mine.parquet, column ")
     assert f"is missing; the columns are {', '.join(names)}; " in message
     assert f"columns: {suggestion}" in message
@@ -144,10 +144,10 @@ def test_a_file_without_configured_columns_is_rejected_with_the_setting_to_write
     tmp_path: Path, ending: str
 ) -> None:
     path = write(tmp_path / f"sums.{ending}", ROWS)
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         load(path, Columns())
-    assert f"{path}, " in str(refused.value)
-    assert "write columns: {prompt: question, answer: solution}" in str(refused.value)
+    assert f"{path}, " in str(raised.value)
+    assert "write columns: {prompt: question, answer: solution}" in str(raised.value)
 
 
 def test_chat_messages_are_read_from_a_column_of_any_name(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_chat_messages_are_read_from_a_column_of_any_name(tmp_path: Path) -> Non
 
 
 def test_a_source_may_be_a_path(tmp_path: Path) -> None:
-    written = "[a/b c.jsonl, d.parquet, owner/set, {path: owner/set, subset: main, split: test}]"
-    config = load_config(TINY, [f"data.train={written}", "evaluation.sets=held out.jsonl"])
+    value = "[a/b c.jsonl, d.parquet, owner/set, {path: owner/set, subset: main, split: test}]"
+    config = load_config(TINY, [f"data.train={value}", "evaluation.sets=held out.jsonl"])
     sources = (*config.data.train, *config.evaluation.sets)
     assert [(source.kind, source.name) for source in sources] == [
         ("jsonl", "b_c"), ("parquet", "d"), ("datasets", "set"), ("datasets", "set-test"),
@@ -184,10 +184,10 @@ def test_every_path_gives_a_valid_source_name(path: str) -> None:
 
 def test_columns_of_a_source_override_those_of_its_section(tmp_path: Path) -> None:
     path = write(tmp_path / "own.jsonl", [{"q": "1 + 2 =", "solution": "3"}])
-    own = FileSource(
+    source = FileSource(
         kind="jsonl", name="own", path=path, columns=Columns(prompt="q", answer="solution")
     )
-    assert len(load_source(own, Words(), 10, columns=COLUMNS).prompts) == 1  # type: ignore[arg-type]
+    assert len(load_source(source, Words(), 10, columns=COLUMNS).prompts) == 1  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------- datasets
@@ -214,10 +214,10 @@ def test_a_data_set_folder_is_a_source(tmp_path: Path, form: str) -> None:
     path = save_in_all_forms(tmp_path)[form]
     prompts = load(path).prompts
     assert [prompt.truth for prompt in prompts] == [str(row["solution"]) for row in ROWS]
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         load(path, Columns(prompt="question", answer="soluton"))
-    assert str(refused.value).startswith(f"{path}, split train, column soluton is missing; ")
-    assert "columns: {prompt: question, answer: solution}" in str(refused.value)
+    assert str(raised.value).startswith(f"{path}, split train, column soluton is missing; ")
+    assert "columns: {prompt: question, answer: solution}" in str(raised.value)
 
 
 @pytest.mark.parametrize("form", ["dict", "files"])
@@ -258,11 +258,13 @@ def test_a_csv_file_is_rejected(tmp_path: Path) -> None:
 def test_prepare_data_keeps_the_users_columns(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw.jsonl", [*ROWS, ROWS[0], {**ROWS[1], "question": "1  + 1 ="}])
     output = tmp_path / "out.parquet"
-    words = [raw, "--output", str(output), "--near-duplicates", "off"]
-    ran = CliRunner().invoke(prepare_data.app, [*words, "--columns", "{prompt: question}"])
-    assert ran.exit_code == 2
+    arguments = [raw, "--output", str(output), "--near-duplicates", "off"]
+    completed = CliRunner().invoke(
+        prepare_data.app, [*arguments, "--columns", "{prompt: question}"]
+    )
+    assert completed.exit_code == 2
     names = "{prompt: question, answer: solution}"
-    ran = CliRunner().invoke(prepare_data.app, [*words, "--columns", names])
-    assert ran.exit_code == 0, ran.output
+    completed = CliRunner().invoke(prepare_data.app, [*arguments, "--columns", names])
+    assert completed.exit_code == 0, completed.output
     assert parquet.read_table(output).to_pylist() == ROWS
     assert len(load(str(output)).prompts) == len(ROWS)

@@ -70,9 +70,9 @@ def test_every_rule_applies_to_its_example(rule: Rule) -> None:
     keys = [key for key in rule.keys if "." in key]
     assert keys and text.startswith(f"{', '.join(keys)}: ")
     if rule.action is Action.REFUSED:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as raised:
             check(config, model, rule.example_machine)
-        assert text in str(caught.value).splitlines()
+        assert text in str(raised.value).splitlines()
     elif not any(finding.rule.action is Action.REFUSED for finding in find(run)):
         assert text in check(config, model, rule.example_machine)
 
@@ -132,9 +132,9 @@ def test_rules_about_the_machine_do_not_apply_without_one() -> None:
 
 
 def test_all_refusals_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         check(config_of("policy.fp8={recipe: current}", "policy.kernels=local"), QWEN3)
-    assert len(str(caught.value).splitlines()) == 2
+    assert len(str(raised.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ def tiny_values() -> dict[str, Any]:
 
 
 def refusal(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(TINY, [*NUMBERS, *overrides])
-    return str(caught.value)
+    return str(raised.value)
 
 
 # ---------------------------------------------------------------------------- reading
@@ -100,9 +100,9 @@ def test_an_integer_is_accepted_for_a_float() -> None:
 def test_a_duplicate_key_is_rejected(tmp_path: Path, text: str, key: str, line: int) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(path)
-    assert str(caught.value) == f"{key}: given twice ({path}, line {line})"
+    assert str(raised.value) == f"{key}: given twice ({path}, line {line})"
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_an_unreadable_file_is_rejected_with_its_path(
     path = tmp_path / "config.yaml"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(path)
-    assert str(caught.value).startswith(f"{path}: {expected}")
+    assert str(raised.value).startswith(f"{path}: {expected}")
 
 
 def test_a_config_is_frozen() -> None:
@@ -243,17 +243,17 @@ def test_an_overlay_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> Non
 )
 def test_an_error_in_an_overlay_names_its_file(tmp_path: Path, text: str, expected: str) -> None:
     path = overlay(tmp_path, text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(TINY, overlays=[overlay(tmp_path, "seed: 1", "fine.yaml"), path])
-    assert str(caught.value) == expected.replace("{file}", str(path))
+    assert str(raised.value) == expected.replace("{file}", str(path))
 
 
 def test_an_error_from_an_override_does_not_name_the_overlay(tmp_path: Path) -> None:
     path = overlay(tmp_path, "seed: one\nloss: {clip_high: 0.5}")
     assert load_config(TINY, ["seed=1"], [path]).seed == 1
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load_config(TINY, ["loss.clip_high=x", "seed=1", "loss.clip_hihg=1"], [path])
-    assert str(path) not in str(caught.value)
+    assert str(path) not in str(raised.value)
 
 
 def test_a_missing_overlay_is_rejected_with_its_path(tmp_path: Path) -> None:
@@ -346,9 +346,9 @@ def test_a_missing_field_is_reported(dotted: str) -> None:
     for parent in parents:
         node = node[parent]
     del node[last]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         parse_config(values)
-    assert str(caught.value) == f"{dotted}: missing; every config must set it"
+    assert str(raised.value) == f"{dotted}: missing; every config must set it"
 
 
 # Defaults of the sections that define the algorithm, and why a YAML may omit them.
@@ -466,11 +466,11 @@ def test_an_unreadable_model_config_is_rejected_with_its_path(
     if content is not None:
         path.write_bytes(content)
     config = load_config(TINY, [f"model.path={tmp_path}"])
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         read_architecture(config)
-    assert str(caught.value).startswith(f"model.path: {path}: {expected}")
+    assert str(raised.value).startswith(f"model.path: {path}: {expected}")
     assert "; set it to a folder with an HF checkpoint, or download one: `hf download " in str(
-        caught.value
+        raised.value
     )
 
 

@@ -402,9 +402,9 @@ def test_a_full_disk_is_reported_and_leaves_nothing(hf: Path, tmp_path: Path) ->
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    ran = start("hf-to-megatron", hf, tmp_path / "m", preexec_fn=limit)
-    _, errors = ran.communicate()
-    assert ran.returncode == 2
+    process = start("hf-to-megatron", hf, tmp_path / "m", preexec_fn=limit)
+    _, errors = process.communicate()
+    assert process.returncode == 2
     assert "stage_00_tensor_00.safetensors: no room (File too large): the file needs" in errors
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -468,8 +468,8 @@ def test_memory_use_and_signals_with_a_large_model(tmp_path: Path) -> None:
         ("hf-to-megatron", source, megatron, *options),
         ("megatron-to-hf", megatron, tmp_path / "again", "--json", report),
     ):
-        ran = start(*arguments)
-        assert ran.wait() == 0
+        process = start(*arguments)
+        assert process.wait() == 0
         check_memory(json.loads(report.read_text()))
         shutil.rmtree(megatron.with_suffix(".partial"), ignore_errors=True)
     assert start("verify", source, tmp_path / "again").wait() == 0

@@ -137,7 +137,7 @@ TRUNCATED = {
 
 
 @pytest.mark.parametrize(
-    ("which", "overlong", "fate"),
+    ("overlong_samples", "overlong", "fate"),
     [
         ("both", {"filter": False}, Fate.TRAINED),
         ("one", {"filter": True, "filtered_in_mean": True}, Fate.TRAINED),
@@ -147,9 +147,9 @@ TRUNCATED = {
     ],
 )
 def test_overlong_filtering_decides_whether_a_group_is_trained(
-    which: str, overlong: dict[str, Any], fate: Fate
+    overlong_samples: str, overlong: dict[str, Any], fate: Fate
 ) -> None:
-    driver = ScriptedDriver(mixed_every(1), TRUNCATED[which])
+    driver = ScriptedDriver(mixed_every(1), TRUNCATED[overlong_samples])
     coordinator = make_coordinator(driver, on_policy=True, overlong=overlong)
     assert fates_of(collect(coordinator, driver, 0))[1] is fate
 
@@ -174,14 +174,14 @@ def test_lookahead_bounds_carried_groups_and_their_age() -> None:
             num_replicas=1, max_sequences=1000,
         )  # fmt: skip
         coordinator = make_coordinator(driver, lookahead=lookahead, expected_keep_rate=1.0)
-        ages, most = [], 0
+        ages, max_carried = [], 0
         for version in range(30):
             collected = collect(coordinator, driver, version)
             ages += [
                 version - min(c.oldest_version for c in g.completions) for g in collected.train
             ]
-            most = max(most, collected.counts["carried"])
-        return sum(ages) / len(ages), most
+            max_carried = max(max_carried, collected.counts["carried"])
+        return sum(ages) / len(ages), max_carried
 
     for lookahead in (1.0, 2.0, 4.0):
         age, carried = run(lookahead)
@@ -229,12 +229,12 @@ def test_starving_reports_the_data_set_and_leaves_a_resumable_state(
     driver = ScriptedDriver(by_ticket(lambda ticket: "m" if ticket in mixed else "w"))
     settings = {"at_bound": at_bound, "max_prompts_per_step": 12, "max_overtake": 0}
     coordinator = make_coordinator(driver, **settings)
-    with pytest.raises(StarvedError, match=message) as caught:
+    with pytest.raises(StarvedError, match=message) as raised:
         collect(coordinator, driver, 0)
-    assert "sums: 1" in str(caught.value)  # 11 or 12 all_wrong
-    assert "all_wrong" in str(caught.value)
-    assert "rollout.max_prompts_per_step" in str(caught.value)
-    assert "change data.train" in str(caught.value)
+    assert "sums: 1" in str(raised.value)  # 11 or 12 all_wrong
+    assert "all_wrong" in str(raised.value)
+    assert "rollout.max_prompts_per_step" in str(raised.value)
+    assert "change data.train" in str(raised.value)
 
     easier = ScriptedDriver(mixed_every(1))
     resumed = make_coordinator(easier, **settings)
@@ -248,9 +248,9 @@ def test_a_grader_that_always_fails_ends_the_run_early_with_its_error() -> None:
     driver.correct = lambda ticket, sample: None
     driver.last_errors["sums"] = "ZeroDivisionError: division by zero"
     coordinator = make_coordinator(driver)
-    with pytest.raises(StarvedError, match="ZeroDivisionError") as caught:
+    with pytest.raises(StarvedError, match="ZeroDivisionError") as raised:
         collect(coordinator, driver, 0)
-    assert "data set 'sums': its grader failed on every completion" in str(caught.value)
+    assert "data set 'sums': its grader failed on every completion" in str(raised.value)
     assert coordinator.ledger.next_ticket < BOUND * 4 / 2  # long before max_prompts_per_step
 
     # With a working grader the run continues, however late its first grade arrives.
@@ -267,8 +267,8 @@ def test_a_grader_that_always_fails_ends_the_run_early_with_its_error() -> None:
 def random_script(seed: int, keep: float) -> tuple[Correct, Length]:
     """Return correctness and length functions: uneven lengths, and some gradings fail."""
 
-    def draw(ticket: int, sample: int, what: str) -> random.Random:
-        return random.Random(f"{seed}/{ticket}/{sample}/{what}")
+    def draw(ticket: int, sample: int, quantity: str) -> random.Random:
+        return random.Random(f"{seed}/{ticket}/{sample}/{quantity}")
 
     def correct(ticket: int, sample: int) -> bool | None:
         if draw(ticket, sample, "dead").random() < 0.02:
@@ -433,10 +433,10 @@ def test_a_resumed_run_continues_exactly_like_an_uninterrupted_one(on_policy: bo
     resumed.restore(state)
     driver.rng.seed(2)
     driver.grade_seconds = expected[0].grade_seconds  # a measured time, which affects no decision
-    again = [collect(resumed, driver, version) for version in range(3, 6)]
-    assert [trained(step) for step in again] == [trained(step) for step in expected]
-    assert [step.train for step in again] == [step.train for step in expected]
-    assert [step.counts for step in again] == [step.counts for step in expected]
+    resumed_steps = [collect(resumed, driver, version) for version in range(3, 6)]
+    assert [trained(step) for step in resumed_steps] == [trained(step) for step in expected]
+    assert [step.train for step in resumed_steps] == [step.train for step in expected]
+    assert [step.counts for step in resumed_steps] == [step.counts for step in expected]
 
 
 @settings(max_examples=50, deadline=None)
@@ -511,13 +511,13 @@ def test_a_continued_completion_gets_a_new_seed() -> None:
         collect(coordinator, driver, version)
     seeds = {request.seed for request in driver.requests}
     # A request that was interrupted before its first token is repeated with the same seed.
-    asked = {
+    request_keys = {
         (request.ticket, request.sample, len(request.so_far.tokens) if request.so_far else 0)
         for request in driver.requests
     }
     continued = [request for request in driver.requests if request.so_far is not None]
     assert continued
-    assert len(seeds) == len(asked)
+    assert len(seeds) == len(request_keys)
     assert all(request.max_tokens == MAX_TOKENS for request in continued)
 
 
@@ -545,13 +545,17 @@ def test_a_group_missing_from_the_coordinator_stops_the_run() -> None:
     driver = ScriptedDriver(mixed_every(1), lambda ticket, sample: MAX_TOKENS)
     coordinator = make_coordinator(driver)
     collect(coordinator, driver, 0)
-    lost = min(coordinator.groups)
+    missing_ticket = min(coordinator.groups)
     state = json.loads(json.dumps(coordinator.state()))
-    del coordinator.groups[lost]
-    with pytest.raises(DapoError, match=f"ticket {lost} is .*, but the coordinator does not have"):
+    del coordinator.groups[missing_ticket]
+    with pytest.raises(
+        DapoError, match=f"ticket {missing_ticket} is .*, but the coordinator does not have"
+    ):
         collect(coordinator, driver, 1)
     del state["groups"][0]
-    with pytest.raises(DapoError, match=f"ticket {lost} is .*, but the coordinator does not have"):
+    with pytest.raises(
+        DapoError, match=f"ticket {missing_ticket} is .*, but the coordinator does not have"
+    ):
         make_coordinator(ScriptedDriver(mixed_every(1))).restore(state)
 
 

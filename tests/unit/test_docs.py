@@ -150,7 +150,7 @@ def test_paths_exist(page: Path) -> None:
     for path in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text):
         known = [REPOSITORY / path, REPOSITORY / "dapo_megatron" / path]
         if "my_family" not in path:
-            assert any(place.exists() for place in known), path
+            assert any(candidate.exists() for candidate in known), path
 
 
 def test_the_readme_is_short_and_shows_the_main_commands() -> None:

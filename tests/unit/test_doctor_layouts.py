@@ -296,8 +296,8 @@ def test_each_difference_fails_with_its_name(changes: dict[str, Any], failures: 
 
 @given(st.floats(1e-6, 1e3), st.integers(0, 5))
 def test_a_distance_is_relative_and_euclidean(scale: float, seed: int) -> None:
-    wanted = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    by_tensor = distances({"w": wanted * scale * 1.25}, {"w": wanted * scale})
+    weights = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    by_tensor = distances({"w": weights * scale * 1.25}, {"w": weights * scale})
     assert by_tensor["w"] == pytest.approx(0.25)
 
 
@@ -344,11 +344,11 @@ def test_an_unwritable_json_path_is_rejected_before_anything_starts(
 
 
 def test_a_layout_that_does_not_fit_is_rejected_before_anything_starts() -> None:
-    ran = CliRunner().invoke(
+    completed = CliRunner().invoke(
         command_line.app, ["doctor", "layouts", str(TINY), "policy.tensor_parallel=3"]
     )
-    assert isinstance(ran.exception, ConfigError)
-    assert "policy.tensor_parallel: 3 does not divide" in str(ran.exception)
+    assert isinstance(completed.exception, ConfigError)
+    assert "policy.tensor_parallel: 3 does not divide" in str(completed.exception)
 
 
 def test_float64_is_allowed_without_an_engine() -> None:

@@ -32,11 +32,11 @@ class CannedEngine:
 
     def __init__(self, rank: int) -> None:
         self.replica = rank
-        self.asked: list[SampleRequest] = []
+        self.submitted: list[SampleRequest] = []
         self.requests: list[SampleRequest] = []
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self.asked += requests
+        self.submitted += requests
         self.requests += requests
         assert len(self.requests) <= self.max_sequences
 
@@ -73,8 +73,8 @@ def roll_out(rank: int, deterministic: bool) -> Any:
         unfinished = driver.interrupt()
         sample_all(driver, prompts()[4:], Sampling(1, 8, 1.0, 1.0, "evaluation"))
         late = driver.advance([[], []], use="train")
-    asked = [request.ticket for request in engine.asked]
-    return groups, progress, asked, unfinished, late, driver.last_errors
+    submitted = [request.ticket for request in engine.submitted]
+    return groups, progress, submitted, unfinished, late, driver.last_errors
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["deterministic", "timed"])
@@ -275,7 +275,7 @@ def test_a_deterministic_run_waits_for_all_grades_and_keeps_them_by_use() -> Non
     assert [(ticket, sample) for ticket, sample, _, _ in events.graded] == [
         (5, sample) for sample in range(5)
     ]
-    assert {(grade, why) for _, _, grade, why in events.graded} == {
+    assert {(grade, outcome) for _, _, grade, outcome in events.graded} == {
         (Grade(1.0, True, "7"), "graded")
     }
     assert grading.submitted[0] == (("train", 5, 4), "sums", "7", "7", {})

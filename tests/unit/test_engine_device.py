@@ -128,9 +128,9 @@ def test_a_graph_is_captured_for_the_largest_batch(max_sequences: int) -> None:
 
 
 def refusal(hf: dict[str, Any], **keys: Any) -> str:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         device.check_config(tiny_config(**keys), architecture(hf))
-    return str(refused.value)
+    return str(raised.value)
 
 
 FP8 = {"engine__quantization": "fp8", "policy__precision": "bfloat16"}

@@ -62,9 +62,9 @@ def test_the_interval_agrees_with_the_normal_approximation_of_the_mean() -> None
     """For n fair coins, it is 0.5 -+ 1.96 * 0.5 / sqrt(n) by the central limit theorem."""
     values = [0.0, 1.0] * 200
     low, high = bootstrap_interval(values, resamples=4000, seed=3)
-    half = 1.96 * 0.5 / math.sqrt(len(values))
-    assert low == pytest.approx(0.5 - half, abs=0.005)
-    assert high == pytest.approx(0.5 + half, abs=0.005)
+    half_width = 1.96 * 0.5 / math.sqrt(len(values))
+    assert low == pytest.approx(0.5 - half_width, abs=0.005)
+    assert high == pytest.approx(0.5 + half_width, abs=0.005)
 
 
 def test_the_95_percent_interval_covers_the_mean_in_about_95_percent_of_trials() -> None:

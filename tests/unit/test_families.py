@@ -645,9 +645,9 @@ def test_unsupported_rope_is_rejected_with_its_field(fields: dict[str, Any], mes
 def test_unsupported_values_are_rejected_with_their_field(
     family: str, field: str, value: Any
 ) -> None:
-    with pytest.raises(ConfigError, match=field) as caught:
+    with pytest.raises(ConfigError, match=field) as raised:
         architecture(config(family, **{field: value}), ignore=["other"])
-    assert str(value).strip("[]") in str(caught.value) or field == "quantization_config"
+    assert str(value).strip("[]") in str(raised.value) or field == "quantization_config"
 
 
 @pytest.mark.parametrize("value", [None, "x", True, [2], -1, float("nan"), float("inf")])

@@ -69,9 +69,9 @@ def test_unreadable_json_is_rejected_with_its_path(tmp_path: Path, name: str) ->
     content, problem = BAD_JSON[name]
     path = tmp_path / "state.json"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as raised:
         read_json(path)
-    assert str(refused.value).startswith(f"{path}: cannot be read ({problem}")
+    assert str(raised.value).startswith(f"{path}: cannot be read ({problem}")
     with pytest.raises(ConfigError):
         read_json(path, error=ConfigError)
 

@@ -30,37 +30,37 @@ def tool(*words: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str
     return run("tools/gpu_check.py", *words, environment=NO_GPU, timeout=timeout)
 
 
-def last_line(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    line: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+def last_line(completed: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    line: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     return line
 
 
 def test_without_a_gpu_it_lists_the_skipped_checks() -> None:
-    ran = tool()
-    assert ran.returncode == 0, ran.stderr
-    assert "No NVIDIA GPU here" in ran.stderr
-    line = last_line(ran)
+    completed = tool()
+    assert completed.returncode == 0, completed.stderr
+    assert "No NVIDIA GPU here" in completed.stderr
+    line = last_line(completed)
     assert line["gpu"] is None and line["torch"]
     assert [entry["check"] for entry in line["checks"]] == [check.name for check in SHOWN]
     for entry in line["checks"]:
         assert entry["verdict"] == "skipped"
         assert entry["reason"].startswith("needs an NVIDIA GPU with")
-        assert entry["check"] in ran.stderr
+        assert entry["check"] in completed.stderr
     assert "transformer_engine" in " ".join(entry["reason"] for entry in line["checks"])
 
 
 def test_the_list_describes_each_check() -> None:
-    ran = tool("--list")
-    assert ran.returncode == 0, ran.stderr
+    completed = tool("--list")
+    assert completed.returncode == 0, completed.stderr
     for check in SHOWN:
         assert len(check.title()) > 20, check.name
-        assert f"{check.name:22} {check.title()}" in ran.stdout
+        assert f"{check.name:22} {check.title()}" in completed.stdout
     assert "reference" not in {check.name for check in SHOWN}
 
 
 def test_an_unknown_check_is_rejected() -> None:
-    ran = tool("--only", "bf17")
-    assert ran.returncode == 2 and "bf17: see --list" in ran.stderr
+    completed = tool("--only", "bf17")
+    assert completed.returncode == 2 and "bf17: see --list" in completed.stderr
 
 
 def test_every_entry_of_the_catalogue_can_be_imported() -> None:
@@ -157,13 +157,13 @@ def test_a_check_that_crashes_or_hangs_fails_and_keeps_its_figures(
 def run_tiny(tmp_path: Path, *names: str) -> dict[str, dict[str, Any]]:
     """Run checks on CPU with tiny shapes. Return the result of each, none of them failed."""
     only = [word for name in names for word in ("--only", name)]
-    ran = tool(
+    completed = tool(
         *only, "--allow-cpu", "--shapes", "tiny", "--workspace", str(tmp_path), "--minutes", "30",
         timeout=1800.0,
     )  # fmt: skip
-    by_name = {entry["check"]: entry for entry in last_line(ran)["checks"]}
+    by_name = {entry["check"]: entry for entry in last_line(completed)["checks"]}
     assert all(entry["verdict"] != "failed" for entry in by_name.values()), by_name
-    assert ran.returncode == 0
+    assert completed.returncode == 0
     return by_name
 
 

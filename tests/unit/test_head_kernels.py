@@ -185,11 +185,11 @@ def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
     is made at import."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    ran = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", COMPILE],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ran.returncode == 0, ran.stderr
+    assert completed.returncode == 0, completed.stderr

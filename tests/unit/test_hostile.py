@@ -295,4 +295,4 @@ def test_hostile_completions_cost_their_limit_and_leave_nothing(
     assert not [path for path in unix_sockets() if token in path]
     assert processes_with(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
-    assert not [place for place in PLACES if Path(place, token).exists()]
+    assert not [folder for folder in PLACES if Path(folder, token).exists()]

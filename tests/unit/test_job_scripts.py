@@ -92,9 +92,9 @@ def test_env_txt_contains_no_secrets(checkout: Checkout) -> None:
         "DAPO_NOTE": "two\nlines",
         "VLLM_PROXY": "https://me:hunter2@proxy:3128",
     }
-    ran = checkout.train(**dict.fromkeys(secrets, "hunter2"), **harmless)
+    completed = checkout.train(**dict.fromkeys(secrets, "hunter2"), **harmless)
     text = (checkout.logs / "7.0" / "env.txt").read_text()
-    assert "hunter2" not in text, ran.stdout
+    assert "hunter2" not in text, completed.stdout
     assert not any(f"{name}=" in text for name in secrets)
     for line in (
         "NCCL_DEBUG=INFO", "VLLM_TOKENIZER_MODE=slow", "SLURM_JOB_ID=7", "DAPO_NOTE=two",
@@ -139,17 +139,17 @@ def test_a_hostile_crash_count_is_not_executed(checkout: Checkout) -> None:
     checkout.logs.mkdir(parents=True)
     count = checkout.logs / "7.quick_crashes"
     count.write_text(f"{ATTACK}\n")
-    ran = checkout.train(DAPO_MAX_QUICK_CRASHES="1")
+    completed = checkout.train(DAPO_MAX_QUICK_CRASHES="1")
     assert not (checkout.folder / "owned").exists()
-    assert f"{count}: no number in it; counted from 0" in ran.stdout
-    assert "crashed 1 times in a row" in ran.stdout
+    assert f"{count}: no number in it; counted from 0" in completed.stdout
+    assert "crashed 1 times in a row" in completed.stdout
     assert count.read_text() == "1\n"
 
 
 def test_quick_crashes_are_counted(checkout: Checkout) -> None:
     for times in (1, 2, 3):
-        ran = checkout.train()
-        assert ("crashed 3 times in a row" in ran.stdout) == (times == 3), ran.stdout
+        completed = checkout.train()
+        assert ("crashed 3 times in a row" in completed.stdout) == (times == 3), completed.stdout
         assert (checkout.logs / "7.quick_crashes").read_text() == f"{times}\n"
 
 
@@ -157,18 +157,18 @@ def test_quick_crashes_are_counted(checkout: Checkout) -> None:
 def test_a_hostile_exit_reason_file_is_not_executed(checkout: Checkout, verdict: str) -> None:
     (checkout.folder / "verdict").write_text(f"{verdict} reason\n")
     fake = 'cp "$DAPO_HOME/verdict" "$DAPO_MEGATRON_VERDICT"; exit 3'
-    ran = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
+    completed = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
     assert not (checkout.folder / "owned").exists()
-    assert ran.returncode == 3, ran.stdout
-    assert "no exit code in it" in ran.stdout
-    assert "this start ended with exit code 3" in ran.stdout
+    assert completed.returncode == 3, completed.stdout
+    assert "no exit code in it" in completed.stdout
+    assert "this start ended with exit code 3" in completed.stdout
 
 
 def test_the_exit_reason_file_overrides_the_exit_code_of_srun(checkout: Checkout) -> None:
     fake = 'echo "98 rank 1 hung" >"$DAPO_MEGATRON_VERDICT"; exit 1'
-    ran = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
-    assert ran.returncode == 98
-    assert "exit code 98: rank 1 hung" in ran.stdout
+    completed = checkout.train(FAKE=fake, DAPO_REQUEUE="0")
+    assert completed.returncode == 98
+    assert "exit code 98: rank 1 hung" in completed.stdout
 
 
 @pytest.mark.parametrize(
@@ -186,10 +186,10 @@ def test_the_exit_reason_file_overrides_the_exit_code_of_srun(checkout: Checkout
 def test_a_variable_that_is_not_a_number_is_rejected(
     checkout: Checkout, name: str, value: str
 ) -> None:
-    ran = checkout.train(**{name: value})
+    completed = checkout.train(**{name: value})
     assert not (checkout.folder / "owned").exists()
-    assert ran.returncode == 2, ran.stdout
-    assert f": {value}" in ran.stdout
+    assert completed.returncode == 2, completed.stdout
+    assert f": {value}" in completed.stdout
 
 
 EXCLUDE_NODE = "source slurm/lib.sh; LOGS=$PWD; leave_out node9"
@@ -197,10 +197,10 @@ EXCLUDE_NODE = "source slurm/lib.sh; LOGS=$PWD; leave_out node9"
 
 def test_invalid_node_names_are_not_passed_to_slurm(checkout: Checkout) -> None:
     (checkout.folder / "bad_nodes").write_text(f"node2\n--begin=now\nnode3 node4\n{ATTACK}\n")
-    ran = checkout.run(EXCLUDE_NODE, {})
-    assert "sbatch --exclude=node2,node9 ..." in ran.stdout
+    completed = checkout.run(EXCLUDE_NODE, {})
+    assert "sbatch --exclude=node2,node9 ..." in completed.stdout
     for line in ("--begin=now", "node3 node4", ATTACK):
-        assert f"bad_nodes: {line} is no node's name" in ran.stdout
+        assert f"bad_nodes: {line} is no node's name" in completed.stdout
     assert not (checkout.folder / "owned").exists()
 
 
@@ -208,7 +208,7 @@ def test_submit_rejects_invalid_node_names(tmp_path: Path) -> None:
     (tmp_path / "bad_nodes").write_text("node2\n--begin=now\n")
     command = [sys.executable, str(REPOSITORY / "slurm" / "submit.py")]
     arguments = ["model_configs/tiny_cpu.yaml", "--exclude-bad", "--dry-run"]
-    ran = subprocess.run(
+    completed = subprocess.run(
         [*command, *arguments, "--gpus-per-node", "0", "--tasks-per-node", "2"],
         cwd=REPOSITORY,
         env={**os.environ, "DAPO_LOGS": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
@@ -216,5 +216,5 @@ def test_submit_rejects_invalid_node_names(tmp_path: Path) -> None:
         capture_output=True,
         check=False,
     )
-    assert ran.returncode == 2
-    assert f"error: {tmp_path}/bad_nodes: '--begin=now' is no node's name" in ran.stderr
+    assert completed.returncode == 2
+    assert f"error: {tmp_path}/bad_nodes: '--begin=now' is no node's name" in completed.stderr

@@ -105,9 +105,9 @@ def test_an_invalid_loss_function_is_rejected_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
     name = write_module(tmp_path, monkeypatch, code)
-    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         loss_function(loss_config(f"{name}:loss"))
-    assert str(refused.value).startswith(f"loss.function: {name}:loss: ")
+    assert str(raised.value).startswith(f"loss.function: {name}:loss: ")
 
 
 @pytest.mark.parametrize("name", ["my_losses", ":loss", "my losses:loss", "a:b:c"])

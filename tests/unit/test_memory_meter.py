@@ -23,8 +23,8 @@ BYTES = st.integers(0, 100)
 def use_memory(num_bytes: int) -> None:
     """Use this much memory, then return it to the system."""
     with mmap.mmap(-1, num_bytes) as pages:
-        for place in range(0, num_bytes, mmap.PAGESIZE):
-            pages[place] = 1
+        for offset in range(0, num_bytes, mmap.PAGESIZE):
+            pages[offset] = 1
 
 
 def test_a_phase_reports_its_own_peak_memory_only() -> None:

@@ -181,14 +181,14 @@ def test_errors_keep_their_type_or_its_known_base_type() -> None:
 
 def exchange(rank: int) -> dict[str, Any]:
     ranks = Ranks(rank, 3, rank)
-    refused = ""
+    error_message = ""
     gathered = ranks.all_gather([0.1] * (1000 * rank), list[float])
     sent = ranks.broadcast((rank, Path("/a")), tuple[int, Path])
     try:
         ranks.all_gather("text" if rank == 1 else rank, int)  # type: ignore[type-var]
     except RankError as error:
-        refused = str(error)
-    return {"gathered": gathered, "sent": sent, "refused": refused}
+        error_message = str(error)
+    return {"gathered": gathered, "sent": sent, "refused": error_message}
 
 
 def test_ranks_exchange_values_of_different_lengths() -> None:

@@ -116,8 +116,8 @@ def run(tmp_path: Path) -> Config:
 
 
 def config(folder: Path, **changes: Any) -> Config:
-    place = {"run__directory": folder / "runs", "tracking__experiment": folder.name}
-    return tiny_config(**place, tracking__wait_seconds=120.0, **changes)
+    locations = {"run__directory": folder / "runs", "tracking__experiment": folder.name}
+    return tiny_config(**locations, tracking__wait_seconds=120.0, **changes)
 
 
 class Run(CompositeTracker):
@@ -405,14 +405,14 @@ def log_steps(tracker: Run, steps: Sequence[int]) -> tuple[list[float], list[flo
     """Log 60 metrics per step. Return the wall-clock seconds of each call, and the seconds without
     waiting for a core (another program may use it for longer than the limit)."""
     by_clock: list[float] = []
-    own: list[float] = []
+    without_waiting: list[float] = []
     for step in steps:
         metrics = {f"policy/m{number}": step + number / 64 for number in range(60)}
         start = time.perf_counter()
-        with own_seconds(own):
+        with own_seconds(without_waiting):
             tracker.log(step, metrics)
         by_clock.append(time.perf_counter() - start)
-    return by_clock, own
+    return by_clock, without_waiting
 
 
 def test_a_dead_server_delays_no_step_and_gets_everything_later(
@@ -425,13 +425,14 @@ def test_a_dead_server_delays_no_step_and_gets_everything_later(
     first = log_steps(tracker, range(1, 501))  # while the mirror imports MLflow
     wait_until(lambda: "retrying until it works" in log.read_text())
     second = log_steps(tracker, range(501, 1001))  # while it tries to reach the server
-    by_clock, own = (early + late for early, late in zip(first, second))
+    by_clock, without_waiting = (early + late for early, late in zip(first, second))
     print(
         "1000 steps, dead server, longest call: "
-        f"{max(own) * 1e3:.2f} ms without waiting for a core (bound {STEP_LIMIT * 1e3:g} ms), "
+        f"{max(without_waiting) * 1e3:.2f} ms without waiting for a core "
+        f"(limit {STEP_LIMIT * 1e3:g} ms), "
         f"{max(by_clock) * 1e3:.2f} ms by the clock; sum of all {sum(by_clock):.3f} s by the clock"
     )
-    assert max(own) < STEP_LIMIT
+    assert max(without_waiting) < STEP_LIMIT
 
     server.start()
     tracker.finish("FINISHED")

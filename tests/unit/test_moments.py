@@ -138,10 +138,10 @@ def write(
                 if name.endswith("expert_bias"):
                     continue  # not trained
                 is_expert = ".mlp.experts." in name
-                which = place.ep_rank if is_expert else place.tp_rank
+                group_rank = place.ep_rank if is_expert else place.tp_rank
                 size = layout.expert if is_expert else layout.tensor
                 sharing = layout.tensor * layout.data // size
-                sharing_group = (rank // (layout.tensor * layout.data), number, name, which)
+                sharing_group = (rank // (layout.tensor * layout.data), number, name, group_rank)
                 ends, turn = splits.setdefault(
                     sharing_group, (split(weight.numel(), sharing), itertools.count())
                 )
@@ -219,7 +219,7 @@ def edit(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     save_file(tensors, path, metadata=metadata)
 
 
-def moved(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
+def move_range(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     """Return a change that moves a key to another range and resizes its tensor."""
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -232,7 +232,7 @@ def moved(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
-def dropped(word: str) -> Callable[[dict[str, Tensor]], None]:
+def drop_keys(word: str) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         for key in [key for key in tensors if word in key]:
             del tensors[key]
@@ -244,22 +244,22 @@ NORM = "decoder.final_layernorm.weight"
 DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "overlap": (
         "rank_00003",
-        moved(f"{NORM}[18:36]", f"{NORM}[17:36]"),
+        move_range(f"{NORM}[18:36]", f"{NORM}[17:36]"),
         rf"rank_00003.*optimizer/{NORM}\[17:36\]/exp_avg overlaps its range in .*rank_00000",
     ),
     "gap": (
         "rank_00003",
-        moved(f"{NORM}[18:36]", f"{NORM}[19:36]"),
+        move_range(f"{NORM}[18:36]", f"{NORM}[19:36]"),
         rf"rank_00000.*optimizer/{NORM}/exp_avg: elements from 18 of 36 are in no file",
     ),
     "end": (
         "rank_00003",
-        dropped(f"{NORM}[18:36]/exp_avg_sq"),
+        drop_keys(f"{NORM}[18:36]/exp_avg_sq"),
         rf"rank_00000.*optimizer/{NORM}/exp_avg_sq: elements from 18 of 36 are in no file",
     ),
     "start": (
         "rank_00000",
-        dropped(f"{NORM}[0:18]/exp_avg_sq"),
+        drop_keys(f"{NORM}[0:18]/exp_avg_sq"),
         rf"optimizer/{NORM}/exp_avg_sq: elements from 0 of 36 are in no file",
     ),
     "shape": (
@@ -376,7 +376,7 @@ def test_a_checkpoint_without_optimizer_state_of_a_tensor_is_rejected(
     checkpoint: Path, stores_by_model: dict[str, dict[str, Store]]
 ) -> None:
     for path in checkpoint.glob("rank_*"):
-        edit(path, dropped(f"optimizer/{NORM}"))
+        edit(path, drop_keys(f"optimizer/{NORM}"))
     arch = stores_by_model["llama_tied"]["model"].arch
     with pytest.raises(CheckpointError, match=r"optimizer state \(exp_avg\) of model.norm.weight"):
         reshard(checkpoint, targets(torch.float32, torch.float32), [LAST], arch, ())
