@@ -321,15 +321,15 @@ def test_no_ticket_is_lost_or_ends_twice_in_any_order_and_after_any_kill(
     while version < 6:
         schedule_saves_and_kills(driver, coordinator, history, pending)
         try:
-            history.enter(collect(coordinator, driver, version))
+            history.record_step(collect(coordinator, driver, version))
             version += 1
         except Killed:
             # Resume from any moment, also within a step, with another number of replicas.
             driver = moved(driver, 1 + (driver.num_replicas % 3))
             coordinator = make_coordinator(driver, **run)
             coordinator.restore(json.loads(json.dumps(history.saved)))
-            version = history.back_to_saved(coordinator)
-    history.check_sums()
+            version = history.return_to_saved(coordinator)
+    history.check_totals()
 
 
 def schedule_saves_and_kills(
