@@ -21,9 +21,7 @@ from dapo_megatron.config.file import load_config
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.layout import check_layout
-from dapo_megatron.rewards.registry import check as check_grader
-from dapo_megatron.rewards.registry import names as grader_names
-from dapo_megatron.rewards.registry import user_function
+from dapo_megatron.rewards.registry import check_grader, grader_names, user_function
 from dapo_megatron.rollout.replay import check_recorded
 from dapo_megatron.types import ConfigError, DapoError
 

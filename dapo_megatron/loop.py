@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from dapo_megatron.algo.mismatch import check_gap
 from dapo_megatron.config import Config
-from dapo_megatron.data.batch import assemble, fresh_mask, inspect, split
+from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split
 from dapo_megatron.protocols import Parts
 from dapo_megatron.rollout import metrics as step_metrics
-from dapo_megatron.rollout.partial_step import OpenStep
+from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.types import DapoError, Phase, StarvedError, Stopped, TokenBatch
 
 
@@ -29,21 +29,21 @@ class Progress:
 
 
 def train(
-    config: Config, parts: Parts, progress: Progress, open_step: OpenStep, *, started: float
+    config: Config, parts: Parts, progress: Progress, partial_step: PartialStep, *, started: float
 ) -> Progress:
     """Train from `progress.step` to `train.rollout_steps`. Collective: every rank calls it.
 
-    `open_step` holds what is already done of the next step. `progress.seconds` is measured from
+    `partial_step` holds what is already done of the next step. `progress.seconds` is measured from
     `started` (as time.time()). Raises StarvedError or Stopped after saving a checkpoint.
     """
     phase = parts.instruments.phase
     try:
-        train_steps(config, parts, progress, open_step, started)
+        train_steps(config, parts, progress, partial_step, started)
     except (StarvedError, Stopped) as error:
         with phase(Phase.CHECKPOINT):
             parts.sync.switch_to_policy()
-            parts.checkpoints.copy()
-            save(config, parts, progress, open_step, started)()
+            parts.checkpoints.stage()
+            save(config, parts, progress, partial_step, started)()
             parts.checkpoints.wait()
         raise type(error)(
             f"{error}. Saved after step {progress.step}; to continue, start with resume=auto"
@@ -59,10 +59,10 @@ def train(
 
 
 def train_steps(
-    config: Config, parts: Parts, progress: Progress, open_step: OpenStep, started: float
+    config: Config, parts: Parts, progress: Progress, partial_step: PartialStep, started: float
 ) -> None:
-    """Run the remaining steps. `progress` and `open_step` are kept up to date, so that the caller
-    can save a checkpoint after an exception."""
+    """Run the remaining steps. `progress` and `partial_step` are kept up to date, so that the
+    caller can save a checkpoint after an exception."""
     phase, last = parts.instruments.phase, config.train.rollout_steps
     parts.instruments.begin(progress.step)
     with phase(Phase.SYNC):
@@ -76,11 +76,11 @@ def train_steps(
         step = progress.step + 1
         parts.instruments.begin(step)
         parts.check_stop()
-        metrics, num_tokens = train_step(config, parts, step, open_step)
+        metrics, num_tokens = train_step(config, parts, step, partial_step)
         is_due = parts.checkpoints.due(step)
         if is_due:
             with phase(Phase.CHECKPOINT):
-                parts.checkpoints.copy()
+                parts.checkpoints.stage()
         with phase(Phase.SYNC):
             metrics |= step_metrics.sync_metrics(parts.sync(step))
         if parts.evaluator.due(step, last):
@@ -89,11 +89,11 @@ def train_steps(
             metrics |= progress.last_evaluation
         progress.step = step
         progress.max_gap = max(progress.max_gap, metrics.get("mismatch/gap_max", 0.0))
-        open_step.close()
+        partial_step.close()
         publish = None
         if is_due:
             with phase(Phase.CHECKPOINT):
-                publish = save(config, parts, progress, open_step, started)
+                publish = save(config, parts, progress, partial_step, started)
         parts.recorder.log(step, metrics | parts.instruments.metrics(num_tokens))
         # Published last, so that the metrics and samples of every checkpoint are on disk.
         if publish is not None:
@@ -101,15 +101,15 @@ def train_steps(
 
 
 def train_step(
-    config: Config, parts: Parts, step: int, open_step: OpenStep
+    config: Config, parts: Parts, step: int, partial_step: PartialStep
 ) -> tuple[dict[str, float], int]:
     """Run one rollout step without its sync: sample with the weights of step - 1, update them.
 
-    Work that `open_step` already holds is not repeated. Afterwards the policy has the accelerator.
-    Returns the step's metrics and its number of tokens (prompts and responses).
+    Work that `partial_step` already holds is not repeated. Afterwards the policy has the
+    accelerator. Returns the step's metrics and its number of tokens (prompts and responses).
     """
     phase = parts.instruments.phase
-    if open_step.train is None:
+    if partial_step.train is None:
         with (
             phase(Phase.GENERATE),
             parts.recorder.progress(config.rollout.prompts_per_step) as show,
@@ -117,18 +117,18 @@ def train_step(
             collected = parts.coordinator.collect(version=step - 1, on_progress=show)
         parts.recorder.samples(step, collected.ended)
         metrics = step_metrics.rollout_metrics(collected, config.overlong)
-        open_step.begin(collected.train, metrics)
-    groups = open_step.train or []
+        partial_step.begin(collected.train, metrics)
+    groups = partial_step.train or []
     parts.sync.switch_to_policy()
     batch = assemble(groups, overlong=config.overlong, eps=config.loss.advantage_eps)
-    if open_step.old_logprobs is None:
+    if partial_step.old_logprobs is None:
         parts.check_stop()
         with phase(Phase.LOGPROBS):
             outputs = parts.policy.logprobs(batch)
-        open_step.old_logprobs = outputs.logprobs
-        sequences = inspect(groups, batch, outputs, overlong=config.overlong)
-        parts.recorder.inspected(step, sequences)
-    batch = dataclasses.replace(batch, old_logprobs=open_step.old_logprobs)
+        partial_step.old_logprobs = outputs.logprobs
+        sequences = diagnose(groups, batch, outputs, overlong=config.overlong)
+        parts.recorder.sequence_diagnostics(step, sequences)
+    batch = dataclasses.replace(batch, old_logprobs=partial_step.old_logprobs)
     gap = check_gap(
         batch,
         fresh_mask(groups, version=step - 1, overlong=config.overlong),
@@ -136,35 +136,37 @@ def train_step(
         max_gap=config.sync.max_gap,
         max_mean_gap=config.sync.max_mean_gap,
     )
-    open_step.metrics |= step_metrics.mismatch_metrics(gap)
+    partial_step.metrics |= step_metrics.mismatch_metrics(gap)
     with phase(Phase.UPDATE):
-        update(config, parts, batch, step, open_step)
-    metrics = open_step.metrics | step_metrics.update_metrics(open_step.updates)
+        update(config, parts, batch, step, partial_step)
+    metrics = partial_step.metrics | step_metrics.update_metrics(partial_step.updates)
     return metrics, int(batch.tokens.numel())
 
 
-def update(config: Config, parts: Parts, batch: TokenBatch, step: int, open_step: OpenStep) -> None:
-    """Run the optimizer steps of one rollout step that `open_step` does not hold yet."""
+def update(
+    config: Config, parts: Parts, batch: TokenBatch, step: int, partial_step: PartialStep
+) -> None:
+    """Run the optimizer steps of one rollout step that `partial_step` does not hold yet."""
     minis = split(batch, config.train.updates_per_step, config.loss.aggregation)
     # Without loss tokens there is no gradient, but Adam's momentum would still move the weights.
     minis = [mini for mini in minis if mini.num_loss_tokens]
-    for mini in minis[len(open_step.updates) :]:
+    for mini in minis[len(partial_step.updates) :]:
         parts.check_stop()
         stats = parts.policy.update(mini, parts.loss, parts.learning_rate(step))
-        open_step.updates.append(stats)
+        partial_step.updates.append(stats)
         parts.recorder.trained(mini.lengths.tolist(), mini.num_loss_tokens)
 
 
 def save(
-    config: Config, parts: Parts, progress: Progress, open_step: OpenStep, started: float
+    config: Config, parts: Parts, progress: Progress, partial_step: PartialStep, started: float
 ) -> Callable[[], None]:
     """Prepare a checkpoint of the current state, with the policy snapshot that
-    `parts.checkpoints.copy` made. Calling the returned function writes and publishes it in the
+    `parts.checkpoints.stage` made. Calling the returned function writes and publishes it in the
     background."""
     progress.seconds = time.time() - started
     state = {
         "progress": dict(vars(progress)),
-        "open_step": open_step.state(config),
+        "open_step": partial_step.state(config),
         "coordinator": parts.coordinator.state(),
     }
-    return parts.checkpoints.save(progress.step, state, is_open=open_step.train is not None)
+    return parts.checkpoints.commit(progress.step, state, is_open=partial_step.train is not None)

@@ -16,16 +16,16 @@ from dapo_megatron.types import (
     Collected,
     Completion,
     Group,
-    Inspected,
     LogProbs,
     LossOutput,
     MicroTokens,
-    Piece,
     Region,
     SampleRequest,
+    SequenceDiagnostics,
     Shard,
     StepStats,
     SyncReport,
+    TensorSlice,
     TokenBatch,
 )
 
@@ -40,10 +40,10 @@ LossFn = Callable[["Tensor", MicroTokens], LossOutput]
 """(log-probs of one micro-batch, its other inputs) -> token sums. Called with grad enabled."""
 
 Shape = tuple[int, ...]
-Arrival = tuple[str, "Sequence[tuple[Region, Tensor]]"]
+ReceivedTensor = tuple[str, "Sequence[tuple[Region, Tensor]]"]
 """(HF name, [(region, values)]): all the slices of one tensor that a rank receives."""
 
-Planner = Callable[[Sequence[int], int], list[list[list[int]]]]
+MicrobatchPlanner = Callable[[Sequence[int], int], list[list[list[int]]]]
 """(tokens of each sequence, data-parallel ranks) -> [rank][micro-batch] -> sequence indices.
 Every rank gets the same number of micro-batches; some may be empty."""
 
@@ -87,11 +87,11 @@ class Snapshot(Protocol):
         ...
 
     @property
-    def sums(self) -> Mapping[str, str]:
+    def checksums(self) -> Mapping[str, str]:
         """SHA-256 checksums of the files written so far, by file name."""
         ...
 
-    def __call__(self, folder: Path) -> None:
+    def write(self, folder: Path) -> None:
         """Write the snapshot to `folder` and fsync it. Raises OSError or CheckpointError."""
         ...
 
@@ -180,7 +180,7 @@ class RolloutEngine(Protocol):
         """Requests that are queued or running."""
         ...
 
-    def wanted(self, offered: Mapping[str, tuple[Shape, torch.dtype]]) -> list[Piece]:
+    def needed_slices(self, offered: Mapping[str, tuple[Shape, torch.dtype]]) -> list[TensorSlice]:
         """Return the slices that this rank needs of the `offered` HF tensors, {name: (shape,
         dtype)}.
 
@@ -188,7 +188,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def receive(self, weights: Iterable[Arrival], version: int) -> None:
+    def receive(self, weights: Iterable[ReceivedTensor], version: int) -> None:
         """Replace all weights, clear the prefix cache, and set the version.
 
         The buffers of one item of `weights` may be reused for the next item. Raises SyncError
@@ -197,9 +197,9 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def held(self) -> Iterable[tuple[Piece, Tensor | None]]:
-        """Yield each slice of `wanted` with the engine's current values, or None if they cannot be
-        read back."""
+    def read_back(self) -> Iterable[tuple[TensorSlice, Tensor | None]]:
+        """Yield each slice of `needed_slices` with the engine's current values, or None if they
+        cannot be read back."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -259,7 +259,7 @@ class Recorder(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def trained(self, lengths: Sequence[int], num_scored: int) -> None: ...
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None: ...
-    def inspected(self, step: int, sequences: Iterable[Inspected]) -> None: ...
+    def sequence_diagnostics(self, step: int, sequences: Iterable[SequenceDiagnostics]) -> None: ...
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]: ...
 
 
@@ -296,11 +296,11 @@ class Checkpoints(Protocol):
     """Saves checkpoints in the background; see checkpoints/."""
 
     def due(self, step: int) -> bool: ...
-    def copy(self) -> None:
-        """Take a snapshot of the policy for the next `save`."""
+    def stage(self) -> None:
+        """Take a snapshot of the policy for the next `commit`."""
         ...
 
-    def save(
+    def commit(
         self, step: int, state: Mapping[str, Any], *, is_open: bool = False
     ) -> Callable[[], None]:
         """Return a function that writes and publishes the snapshot and `state` in the background.

@@ -47,7 +47,7 @@ class Verdict(StrEnum):
     ALL_WRONG = "all_wrong"
 
 
-class Fate(StrEnum):
+class Outcome(StrEnum):
     """Why a group is closed: trained on, or dropped for one of these reasons."""
 
     TRAINED = "trained"
@@ -168,14 +168,14 @@ class Collected:
     """The groups that a rollout step trains on, and statistics of collecting them."""
 
     train: list[Group]
-    ended: list[tuple[Group, Fate]]
+    ended: list[tuple[Group, Outcome]]
     """Groups that ended in this step, sorted by ticket. Each ticket ends once in a run."""
     decided: list[Group]
     """Groups whose last completion was graded in this step, before filtering, for statistics."""
     version: int
     counts: dict[str, int]
     """The ledger's counts of this step."""
-    outcomes: Counter[tuple[str, str]]
+    gradings: Counter[tuple[str, str]]
     """Gradings of this step by (data set, outcome): graded, unparsed (graded, but no answer was
     found in the text), timeout, crash, memory, error."""
     keep_rate: float
@@ -255,7 +255,7 @@ class LogProbs:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
+class SequenceDiagnostics:
     """The policy's log-probs of one training sequence, before the step's first update. `gap_mean`
     and `gap_max` include all response tokens, also those that older weights sampled.
 
@@ -354,7 +354,7 @@ def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """A region of the HF tensor `name` that a rank holds or needs. Several ranks may hold the same
     region; their copies are bitwise equal."""
 
@@ -371,15 +371,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A piece in memory. `view` aliases the local parameter. It has the elements of the piece's
-    region in the same order, but its shape may differ."""
+    """A tensor slice in memory. `view` aliases the local parameter. It has the elements of the
+    slice's region in the same order, but its shape may differ."""
 
-    piece: Piece
+    tensor_slice: TensorSlice
     view: Tensor
 
     def read(self) -> Tensor:
         """Return the region's values, shaped as in the HF tensor."""
-        return self.view.detach().reshape(self.piece.region.shape)
+        return self.view.detach().reshape(self.tensor_slice.region.shape)
 
     def write(self, value: Tensor) -> None:
         """Overwrite the region with `value`, which is shaped as in the HF tensor."""

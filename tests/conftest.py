@@ -33,7 +33,7 @@ TESTS = Path(__file__).parent
 _LONGEST = (
     "learning/test_train",
     "unit/test_mirror",
-    "unit/test_watch",
+    "unit/test_watchdog",
     "parity/test_layouts",
     "browser/test_page",
     "browser/test_charts",

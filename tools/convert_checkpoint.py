@@ -36,12 +36,12 @@ from dapo_megatron.checkpoints.formats.compare import (
     compare_replicas,
     replica_bytes,
 )
-from dapo_megatron.checkpoints.formats.file import TensorInfo
-from dapo_megatron.checkpoints.formats.folder import publish
 from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store, StoreWriter, describe, fill
+from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
+from dapo_megatron.checkpoints.formats.weights_folder import publish
 from dapo_megatron.cluster.processes import resident_bytes
 from dapo_megatron.config import PolicyConfig, refuse
 from dapo_megatron.model import Architecture

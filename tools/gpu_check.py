@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import typer
-from gpu_checks.catalogue import BY_NAME, QUICK, QUICK_MINUTES, SHOWN, Check
+from gpu_checks.catalog import BY_NAME, QUICK, QUICK_MINUTES, SHOWN, Check
 from gpu_checks.figures import WORST, Figure, Verdict
 from rich.console import Console
 from rich.table import Table
@@ -48,7 +48,7 @@ CPU_PATIENCE = 5
 
 
 @dataclass
-class Outcome:
+class CheckResult:
     """What became of a check."""
 
     check: Check
@@ -143,10 +143,10 @@ def plan_text(reached: list[Check], missed: list[Check], minutes: float) -> str:
 
 def run_check(
     check: Check, workspace: Path, options: list[str], limit: float, left: float = float("inf")
-) -> Outcome:
+) -> CheckResult:
     """In a process of its own; whatever it started is ended with it. `left`: seconds of the whole
     session; a check that these end has not failed."""
-    outcome, started = Outcome(check), time.monotonic()
+    outcome, started = CheckResult(check), time.monotonic()
     figures, log = workspace / f"{check.name}.jsonl", workspace / f"{check.name}.log"
     figures.write_text("")
     command = [sys.executable, __file__, "--child", check.name, "--figures", str(figures)]
@@ -222,21 +222,21 @@ def about(gpu: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def rows_of(outcome: Outcome) -> Table:
+def rows_of(outcome: CheckResult) -> Table:
     """A check and its figures, as a part of the table."""
     shown = Table(show_header=False, box=None, pad_edge=False)
     for width in (22, 52, 18, 10, 10):
         shown.add_column(width=width, overflow="fold")
-    colour = {"ok": "green", "short": "yellow", "failed": "red", "skipped": "dim"}
-    colour["not judged"] = "dim"
+    color = {"ok": "green", "short": "yellow", "failed": "red", "skipped": "dim"}
+    color["not judged"] = "dim"
     first = (outcome.check.name, outcome.reason or f"took {outcome.seconds:.0f} s")
     if outcome.verdict == "skipped":
         first = (outcome.check.name, f"{outcome.check.title()} [yellow]{outcome.reason}[/]")
     verdict = outcome.verdict
-    shown.add_row(*first, "", "", f"[{colour[verdict]}]{verdict}[/]", style="bold")
+    shown.add_row(*first, "", "", f"[{color[verdict]}]{verdict}[/]", style="bold")
     for one in outcome.figures:
         value = f"{one.value:.4g} {one.unit}".strip()
-        word = f"[{colour[one.verdict]}]{one.verdict}[/]" if one.target else ""
+        word = f"[{color[one.verdict]}]{one.verdict}[/]" if one.target else ""
         shown.add_row("", one.name, value, one.target, word)
     return shown
 
@@ -248,7 +248,7 @@ def check_all(
     minutes: float,
     allow_cpu: bool,
     json_file: Path | None,
-) -> tuple[list[Outcome], str]:
+) -> tuple[list[CheckResult], str]:
     """Run the checks that can run here. Print each outcome, and write all so far to `json_file`: a
     session that is cut short still leaves its figures. Return the outcomes, and as a JSON line."""
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
@@ -265,9 +265,9 @@ def check_all(
     for check in checks:
         left = deadline - time.monotonic()
         if reason := reason_not_to_run(check, gpu, allow_cpu):
-            outcome = Outcome(check, reason=reason)
+            outcome = CheckResult(check, reason=reason)
         elif left < check.guess:
-            outcome = Outcome(check, reason=f"no time left of {minutes:g} minutes: --only it")
+            outcome = CheckResult(check, reason=f"no time left of {minutes:g} minutes: --only it")
         else:
             limit = check.seconds * (CPU_PATIENCE if gpu is None else 1)
             outcome = run_check(check, workspace, options, limit, left)
@@ -279,7 +279,7 @@ def check_all(
     return outcomes, line
 
 
-def _result(outcomes: list[Outcome], facts: dict[str, Any]) -> str:
+def _result(outcomes: list[CheckResult], facts: dict[str, Any]) -> str:
     checks = [outcome.to_json() for outcome in outcomes]
     return json.dumps({"tool": "gpu_check", **facts, "checks": checks})
 

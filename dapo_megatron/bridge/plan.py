@@ -1,6 +1,6 @@
 """The transfer plan: which rank sends which box of which tensor to which rank.
 
-A plan is made once, from the pieces that all ranks hold and want, and used at every sync. These
+A plan is made once, from the slices that all ranks hold and want, and used at every sync. These
 lists are the same on every rank, so every rank makes the same plan. Each wanted region is cut into
 boxes, and each box has one source. That is the target itself if it holds the box, else a holder on
 the target's node, else any holder. If several qualify, the one with the fewest bytes to send so far
@@ -18,7 +18,7 @@ from itertools import groupby
 
 import torch
 
-from dapo_megatron.types import Piece, Region, SyncError, overlap
+from dapo_megatron.types import Region, SyncError, TensorSlice, overlap
 
 BUCKET_BYTES = 256 * 2**20
 SENT_BUCKETS = 2
@@ -98,16 +98,16 @@ class TransferPlan:
 
 
 def make_plan(
-    held: Sequence[Sequence[Piece]],
-    wanted: Sequence[Sequence[Piece]],
+    held: Sequence[Sequence[TensorSlice]],
+    wanted: Sequence[Sequence[TensorSlice]],
     *,
     bucket_bytes: int = BUCKET_BYTES,
     ranks_per_node: int = 8,
 ) -> TransferPlan:
-    """Return the plan that sends each rank the pieces in `wanted[rank]`, from those in `held`.
+    """Return the plan that sends each rank the slices in `wanted[rank]`, from those in `held`.
 
     In each round a rank receives at most `bucket_bytes` and sends at most SENT_BUCKETS times that.
-    The pieces of one tensor that one rank wants arrive in one round, even if they are larger. They
+    The slices of one tensor that one rank wants arrive in one round, even if they are larger. They
     arrive on all ranks in the same round, unless a rank would have to send too much. A node is
     `ranks_per_node` consecutive ranks. Tensors that no rank wants are outside out.
 
@@ -146,31 +146,33 @@ class _Tensor:
         return sum(box.nbytes for box in self.boxes if not box.is_local)
 
 
-def _index(held: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]]) -> list[_Tensor]:
-    """Return the wanted tensors, in the order in which ranks list the pieces they hold."""
+def _index(
+    held: Sequence[Sequence[TensorSlice]], wanted: Sequence[Sequence[TensorSlice]]
+) -> list[_Tensor]:
+    """Return the wanted tensors, in the order in which ranks list the slices they hold."""
     if len(held) != len(wanted):
-        raise ValueError(f"{len(held)} ranks hold pieces, {len(wanted)} want some")
+        raise ValueError(f"{len(held)} ranks hold slices, {len(wanted)} want some")
     tensors: dict[str, _Tensor] = {}
-    for rank, pieces in enumerate(held):
-        for piece in pieces:
-            _entry(tensors, piece, rank).held.append((rank, piece.region))
-    for rank, pieces in enumerate(wanted):
-        for piece in pieces:
-            tensor = _entry(tensors, piece, rank)
+    for rank, tensor_slices in enumerate(held):
+        for tensor_slice in tensor_slices:
+            _entry(tensors, tensor_slice, rank).held.append((rank, tensor_slice.region))
+    for rank, tensor_slices in enumerate(wanted):
+        for tensor_slice in tensor_slices:
+            tensor = _entry(tensors, tensor_slice, rank)
             if not tensor.held:
-                raise SyncError(f"rank {rank} wants {piece.name}, which no rank holds")
-            tensor.wanted.append((rank, piece.region))
+                raise SyncError(f"rank {rank} wants {tensor_slice.name}, which no rank holds")
+            tensor.wanted.append((rank, tensor_slice.region))
     return [tensor for tensor in tensors.values() if tensor.wanted]
 
 
-def _entry(tensors: dict[str, _Tensor], piece: Piece, rank: int) -> _Tensor:
-    """Return the entry of a piece's tensor. Raises SyncError for another shape or dtype."""
-    new = _Tensor(piece.name, piece.global_shape, piece.dtype, rank)
-    tensor = tensors.setdefault(piece.name, new)
-    if piece.global_shape != tensor.shape or piece.dtype != tensor.dtype:
+def _entry(tensors: dict[str, _Tensor], tensor_slice: TensorSlice, rank: int) -> _Tensor:
+    """Return the entry of a tensor slice's tensor. Raises SyncError for another shape or dtype."""
+    new = _Tensor(tensor_slice.name, tensor_slice.global_shape, tensor_slice.dtype, rank)
+    tensor = tensors.setdefault(tensor_slice.name, new)
+    if tensor_slice.global_shape != tensor.shape or tensor_slice.dtype != tensor.dtype:
         raise SyncError(
-            f"{piece.name} is {list(tensor.shape)} {tensor.dtype} on rank {tensor.first}, but "
-            f"{list(piece.global_shape)} {piece.dtype} on rank {rank}"
+            f"{tensor_slice.name} is {list(tensor.shape)} {tensor.dtype} on rank {tensor.first}, "
+            f"but {list(tensor_slice.global_shape)} {tensor_slice.dtype} on rank {rank}"
         )
     return tensor
 

@@ -21,7 +21,7 @@ from dapo_megatron.bridge.verify import SyncVerifier
 from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
-from dapo_megatron.types import Piece, SyncError, SyncReport
+from dapo_megatron.types import SyncError, SyncReport, TensorSlice
 
 SMALL_MODEL = 200_000_000
 """Largest model, in elements, for which every sync compares fingerprints. They take 10 ms per
@@ -51,12 +51,14 @@ class WeightSync:
         self._engine = engine
         self._exchange = exchange
         shards = policy.shards()
-        held = exchange.all_gather([shard.piece for shard in shards], list[Piece])
+        held = exchange.all_gather([shard.tensor_slice for shard in shards], list[TensorSlice])
         shapes = {
-            piece.name: (piece.global_shape, piece.dtype) for pieces in held for piece in pieces
+            tensor_slice.name: (tensor_slice.global_shape, tensor_slice.dtype)
+            for tensor_slices in held
+            for tensor_slice in tensor_slices
         }
-        wanted = on_all_ranks(exchange, lambda: engine.wanted(shapes))
-        self.wanted = exchange.all_gather(wanted, list[Piece])
+        wanted = on_all_ranks(exchange, lambda: engine.needed_slices(shapes))
+        self.wanted = exchange.all_gather(wanted, list[TensorSlice])
         """[rank] -> the slices that the rank's engine takes."""
         self.plan: TransferPlan = make_plan(held, self.wanted, ranks_per_node=ranks_per_node)
         self._transfer = Transfer(self.plan, shards, wanted, exchange.rank, shards[0].view.device)
@@ -102,7 +104,9 @@ class WeightSync:
         self._num_done += 1
         return SyncReport(
             version=version,
-            num_tensors=len({piece.name for piece in self.wanted[self._exchange.rank]}),
+            num_tensors=len(
+                {tensor_slice.name for tensor_slice in self.wanted[self._exchange.rank]}
+            ),
             num_bytes=max(self.bytes_received),
             seconds=moved - awake,
             verify_seconds=compared - moved + time.perf_counter() - switched,

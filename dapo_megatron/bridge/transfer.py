@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_megatron.bridge.plan import BoxTransfer, TransferPlan, make_plan
-from dapo_megatron.protocols import Arrival, Exchange
-from dapo_megatron.types import Piece, Region, Shard, SyncError, whole
+from dapo_megatron.protocols import Exchange, ReceivedTensor
+from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, whole
 
 ALIGNMENT_BYTES = 16
 """Alignment of boxes in a buffer: a multiple of the size of any dtype."""
 
 _Key = tuple[str, Region]
-_Named = TypeVar("_Named", Piece, Shard)
+_Named = TypeVar("_Named", TensorSlice, Shard)
 
 
 class Transfer:
     """Iterable over the tensors that this rank wants; each iteration yields each of them once.
 
-    Collective: all ranks of the plan construct one with their own shards and wanted pieces, and
+    Collective: all ranks of the plan construct one with their own shards and wanted slices, and
     iterate at the same time, to the end. Weights are read from the shards when each round starts,
     so one Transfer serves every sync. A region in a single box is yielded without a copy. If this
     rank holds the box, the tensor is a view of its weights. Otherwise it is a view of a receive
@@ -40,13 +40,13 @@ class Transfer:
         self,
         plan: TransferPlan,
         shards: Sequence[Shard],
-        wanted: Sequence[Piece],
+        wanted: Sequence[TensorSlice],
         rank: int,
         device: torch.device,
     ) -> None:
         self._device = device
-        held = _by_name(shards, lambda shard: shard.piece.name)
-        pieces = _by_name(wanted, lambda piece: piece.name)
+        held = _by_name(shards, lambda shard: shard.tensor_slice.name)
+        tensor_slices = _by_name(wanted, lambda tensor_slice: tensor_slice.name)
         self._rounds = []
         for tensors in plan.rounds:
             round_ = _Round(plan.num_ranks, rank)
@@ -57,34 +57,41 @@ class Transfer:
                 for box, source in rank_boxes:
                     round_.add(name, box, source, held.get(name, []))
                 is_here = any(box.target == rank for box, _ in rank_boxes)
-                # Pieces without elements have no boxes. They are yielded when other ranks receive
+                # Slices without elements have no boxes. They are yielded when other ranks receive
                 # the tensor.
-                if name in pieces and (is_here or not any(piece.nbytes for piece in pieces[name])):
-                    round_.wanted[name] = pieces.pop(name)
+                if name in tensor_slices and (
+                    is_here or not any(tensor_slice.nbytes for tensor_slice in tensor_slices[name])
+                ):
+                    round_.wanted[name] = tensor_slices.pop(name)
             self._rounds.append(round_)
-        if pieces:
-            raise SyncError(f"the plan does not bring {sorted(pieces)[0]}, wanted on rank {rank}")
+        if tensor_slices:
+            raise SyncError(
+                f"the plan does not bring {sorted(tensor_slices)[0]}, wanted on rank {rank}"
+            )
 
     @property
     def nbytes_received(self) -> int:
         """Bytes that this rank receives in one pass, including alignment."""
         return sum(sum(round_.arriving.splits) for round_ in self._rounds)
 
-    def __iter__(self) -> Iterator[Arrival]:
+    def __iter__(self) -> Iterator[ReceivedTensor]:
         for round_ in self._rounds:
             yield from self._run(round_)
 
-    def _run(self, round_: _Round) -> Iterator[Arrival]:
+    def _run(self, round_: _Round) -> Iterator[ReceivedTensor]:
         received = round_.arriving.allocate(self._device)
         if round_.is_exchange:
             sent = round_.leaving.allocate(self._device)
             self._pack(round_, sent)
             dist.all_to_all_single(received, sent, round_.arriving.splits, round_.leaving.splits)
             del sent
-        for name, pieces in round_.wanted.items():
+        for name, tensor_slices in round_.wanted.items():
             yield (
                 name,
-                [(piece.region, self._complete(piece, round_, received)) for piece in pieces],
+                [
+                    (tensor_slice.region, self._complete(tensor_slice, round_, received))
+                    for tensor_slice in tensor_slices
+                ],
             )
 
     def _pack(self, round_: _Round, buffer: Tensor) -> None:
@@ -93,24 +100,26 @@ class Transfer:
         for shard, packed in round_.sends:
             if shard is not last:  # a shard that several ranks want is read once
                 last, value = shard, shard.read()
-            box = value[packed.box.within(shard.piece.region).slices]
-            round_.leaving.window(buffer, packed, shard.piece.dtype).copy_(box)
+            box = value[packed.box.within(shard.tensor_slice.region).slices]
+            round_.leaving.window(buffer, packed, shard.tensor_slice.dtype).copy_(box)
 
-    def _complete(self, piece: Piece, round_: _Round, received: Tensor) -> Tensor:
-        """Return the tensor of a wanted piece, shaped as its region."""
-        key = (piece.name, piece.region)
+    def _complete(self, tensor_slice: TensorSlice, round_: _Round, received: Tensor) -> Tensor:
+        """Return the tensor of a wanted slice, shaped as its region."""
+        key = (tensor_slice.name, tensor_slice.region)
         parts = [
-            (box, shard.read()[box.within(shard.piece.region).slices])
+            (box, shard.read()[box.within(shard.tensor_slice.region).slices])
             for box, shard in round_.local.get(key, [])
         ] + [
-            (packed.box, round_.arriving.window(received, packed, piece.dtype))
+            (packed.box, round_.arriving.window(received, packed, tensor_slice.dtype))
             for packed in round_.remote.get(key, [])
         ]
         if len(parts) == 1:
             return parts[0][1]
-        complete = torch.empty(piece.region.shape, dtype=piece.dtype, device=self._device)
+        complete = torch.empty(
+            tensor_slice.region.shape, dtype=tensor_slice.dtype, device=self._device
+        )
         for box, value in parts:
-            complete[box.within(piece.region).slices] = value
+            complete[box.within(tensor_slice.region).slices] = value
         return complete
 
 
@@ -128,15 +137,19 @@ def gather_whole(
     tensor goes to only one rank of `on`, and the bytes are divided evenly among them, for a
     parallel export. Raises SyncError naming a tensor of which no rank holds some part.
     """
-    held = exchange.all_gather([shard.piece for shard in shards], list[Piece])
+    held = exchange.all_gather([shard.tensor_slice for shard in shards], list[TensorSlice])
     targets = range(len(held)) if on is None else on
-    wanted: list[list[Piece]] = [[] for _ in held]
+    wanted: list[list[TensorSlice]] = [[] for _ in held]
     nbytes = dict.fromkeys(targets, 0)
-    for part in {piece.name: piece for pieces in held for piece in pieces}.values():
-        piece = Piece(part.name, part.global_shape, part.dtype, whole(part.global_shape))
+    for part in {
+        tensor_slice.name: tensor_slice for tensor_slices in held for tensor_slice in tensor_slices
+    }.values():
+        tensor_slice = TensorSlice(
+            part.name, part.global_shape, part.dtype, whole(part.global_shape)
+        )
         for rank in [min(targets, key=nbytes.__getitem__)] if deal else targets:
-            wanted[rank].append(piece)
-            nbytes[rank] += piece.nbytes
+            wanted[rank].append(tensor_slice)
+            nbytes[rank] += tensor_slice.nbytes
     plan = make_plan(held, wanted)
     for name, regions in Transfer(plan, shards, wanted[exchange.rank], exchange.rank, device):
         for _, tensor in regions:
@@ -186,7 +199,7 @@ class _Round:
         self.arriving = _BufferLayout(num_ranks)
         self.is_exchange = False  # whether any rank moves anything
         self.sends: list[tuple[Shard, _PackedBox]] = []
-        self.wanted: dict[str, list[Piece]] = {}
+        self.wanted: dict[str, list[TensorSlice]] = {}
         self.local: dict[_Key, list[tuple[Region, Shard]]] = {}
         self.remote: dict[_Key, list[_PackedBox]] = {}
         self._rank = rank
@@ -206,13 +219,15 @@ class _Round:
 def _holder(name: str, held: Sequence[Shard], box: Region) -> Shard:
     """Return the shard that contains `box`. Raises SyncError if none does."""
     for shard in held:
-        if shard.piece.region.intersect(box) == box:
+        if shard.tensor_slice.region.intersect(box) == box:
             return shard
     raise SyncError(f"{name}{box}: this rank does not hold it, although the plan says so")
 
 
-def _by_name(pieces: Iterable[_Named], name: Callable[[_Named], str]) -> dict[str, list[_Named]]:
+def _by_name(
+    tensor_slices: Iterable[_Named], name: Callable[[_Named], str]
+) -> dict[str, list[_Named]]:
     by_name: dict[str, list[_Named]] = {}
-    for piece in pieces:
-        by_name.setdefault(name(piece), []).append(piece)
+    for tensor_slice in tensor_slices:
+        by_name.setdefault(name(tensor_slice), []).append(tensor_slice)
     return by_name

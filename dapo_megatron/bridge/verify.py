@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dapo_megatron.cluster.collectives import NAMED
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
-from dapo_megatron.types import Piece, Region, Shard, SyncError, TokenBatch
+from dapo_megatron.types import Region, Shard, SyncError, TensorSlice, TokenBatch
 
 NUM_SEQUENCES = 4
 SEED = 20250318  # any fixed number, so that every run has the same sequences
@@ -36,8 +36,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Odd constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers.
 _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
-Fingerprints = Sequence[Sequence[tuple[Piece, int]]]
-"""[rank] -> (piece, fingerprint) of each piece that the rank has."""
+Fingerprints = Sequence[Sequence[tuple[TensorSlice, int]]]
+"""[rank] -> (slice, fingerprint) of each slice that the rank has."""
 _Boxes = dict[Region, dict[int, list[int]]]
 """Region -> fingerprint -> the ranks whose copy has it."""
 
@@ -51,13 +51,13 @@ class SyncVerifier:
         engine: RolloutEngine,
         exchange: Exchange,
         shards: Sequence[Shard],
-        held: Sequence[Sequence[Piece]],
+        held: Sequence[Sequence[TensorSlice]],
         *,
         max_gap: float,
         vocab: int,
         num_tokens: int,
     ) -> None:
-        """Take this rank's policy `shards`, the pieces `held` by each rank, and the length of a
+        """Take this rank's policy `shards`, the slices `held` by each rank, and the length of a
         canary sequence in tokens."""
         self._policy = policy
         self._engine = engine
@@ -72,23 +72,28 @@ class SyncVerifier:
 
     def check_fingerprints(self, version: int) -> None:
         """Raise SyncError naming tensors and ranks if policy and engines hold different weights."""
-        policy_prints = [fingerprint(shard.read(), shard.piece.region) for shard in self._shards]
-        pieces, engine_prints, unread = [], [], []
-        for piece, value in self._engine.held():
+        policy_prints = [
+            fingerprint(shard.read(), shard.tensor_slice.region) for shard in self._shards
+        ]
+        tensor_slices, engine_prints, unread = [], [], []
+        for tensor_slice, value in self._engine.read_back():
             if value is None:
-                unread.append(piece.name)
+                unread.append(tensor_slice.name)
             else:
-                pieces.append(piece)
-                engine_prints.append(fingerprint(value, piece.region))
+                tensor_slices.append(tensor_slice)
+                engine_prints.append(fingerprint(value, tensor_slice.region))
         gathered = self._exchange.all_gather(
-            (policy_prints, pieces, engine_prints), tuple[list[int], list[Piece], list[int]]
+            (policy_prints, tensor_slices, engine_prints),
+            tuple[list[int], list[TensorSlice], list[int]],
         )
         policy = [
             list(zip(held, prints, strict=True))
             for held, (prints, _, _) in zip(self._held, gathered, strict=True)
         ]
-        engines = [list(zip(pieces, prints, strict=True)) for _, pieces, prints in gathered]
-        if lines := disagreements(policy, engines, self._ranks_per_engine):
+        engines = [
+            list(zip(tensor_slices, prints, strict=True)) for _, tensor_slices, prints in gathered
+        ]
+        if lines := describe_mismatches(policy, engines, self._ranks_per_engine):
             more = f"\n... and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
             raise SyncError(
                 f"weights {version}: fingerprints differ after the sync\n"
@@ -118,7 +123,7 @@ class SyncVerifier:
         unread = f" ({self.num_unread} tensors cannot be read back)" if self.num_unread else ""
         ranks = _list(rank for rank, (value, _, _) in enumerate(gaps) if value > self._max_gap)
         raise SyncError(
-            f"weights {version}: on fixed sequences policy and engine disagree by {gap:.3g} "
+            f"weights {version}: on canary sequences policy and engine disagree by {gap:.3g} "
             f"(sequence {sequence}, token {token}), engine ranks {ranks}; sync.max_gap is "
             f"{self._max_gap:g}. The weights' fingerprints agree{unread}, so the engine packs or "
             "quantizes the weights wrongly, or its kernels compute something else"
@@ -196,7 +201,7 @@ def fingerprint(value: Tensor, region: Region) -> int:
     return int(total) & _MASK
 
 
-def add(*parts: int) -> int:
+def combine_fingerprints(*parts: int) -> int:
     """Return the fingerprint of the union of disjoint parts."""
     return sum(parts) & _MASK
 
@@ -213,7 +218,9 @@ def _weights(dim: int, first: int, size: int, device: torch.device) -> Tensor:
 # ------------------------------------------------------------------ both sides
 
 
-def disagreements(policy: Fingerprints, engines: Fingerprints, ranks_per_engine: int) -> list[str]:
+def describe_mismatches(
+    policy: Fingerprints, engines: Fingerprints, ranks_per_engine: int
+) -> list[str]:
     """Return a line for each mismatch, naming tensor and ranks.
 
     Copies of one region must be equal, among policy ranks and among engine ranks. Shards of policy
@@ -236,11 +243,11 @@ def disagreements(policy: Fingerprints, engines: Fingerprints, ranks_per_engine:
 
 
 def _by_tensor(prints: Fingerprints) -> dict[str, list[tuple[int, Region, int]]]:
-    """Return (rank, region, fingerprint) of all pieces, by tensor name."""
+    """Return (rank, region, fingerprint) of all slices, by tensor name."""
     tensors: dict[str, list[tuple[int, Region, int]]] = defaultdict(list)
-    for rank, pieces in enumerate(prints):
-        for piece, value in pieces:
-            tensors[piece.name].append((rank, piece.region, value))
+    for rank, tensor_slices in enumerate(prints):
+        for tensor_slice, value in tensor_slices:
+            tensors[tensor_slice.name].append((rank, tensor_slice.region, value))
     return tensors
 
 
@@ -267,7 +274,7 @@ def _unequal_copies(name: str, side: str, boxes: _Boxes) -> Iterator[str]:
 def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[str]:
     """Yield a line per union of boxes on which one engine's weights are not the policy's."""
     for policy_boxes, engine_boxes in _components(trained, sampled):
-        expected = add(*(next(iter(trained[region])) for region in policy_boxes))
+        expected = combine_fingerprints(*(next(iter(trained[region])) for region in policy_boxes))
         if len(engine_boxes) == 1:  # compare each rank's copy by itself
             [region] = engine_boxes
             wrong = [
@@ -282,7 +289,7 @@ def _differences(name: str, trained: _Boxes, sampled: _Boxes) -> Iterator[str]:
             )
             continue
         else:
-            actual = add(*(next(iter(sampled[region])) for region in engine_boxes))
+            actual = combine_fingerprints(*(next(iter(sampled[region])) for region in engine_boxes))
             holders = {
                 rank
                 for region in engine_boxes

@@ -1,6 +1,6 @@
 """Background saving: copy the state to host memory, then write it in a thread.
 
-`copy` makes the copy. `save` returns a function that starts the thread. The thread of each rank
+`stage` makes the copy. `commit` returns a function that starts the thread. The thread of each rank
 writes its part. The threads have their own exchange, with which all ranks confirm that every part
 is on disk; rank 0 then publishes the checkpoint. If the disk is full or fails, only this checkpoint
 is lost, and the run continues with the older ones.
@@ -63,7 +63,7 @@ class _Job:
 
 
 @dataclass
-class Checkpoints:
+class CheckpointSaver:
     """Implementation of protocols.Checkpoints. All ranks call every method."""
 
     config: Config
@@ -107,20 +107,20 @@ class Checkpoints:
         elapsed = time.monotonic() - self._last_save
         return self.exchange.broadcast(elapsed >= 60 * numbers.max_minutes, bool)
 
-    def copy(self) -> None:
-        """Copy this rank's state for the following `save`, before the policy is offloaded.
+    def stage(self) -> None:
+        """Copy this rank's state for the following `commit`, before the policy is offloaded.
 
         First waits for the previous write, whose copy still occupies host memory.
         """
         self._join()
         self._part = self.snapshot()
 
-    def save(
+    def commit(
         self, step: int, state: Mapping[str, Any], *, is_open: bool = False
     ) -> Callable[[], None]:
         """Return a function that starts writing and publishing the copy. Collective.
 
-        The copy is made now if `copy` was not called. `is_open` marks a checkpoint within the next
+        The copy is made now if `stage` was not called. `is_open` marks a checkpoint within the next
         step: it does not replace the checkpoint of `step`, and is kept until there is a newer one.
         First waits for the previous write.
         """
@@ -200,8 +200,8 @@ class Checkpoints:
         files."""
 
         def write() -> dict[str, Entry]:
-            job.part(partial)
-            checksums = job.part.sums
+            job.part.write(partial)
+            checksums = job.part.checksums
             return {
                 name: ((partial / name).stat().st_size, checksum)
                 for name, checksum in checksums.items()

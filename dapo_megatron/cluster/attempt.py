@@ -78,7 +78,7 @@ def check_owner(folder: Path, attempt: str) -> None:
         )
 
 
-def begin_attempt(attempts_file: Path, step: int, environ: Mapping[str, str] = os.environ) -> None:
+def start_attempt(attempts_file: Path, step: int, environ: Mapping[str, str] = os.environ) -> None:
     """Record in `attempts_file` that an attempt starts after rollout step `step`.
 
     Raises ConfigError if a Slurm job was requeued many times without progress, because it would

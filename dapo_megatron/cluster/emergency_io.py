@@ -28,7 +28,7 @@ NUM_SHOWN = 8
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
-def within(seconds: float, work: Callable[[], Result]) -> Result | None:
+def run_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | None:
     """Run `work` in a thread. Return its result, or None if it fails or takes longer.
 
     If it fails, Python prints its traceback.

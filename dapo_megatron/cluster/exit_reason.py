@@ -29,7 +29,7 @@ _LOST = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ExitReason:
     """Exit code and reason of an attempt."""
 
     code: int
@@ -68,7 +68,7 @@ def record(
     return False
 
 
-def read(path: Path) -> Verdict | None:
+def read(path: Path) -> ExitReason | None:
     """Return how the attempt ended, or None if there is no readable file.
 
     There is no file if every rank was killed or exited without an error.
@@ -76,7 +76,7 @@ def read(path: Path) -> Verdict | None:
     try:
         first, _, text = path.read_text(encoding="utf-8").partition("\n")
         code, _, reason = first.partition(" ")
-        return Verdict(int(code), reason, text)
+        return ExitReason(int(code), reason, text)
     except (OSError, ValueError):
         return None
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from dapo_megatron.files import read_json, write_json
 from dapo_megatron.types import CheckpointError
 
-PULSE_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 """Heartbeat interval of a rank that stays in the same phase and step."""
 
 
@@ -32,7 +32,7 @@ NUM_NAMED = 16
 _MAX_RANKS = 1_000_000
 
 
-class State(StrEnum):
+class RankState(StrEnum):
     RUNNING = "running"
     HUNG = "hung"
     """The rank has answered an alarm, its own or another rank's, and is about to exit."""
@@ -40,7 +40,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Heartbeat:
     """Heartbeat of one rank."""
 
     rank: int
@@ -48,7 +48,7 @@ class Pulse:
     attempt: str
     host: str
     pid: int
-    state: State
+    state: RankState
     time: float
     """time.time() on the rank's node when it wrote this."""
     phase: str
@@ -83,47 +83,47 @@ class Pulse:
         return self.num_exchanges, not self.in_exchange
 
 
-def pulse_folder(run: Path) -> Path:
+def heartbeat_folder(run: Path) -> Path:
     return run / ".pulse"
 
 
-def pulse_file(run: Path, rank: int) -> Path:
-    return pulse_folder(run) / f"rank_{rank:05d}.json"
+def heartbeat_file(run: Path, rank: int) -> Path:
+    return heartbeat_folder(run) / f"rank_{rank:05d}.json"
 
 
-def write(run: Path, pulse: Pulse) -> None:
+def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
     """Replace the rank's heartbeat file atomically. Raises OSError."""
-    pulse_folder(run).mkdir(parents=True, exist_ok=True)
-    write_json(pulse_file(run, pulse.rank), asdict(pulse), durable=False)
+    heartbeat_folder(run).mkdir(parents=True, exist_ok=True)
+    write_json(heartbeat_file(run, heartbeat.rank), asdict(heartbeat), durable=False)
 
 
-def read(path: Path) -> Pulse | None:
+def read_heartbeat(path: Path) -> Heartbeat | None:
     """Return a heartbeat, or None if the file is missing, damaged or of another version."""
     try:
         values = read_json(path)
-        pulse = Pulse(**{**values, "state": State(values["state"])})
+        heartbeat = Heartbeat(**{**values, "state": RankState(values["state"])})
     except (CheckpointError, ValueError, TypeError, KeyError):
         return None
-    return pulse if _is_valid(pulse) else None
+    return heartbeat if _is_valid(heartbeat) else None
 
 
-def _is_valid(pulse: Pulse) -> bool:
+def _is_valid(heartbeat: Heartbeat) -> bool:
     """Return whether the numeric fields have valid types and ranges; the file may be corrupt."""
-    integers = (pulse.rank, pulse.world_size, pulse.step, pulse.num_exchanges)
-    seconds = (pulse.time, pulse.silent_seconds, pulse.limit_seconds)
-    counts = pulse.num_collectives
+    integers = (heartbeat.rank, heartbeat.world_size, heartbeat.step, heartbeat.num_exchanges)
+    seconds = (heartbeat.time, heartbeat.silent_seconds, heartbeat.limit_seconds)
+    counts = heartbeat.num_collectives
     return (
         all(isinstance(value, int) for value in integers)
         and all(isinstance(value, int | float) and abs(value) < 1e12 for value in seconds)
-        and 0 <= pulse.rank < pulse.world_size <= _MAX_RANKS
+        and 0 <= heartbeat.rank < heartbeat.world_size <= _MAX_RANKS
         and isinstance(counts, dict)
         and all(isinstance(count, int) for count in counts.values())
     )
 
 
-def read_all(run: Path, world_size: int) -> list[Pulse | None]:
+def read_heartbeats(run: Path, world_size: int) -> list[Heartbeat | None]:
     """Return the heartbeat of each rank, in rank order."""
-    return [read(pulse_file(run, rank)) for rank in range(world_size)]
+    return [read_heartbeat(heartbeat_file(run, rank)) for rank in range(world_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +132,12 @@ class Suspect:
 
     rank: int
     why: str
-    pulse: Pulse | None = None
+    heartbeat: Heartbeat | None = None
 
     def __str__(self) -> str:
-        if self.pulse is None:
+        if self.heartbeat is None:
             return f"rank {self.rank}: {self.why}"
-        last = self.pulse
+        last = self.heartbeat
         return (
             f"rank {self.rank} ({last.host}, pid {last.pid}): {self.why}; last heartbeat at "
             f"{last.clock} (its node's clock) in {last.place}, silent for "
@@ -145,33 +145,35 @@ class Suspect:
         )
 
 
-def suspects(pulses: Sequence[Pulse | None], attempt: str) -> list[Suspect]:
+def find_suspects(heartbeats: Sequence[Heartbeat | None], attempt: str) -> list[Suspect]:
     """Return the ranks that are missing or behind after an alarm.
 
     If any rank is missing, only missing ranks are returned: the others may be behind because they
     wait for the missing ranks.
     """
     answered = [
-        pulse for pulse in pulses if pulse is not None and not _reason_for_no_answer(pulse, attempt)
+        heartbeat
+        for heartbeat in heartbeats
+        if heartbeat is not None and not _reason_for_no_answer(heartbeat, attempt)
     ]
-    return missing(pulses, attempt) or behind(answered)
+    return missing_ranks(heartbeats, attempt) or ranks_behind(answered)
 
 
-def missing(pulses: Sequence[Pulse | None], attempt: str) -> list[Suspect]:
+def missing_ranks(heartbeats: Sequence[Heartbeat | None], attempt: str) -> list[Suspect]:
     """Return the ranks that did not answer an alarm of this attempt."""
     return [
-        Suspect(rank, why, pulse)
-        for rank, pulse in enumerate(pulses)
-        if (why := _reason_for_no_answer(pulse, attempt))
+        Suspect(rank, why, heartbeat)
+        for rank, heartbeat in enumerate(heartbeats)
+        if (why := _reason_for_no_answer(heartbeat, attempt))
     ]
 
 
-def accusation(pulses: Sequence[Pulse | None], attempt: str) -> str:
+def describe_suspects(heartbeats: Sequence[Heartbeat | None], attempt: str) -> str:
     """Return a text about the suspects, with one line each."""
-    blamed = suspects(pulses, attempt)
+    blamed = find_suspects(heartbeats, attempt)
     if not blamed:
-        places = sorted({pulse.place for pulse in pulses if pulse is not None})
-        return f"no rank is missing or behind; all {len(pulses)} are in {' or '.join(places)}"
+        places = sorted({heartbeat.place for heartbeat in heartbeats if heartbeat is not None})
+        return f"no rank is missing or behind; all {len(heartbeats)} are in {' or '.join(places)}"
     lines = [str(suspect) for suspect in blamed[:NUM_NAMED]]
     if len(blamed) > NUM_NAMED:
         rest = ", ".join(str(suspect.rank) for suspect in blamed[NUM_NAMED:])
@@ -179,63 +181,66 @@ def accusation(pulses: Sequence[Pulse | None], attempt: str) -> str:
     return "\n".join(lines)
 
 
-def _reason_for_no_answer(pulse: Pulse | None, attempt: str) -> str:
+def _reason_for_no_answer(heartbeat: Heartbeat | None, attempt: str) -> str:
     """Return why a rank did not answer an alarm, or "" if it did."""
-    if pulse is None:
+    if heartbeat is None:
         return "missing: it never wrote a heartbeat"
-    if pulse.attempt != attempt:
-        return f"missing: not started in this attempt (its heartbeat is of {pulse.attempt})"
-    if pulse.state is State.ENDED:
+    if heartbeat.attempt != attempt:
+        return f"missing: not started in this attempt (its heartbeat is of {heartbeat.attempt})"
+    if heartbeat.state is RankState.ENDED:
         return "missing: it had ended already"
-    if pulse.state is State.RUNNING:
+    if heartbeat.state is RankState.RUNNING:
         return "missing: it does not answer (stopped, dead, cut off, or it holds the GIL)"
     return ""
 
 
-def behind(pulses: Sequence[Pulse]) -> list[Suspect]:
+def ranks_behind(heartbeats: Sequence[Heartbeat]) -> list[Suspect]:
     """Return the ranks that are behind others.
 
     Compares exchanges, then torch's collectives, then phases, and stops at the first difference.
     """
-    furthest = max((pulse.progress for pulse in pulses), default=(0, True))
-    late = [pulse for pulse in pulses if pulse.progress < furthest]
+    furthest = max((heartbeat.progress for heartbeat in heartbeats), default=(0, True))
+    late = [heartbeat for heartbeat in heartbeats if heartbeat.progress < furthest]
     if late:
-        return [_late_in_exchanges(pulse, furthest[0]) for pulse in late]
+        return [_late_in_exchanges(heartbeat, furthest[0]) for heartbeat in late]
     most: Counter[str] = Counter()
-    for pulse in pulses:
-        most |= Counter(pulse.num_collectives)
+    for heartbeat in heartbeats:
+        most |= Counter(heartbeat.num_collectives)
     with_fewer_collectives = []
-    for pulse in pulses:
+    for heartbeat in heartbeats:
         less = [
             f"{count} of {most[group]} in group {group}"
-            for group, count in pulse.num_collectives.items()
+            for group, count in heartbeat.num_collectives.items()
             if count < most[group]
         ]
         if less:
             with_fewer_collectives.append(
-                Suspect(pulse.rank, f"behind: collectives {', '.join(less)}", pulse)
+                Suspect(heartbeat.rank, f"behind: collectives {', '.join(less)}", heartbeat)
             )
     if with_fewer_collectives:
         return with_fewer_collectives
-    places = Counter((pulse.step, pulse.phase) for pulse in pulses)
+    places = Counter((heartbeat.step, heartbeat.phase) for heartbeat in heartbeats)
     if len(places) < 2:
         return []
     usual, count = places.most_common(1)[0]
-    if 2 * count <= len(pulses):
-        return [Suspect(pulse.rank, "ranks are in different phases", pulse) for pulse in pulses]
+    if 2 * count <= len(heartbeats):
+        return [
+            Suspect(heartbeat.rank, "ranks are in different phases", heartbeat)
+            for heartbeat in heartbeats
+        ]
     return [
-        Suspect(pulse.rank, f"elsewhere: {count} ranks are in phase {usual[1]}", pulse)
-        for pulse in pulses
-        if (pulse.step, pulse.phase) != usual
+        Suspect(heartbeat.rank, f"elsewhere: {count} ranks are in phase {usual[1]}", heartbeat)
+        for heartbeat in heartbeats
+        if (heartbeat.step, heartbeat.phase) != usual
     ]
 
 
-def _late_in_exchanges(pulse: Pulse, most: int) -> Suspect:
-    if pulse.num_exchanges < most:
-        why = f"behind: it entered {pulse.num_exchanges} exchanges, others {most}"
+def _late_in_exchanges(heartbeat: Heartbeat, most: int) -> Suspect:
+    if heartbeat.num_exchanges < most:
+        why = f"behind: it entered {heartbeat.num_exchanges} exchanges, others {most}"
     else:
-        why = f"behind: it has not left {pulse.exchange}, others have"
-    return Suspect(pulse.rank, why, pulse)
+        why = f"behind: it has not left {heartbeat.exchange}, others have"
+    return Suspect(heartbeat.rank, why, heartbeat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +256,7 @@ class Alarm:
 
     @classmethod
     def of(cls, run: Path, attempt: str) -> Alarm:
-        return cls(pulse_folder(run) / "alarm", attempt)
+        return cls(heartbeat_folder(run) / "alarm", attempt)
 
     def prepare(self, *, fresh: bool) -> None:
         """Create the file. `fresh` also clears an alarm of an earlier attempt with the same name.
@@ -261,11 +266,11 @@ class Alarm:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("w" if fresh else "a").close()
 
-    def ring(self, why: str) -> None:
+    def trigger(self, why: str) -> None:
         with contextlib.suppress(OSError):
             self.path.write_text(f"{self.attempt}\t{why}\n", encoding="utf-8")
 
-    def heard(self) -> str | None:
+    def triggered(self) -> str | None:
         """Return the reason of an alarm in this attempt, or None if there is none.
 
         An alarm of another attempt, or a partially written one, is ignored.

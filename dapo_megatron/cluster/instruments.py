@@ -216,7 +216,7 @@ def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     return [points[index] for index in sorted(kept)]
 
 
-class Timeline:
+class TimelineRecorder:
     """Timeline of one rank.
 
     Every `every`-th step is recorded, and always the first one; 0 records none. On rank 0,
@@ -335,10 +335,10 @@ class Timeline:
         self._keep(self._step, record)
 
 
-class Instruments:
+class StepInstruments:
     """Watchdog, memory, timeline and clock of one rank."""
 
-    def __init__(self, watchdog: Watchdog, memory: MemoryMeter, timeline: Timeline) -> None:
+    def __init__(self, watchdog: Watchdog, memory: MemoryMeter, timeline: TimelineRecorder) -> None:
         self.memory = memory
         self.timeline = timeline
         self._watchdog = watchdog

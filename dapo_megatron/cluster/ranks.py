@@ -36,7 +36,7 @@ class Ranks:
     group: Any = None
     """Process group for plain values; None for the default group. It is a gloo group, because NCCL
     would copy all values, padded to the longest, into the memory of every GPU."""
-    beat: Callable[[str], None] = lambda _: None
+    on_activity: Callable[[str], None] = lambda _: None
     """Called before and after every exchange, so that the watchdog knows where a rank hangs."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -47,24 +47,24 @@ class Ranks:
 
         timeout = timedelta(minutes=TIMEOUT_MINUTES)
         group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
-        ranks = replace(self, group=group, beat=lambda _: None, _numbers=itertools.count(1))
+        ranks = replace(self, group=group, on_activity=lambda _: None, _numbers=itertools.count(1))
         ranks.check_members()
         return ranks
 
     def all_gather(self, value: T, of: object) -> list[T]:
         """Return the value of each rank, in rank order. `of` is the type of the values."""
         if self.world_size == 1:
-            self.beat("all_gather, one rank")
+            self.on_activity("all_gather, one rank")
             return [value]
-        with self._with_beats("all_gather"):
+        with self._reporting_activity("all_gather"):
             return collectives.all_gather(value, of, self.group)
 
     def broadcast(self, value: T, of: object) -> T:
         """Return rank 0's value. `of` is its type."""
         if self.world_size == 1:
-            self.beat("broadcast, one rank")
+            self.on_activity("broadcast, one rank")
             return value
-        with self._with_beats("broadcast"):
+        with self._reporting_activity("broadcast"):
             return collectives.broadcast(value, of, self.group)
 
     def barrier(self) -> None:
@@ -72,7 +72,7 @@ class Ranks:
         if self.world_size > 1:
             import torch.distributed as dist
 
-            with self._with_beats("barrier"):
+            with self._reporting_activity("barrier"):
                 dist.barrier(group=self.group)
 
     def check_members(self) -> None:
@@ -96,19 +96,19 @@ class Ranks:
 
         received = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
         message = torch.tensor(list(value), dtype=torch.uint8)
-        with self._with_beats("all_gather"):
+        with self._reporting_activity("all_gather"):
             dist.all_gather(received, message, group=self.group)
         return [bytes(tensor.tolist()) for tensor in received]
 
     @contextmanager
-    def _with_beats(self, kind: str) -> Iterator[None]:
+    def _reporting_activity(self, kind: str) -> Iterator[None]:
         name = f"{kind} {next(self._numbers)}"
-        self.beat(name)
+        self.on_activity(name)
         yield
-        self.beat(f"{name} done")
+        self.on_activity(f"{name} done")
 
 
-def join(backend: str, beat: Callable[[str], None] = lambda _: None) -> Ranks:
+def join(backend: str, on_activity: Callable[[str], None] = lambda _: None) -> Ranks:
     """Join the process group that the launcher's environment variables describe. Collective.
 
     Raises ConfigError, before contacting any other rank, if this rank has no secret (secret.py).
@@ -117,7 +117,7 @@ def join(backend: str, beat: Callable[[str], None] = lambda _: None) -> Ranks:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(minutes=TIMEOUT_MINUTES)
     store = open_store(rank, world_size, timeout)
-    return form_world(backend, store, rank, world_size, timeout=timeout, beat=beat)
+    return form_world(backend, store, rank, world_size, timeout=timeout, on_activity=on_activity)
 
 
 def form_world(
@@ -127,7 +127,7 @@ def form_world(
     world_size: int,
     *,
     timeout: timedelta,
-    beat: Callable[[str], None] = lambda _: None,
+    on_activity: Callable[[str], None] = lambda _: None,
 ) -> Ranks:
     """Create the default process group of the ranks of a store. Collective.
 
@@ -141,7 +141,7 @@ def form_world(
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         group=None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
-        beat=beat,
+        on_activity=on_activity,
     )
     ranks.check_members()
     return ranks

@@ -16,7 +16,7 @@ from typing import Any
 
 from dapo_megatron.cluster.attempt import HUNG, STOPPED
 from dapo_megatron.cluster.collectives import ErrorRecord
-from dapo_megatron.cluster.emergency_io import stacks, within, write_unbuffered
+from dapo_megatron.cluster.emergency_io import run_with_timeout, stacks, write_unbuffered
 from dapo_megatron.cluster.exit_reason import record
 from dapo_megatron.protocols import Exchange
 from dapo_megatron.types import Fenced, Stopped
@@ -132,7 +132,9 @@ class Stop:
             f"{self.signal}"
         )
         try:
-            within(LAST_SECONDS, lambda: write_unbuffered(2, f"error: {reason}\n{stacks()}"))
-            within(LAST_SECONDS, lambda: record(HUNG, reason))
+            run_with_timeout(
+                LAST_SECONDS, lambda: write_unbuffered(2, f"error: {reason}\n{stacks()}")
+            )
+            run_with_timeout(LAST_SECONDS, lambda: record(HUNG, reason))
         finally:
             os._exit(HUNG)

@@ -31,16 +31,26 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from dapo_megatron.cluster import exit_reason, heartbeat
+from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import HUNG, attempt
 from dapo_megatron.cluster.emergency_io import (
     FlightRecord,
     last_collectives,
+    run_with_timeout,
     stacks,
-    within,
     write_unbuffered,
 )
-from dapo_megatron.cluster.heartbeat import Alarm, Pulse, State
+from dapo_megatron.cluster.heartbeat import (
+    HEARTBEAT_SECONDS,
+    Alarm,
+    Heartbeat,
+    RankState,
+    describe_suspects,
+    heartbeat_folder,
+    missing_ranks,
+    read_heartbeats,
+    write_heartbeat,
+)
 from dapo_megatron.cluster.join import node_name
 from dapo_megatron.cluster.safe_output import above_panel
 from dapo_megatron.files import write_json
@@ -56,13 +66,14 @@ END_SECONDS = 7.0
 BACKSTOP_SECONDS = 10.0
 """Time from a phase's limit until faulthandler ends a rank whose threads do not run."""
 EXCHANGES = frozenset({"all_gather", "broadcast", "barrier"})
-"""First words of the beats of cluster/ranks.py: "all_gather 123", then "all_gather 123 done"."""
+"""First words of the activity reports of cluster/ranks.py: "all_gather 123", then
+"all_gather 123 done"."""
 
 
-def hang_file(run: Path, start_attempt: str) -> Path:
+def hang_file(run: Path, attempt_name: str) -> Path:
     """Return the path of the hang report of an attempt: reason, text and all heartbeats, as
     JSON."""
-    return heartbeat.pulse_folder(run) / f"hang_{start_attempt}.json"
+    return heartbeat_folder(run) / f"hang_{attempt_name}.json"
 
 
 class Watchdog:
@@ -71,7 +82,7 @@ class Watchdog:
     folder         the run's folder
     limits         timeout without a sign of life in seconds, by phase; outside of phases the limit
                    of `start` applies, or the longest limit if there is none
-    start_attempt  attempt name, the same on all ranks; the default is that of attempt.py
+    attempt_name   attempt name, the same on all ranks; the default is that of attempt.py
     """
 
     def __init__(
@@ -80,7 +91,7 @@ class Watchdog:
         rank: int,
         world_size: int,
         limits: Mapping[str, float],
-        start_attempt: str | None = None,
+        attempt_name: str | None = None,
     ) -> None:
         self.terminal_fd = 2
         """File descriptor of the user's terminal. Set it if the output goes to a log."""
@@ -90,7 +101,7 @@ class Watchdog:
         """Called with phase and step at every change of phase."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limits = {**limits, "": limits.get(Phase.START, max(limits.values()))}
-        self._attempt = start_attempt or attempt()
+        self._attempt = attempt_name or attempt()
         self._host = node_name()
         self._alarm = Alarm.of(folder, self._attempt)
         self._hang_file = hang_file(folder, self._attempt)
@@ -99,7 +110,7 @@ class Watchdog:
         self._exchange = ""
         self._num_collectives: Mapping[str, int] = {}
         self._diagnostics: dict[str, Callable[[], str]] = {}
-        self._state = State.RUNNING
+        self._state = RankState.RUNNING
         self._alarm_reason: str | None = None
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -111,10 +122,10 @@ class Watchdog:
         self._alarm.prepare(fresh=self._rank == 0)
         if self._rank == 0:
             self._hang_file.unlink(missing_ok=True)
-        heartbeat.write(self._folder, self.pulse())
+        write_heartbeat(self._folder, self.heartbeat())
         faulthandler.enable(file=2)
         self._arm(0.0)
-        for work in (self._watch, self._write_pulses):
+        for work in (self._watch, self._write_heartbeats):
             thread = threading.Thread(target=work, name=f"watch{work.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -128,9 +139,9 @@ class Watchdog:
         for thread in self._threads:
             thread.join(1.0)  # with a timeout, because it may block on a stalled disk
         faulthandler.cancel_dump_traceback_later()
-        if self._threads and self._state is State.RUNNING:
-            self._state = State.ENDED
-            within(ASK_SECONDS, self._write_pulse)
+        if self._threads and self._state is RankState.RUNNING:
+            self._state = RankState.ENDED
+            run_with_timeout(ASK_SECONDS, self._write_heartbeat)
 
     @contextmanager
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
@@ -146,20 +157,20 @@ class Watchdog:
         finally:
             self._enter(outer, f"end of {name}")
 
-    def beat(self, what: str = "") -> None:
+    def record_activity(self, what: str = "") -> None:
         """Record a sign of life and its description. Can be called from any thread and takes about
         a microsecond."""
         self._last = (time.monotonic(), what or self._last[1])
         if what.partition(" ")[0] in EXCHANGES:
             self._exchange = what
 
-    def tell(self, what: str, ask: Callable[[], str]) -> None:
+    def add_diagnostic(self, what: str, ask: Callable[[], str]) -> None:
         """Register a diagnostic: if the rank hangs, another thread logs "{what}: {ask()}"."""
         self._diagnostics[what] = ask
 
     def _enter(self, phase: str, sign: str) -> None:
         self._phase = phase
-        self.beat(sign)
+        self.record_activity(sign)
         self.on_phase(phase, self._step)
         if self._threads and not self._closed.is_set():
             self._arm(self._limits[phase])  # here, because the clock thread may not get the GIL
@@ -172,7 +183,9 @@ class Watchdog:
             if self._alarm_reason is not None:
                 self._end_process(self._alarm_reason)
             if silent > limit:
-                why = f"rank {self._rank}: no sign of life for {limit:g} s, {self.pulse().place}"
+                why = (
+                    f"rank {self._rank}: no sign of life for {limit:g} s, {self.heartbeat().place}"
+                )
                 self._end_process(why, raise_alarm=True)
             self._arm(limit - silent)
             self._wake.wait(min(1.0, max(limit - silent, 0.01), limit / 10))
@@ -190,17 +203,17 @@ class Watchdog:
         """Report the hang and end this process. Everything that may block runs in other threads."""
         try:
             self._arm(0.0)
-            if not within(END_SECONDS, lambda: self._report_hang(why, raise_alarm)):
+            if not run_with_timeout(END_SECONDS, lambda: self._report_hang(why, raise_alarm)):
                 text = f"hung: {why}\nthe report is incomplete because the disk or a log hangs too"
-                within(ASK_SECONDS, lambda: self._write_to_terminal(text))
+                run_with_timeout(ASK_SECONDS, lambda: self._write_to_terminal(text))
         finally:
             os._exit(HUNG)
 
     def _report_hang(self, why: str, raise_alarm: bool) -> bool:
         started = time.monotonic()
         if raise_alarm:
-            within(ASK_SECONDS, lambda: self._alarm.ring(why))
-        here = self.pulse()
+            run_with_timeout(ASK_SECONDS, lambda: self._alarm.trigger(why))
+        here = self.heartbeat()
         self._log(
             f"watchdog: {why}\n"
             f"rank {self._rank} ({here.host}, pid {here.pid}): {here.place}; "
@@ -208,12 +221,12 @@ class Watchdog:
             f"exchanges: {here.num_exchanges}, last: {here.exchange or 'none'}; stacks:\n"
             f"{stacks()}"
         )
-        record = within(ASK_SECONDS, last_collectives) or FlightRecord()
+        record = run_with_timeout(ASK_SECONDS, last_collectives) or FlightRecord()
         self._num_collectives = record.counts
-        self._state = State.HUNG
-        within(ASK_SECONDS, self._write_pulse)
+        self._state = RankState.HUNG
+        run_with_timeout(ASK_SECONDS, self._write_heartbeat)
         self._log(record.text)
-        within(ASK_SECONDS, self._log_diagnostics)
+        run_with_timeout(ASK_SECONDS, self._log_diagnostics)
         self._report_suspects(why, started)
         return True
 
@@ -228,31 +241,35 @@ class Watchdog:
         except OSError:  # another rank reports, or the disk is full
             time.sleep(max(0.0, started + ANSWER_SECONDS + 1.0 - time.monotonic()))
             return
-        pulses = heartbeat.read_all(self._folder, self._world_size)
-        while time.monotonic() < started + ANSWER_SECONDS and heartbeat.missing(
-            pulses, self._attempt
+        heartbeats = read_heartbeats(self._folder, self._world_size)
+        while time.monotonic() < started + ANSWER_SECONDS and missing_ranks(
+            heartbeats, self._attempt
         ):
             time.sleep(0.2)
-            pulses = heartbeat.read_all(self._folder, self._world_size)
-        text = heartbeat.accusation(pulses, self._attempt)
+            heartbeats = read_heartbeats(self._folder, self._world_size)
+        text = describe_suspects(heartbeats, self._attempt)
         # The suspect comes first, because scripts show the log of the first rank in the reason.
         reason = f"hung: {text.splitlines()[0]}; noticed by {why}"
-        within(ASK_SECONDS, lambda: exit_reason.record(HUNG, reason, text))
+        run_with_timeout(ASK_SECONDS, lambda: exit_reason.record(HUNG, reason, text))
         full = f"hung: {text}\nnoticed by {why}"
         self._log(full)
         if self.terminal_fd != 2:
-            within(ASK_SECONDS, lambda: self._write_to_terminal(full))
-        report = {"why": why, "text": full, "pulses": [pulse and asdict(pulse) for pulse in pulses]}
+            run_with_timeout(ASK_SECONDS, lambda: self._write_to_terminal(full))
+        report = {
+            "why": why,
+            "text": full,
+            "pulses": [heartbeat and asdict(heartbeat) for heartbeat in heartbeats],
+        }
         with contextlib.suppress(OSError):
             write_json(path, report, durable=False)
-        within(ASK_SECONDS, self.at_hang)
+        run_with_timeout(ASK_SECONDS, self.at_hang)
 
     def _write_to_terminal(self, text: str) -> None:
         is_terminal = os.isatty(self.terminal_fd)
         write_unbuffered(self.terminal_fd, above_panel(text) if is_terminal else text)
 
     def _log(self, text: str) -> None:
-        within(ASK_SECONDS, lambda: write_unbuffered(2, text))
+        run_with_timeout(ASK_SECONDS, lambda: write_unbuffered(2, text))
 
     def _log_diagnostics(self) -> None:
         for name, diagnose in list(self._diagnostics.items()):
@@ -260,32 +277,32 @@ class Watchdog:
 
     # The heartbeat thread.
 
-    def _write_pulses(self) -> None:
+    def _write_heartbeats(self) -> None:
         written_at, written = 0.0, ("", 0)
-        while not self._closed.wait(1.0) and self._state is State.RUNNING:
+        while not self._closed.wait(1.0) and self._state is RankState.RUNNING:
             now = (self._phase, self._step)
-            if now != written or time.monotonic() - written_at > heartbeat.PULSE_SECONDS - 1.0:
-                self._write_pulse()
+            if now != written or time.monotonic() - written_at > HEARTBEAT_SECONDS - 1.0:
+                self._write_heartbeat()
                 written_at, written = time.monotonic(), now
-            if (why := self._alarm.heard()) is not None:
+            if (why := self._alarm.triggered()) is not None:
                 self._alarm_reason = self._alarm_reason or why
                 self._wake.set()
 
-    def _write_pulse(self) -> None:
+    def _write_heartbeat(self) -> None:
         # With a timeout: a thread that is blocked by a stalled disk must not keep the rank alive.
         if self._writing.acquire(timeout=1.0):
             try:
-                heartbeat.write(self._folder, self.pulse())
+                write_heartbeat(self._folder, self.heartbeat())
             except OSError as error:
                 write_unbuffered(2, f"watchdog: {error}")
             finally:
                 self._writing.release()
 
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """Return this rank's current heartbeat."""
         limit, silent = self._silence()
         words = self._exchange.split()
-        return Pulse(
+        return Heartbeat(
             rank=self._rank,
             world_size=self._world_size,
             attempt=self._attempt,

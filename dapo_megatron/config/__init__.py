@@ -1,5 +1,5 @@
-"""The configuration: one frozen, typed tree. file.py reads it from YAML; rules.py refuses values
-that contradict each other.
+"""The configuration: one frozen, typed tree. file.py reads it from YAML; consistency.py refuses
+values that contradict each other.
 
 Numbers of the objective have no default, except log_ratio_limit, so that the YAML of a run shows
 the algorithm it ran (docs/decisions.md, 3 and 90). Settings that only affect speed or bookkeeping

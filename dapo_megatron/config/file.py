@@ -20,7 +20,7 @@ from dapo_megatron.config import (
     ReasoningGymSource,
     Section,
 )
-from dapo_megatron.config.rules import check_values
+from dapo_megatron.config.consistency import check_values
 from dapo_megatron.config.yaml12 import MAX_CHARACTERS, MAX_DEPTH, dump_yaml, parse_yaml
 from dapo_megatron.types import ConfigError
 

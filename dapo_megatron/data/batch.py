@@ -17,7 +17,7 @@ from dapo_megatron.algo.advantage import group_advantage
 from dapo_megatron.algo.loss import Aggregation, aggregation_weights
 from dapo_megatron.algo.overlong import Reward, completion_reward
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.types import Completion, Finish, Group, Inspected, LogProbs, TokenBatch
+from dapo_megatron.types import Completion, Finish, Group, LogProbs, SequenceDiagnostics, TokenBatch
 
 
 def valid_completions(group: Group, overlong: OverlongConfig) -> list[Completion]:
@@ -112,9 +112,9 @@ def fresh_mask(groups: Sequence[Group], *, version: int, overlong: OverlongConfi
     return _flat(rows, torch.bool)
 
 
-def inspect(
+def diagnose(
     groups: Sequence[Group], batch: TokenBatch, policy: LogProbs, *, overlong: OverlongConfig
-) -> Iterator[Inspected]:
+) -> Iterator[SequenceDiagnostics]:
     """Yield the diagnostics of each sequence of `batch`, in order, computed lazily.
 
     groups   the groups that `assemble` made `batch` from
@@ -125,7 +125,7 @@ def inspect(
         response = slice(end - len(completion.tokens), end)
         logprobs = policy.logprobs[response]
         gap = (logprobs - batch.engine_logprobs[response]).abs()
-        yield Inspected(
+        yield SequenceDiagnostics(
             ticket=group.ticket,
             sample=completion.sample,
             advantage=float(batch.advantages[end - 1]),

@@ -16,7 +16,7 @@ LINEAR_TOKENS = 24_576
 """Sequence length at which attention costs as much as the rest of a layer: 6 times a hidden size of
 4096."""
 
-Plan = list[list[list[int]]]
+MicrobatchPlan = list[list[list[int]]]
 """Indices of sequences as [data-parallel rank][micro-batch][sequence]."""
 
 Tokens = Callable[[Sequence[int]], int]
@@ -32,9 +32,9 @@ def plan_microbatches(
     sequence_multiple: int = 1,
     row_multiple: int = 1,
     num_multiple: int = 1,
-) -> Plan:
+) -> MicrobatchPlan:
     """Distribute sequences of `lengths` tokens over ranks and micro-batches. With its options bound
-    it is a protocols.Planner.
+    it is a protocols.MicrobatchPlanner.
 
     Guarantees: each sequence occurs once. Each micro-batch has at most `max_tokens` tokens. All
     ranks have the same number of micro-batches, a multiple of `num_multiple`. Equal lengths give
@@ -145,7 +145,7 @@ def partition(weights: Sequence[int], num_parts: int) -> list[list[int]]:
 
 def _plan_packed(
     lengths: Sequence[int], num_ranks: int, tokens: Tokens, max_tokens: int, num_multiple: int
-) -> Plan:
+) -> MicrobatchPlan:
     """Return ranks of nearly equal work, each with micro-batches of nearly equal work.
 
     Balanced work does not balance tokens, so the number of micro-batches computed from the tokens
@@ -158,7 +158,7 @@ def _plan_packed(
     num = max(-(-max(map(tokens, shares)) // max_tokens), 1)
     while True:
         num = _round_up(num, num_multiple)
-        plan: Plan = []
+        plan: MicrobatchPlan = []
         for share in shares:
             parts = partition([works[index] for index in share], num)
             micros = [[share[position] for position in part] for part in parts]
@@ -172,7 +172,7 @@ def _plan_packed(
 
 def _plan_padded(
     lengths: Sequence[int], num_ranks: int, tokens: Tokens, max_tokens: int, num_multiple: int
-) -> Plan:
+) -> MicrobatchPlan:
     """Return padded micro-batches: consecutive runs of the sequences sorted by length.
 
     Runs are distributed in rounds, costliest first. In each round every rank gets one run, and the
@@ -187,7 +187,7 @@ def _plan_padded(
     runs = _cut_evenly(ordered, rows, max_tokens, num)
     costs = [microbatch_work([lengths[index] for index in run], packed=False) for run in runs]
     costliest = sorted(range(len(runs)), key=lambda run: -costs[run])
-    plan: Plan = [[] for _ in range(num_ranks)]
+    plan: MicrobatchPlan = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
     for start in range(0, num, num_ranks):
         least_first = sorted(range(num_ranks), key=lambda rank: load[rank])

@@ -16,14 +16,13 @@ from dapo_megatron.data.hub import read_dataset
 from dapo_megatron.data.rows import (
     CHUNK_ROWS,
     DAPO_MATH_COLUMNS,
-    Row,
+    PromptRow,
     checked_row,
     read_jsonl,
     read_parquet,
 )
 from dapo_megatron.files import read_json
-from dapo_megatron.rewards.registry import names as grader_names
-from dapo_megatron.rewards.registry import row_check
+from dapo_megatron.rewards.registry import grader_names, row_check
 from dapo_megatron.types import CheckpointError, ConfigError, DataError, Prompt
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def load_source(
     return LoadedSource(tuple(prompts), dropped.long, dropped.duplicates, dropped.held_out)
 
 
-def _gradable(rows: Iterator[Row], source: Source) -> Iterator[Row]:
+def _gradable(rows: Iterator[PromptRow], source: Source) -> Iterator[PromptRow]:
     """Yield the rows after checking that their grader can grade them. Raises DataError, because a
     row that cannot be graded would fail for every completion during training."""
     checks = {name: row_check(name) for name in grader_names(source.grader)}
@@ -126,7 +125,9 @@ def _gradable(rows: Iterator[Row], source: Source) -> Iterator[Row]:
         yield row
 
 
-def render(rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, name: str) -> Iterator[Prompt]:
+def render(
+    rows: Iterator[PromptRow], tokenizer: PreTrainedTokenizerBase, name: str
+) -> Iterator[Prompt]:
     """Yield the prompts of `rows`: chat template, then tokenizer. The tokenizer adds no special
     tokens, because the template contains them."""
     from jinja2 import TemplateError
@@ -151,7 +152,7 @@ def render(rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase, name: str) -
 # ---------------------------------------------------------------------------- reasoning-gym
 
 
-def _problems(source: ReasoningGymSource, dropped: _Dropped) -> Iterator[Row]:
+def _problems(source: ReasoningGymSource, dropped: _Dropped) -> Iterator[PromptRow]:
     questions: set[str] = set()
     for index, entry in enumerate(_entries(source)):
         question = entry["question"]
@@ -159,7 +160,7 @@ def _problems(source: ReasoningGymSource, dropped: _Dropped) -> Iterator[Row]:
             dropped.duplicates += 1
         else:
             questions.add(question)
-            yield Row(
+            yield PromptRow(
                 index=index,
                 where=f"source {source.name!r}, problem {index}",
                 messages=[{"role": "user", "content": question}],
@@ -213,7 +214,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 # ---------------------------------------------------------------------------- files
 
 
-def _rows(source: RowsSource, section_columns: Columns) -> Iterator[Row]:
+def _rows(source: RowsSource, section_columns: Columns) -> Iterator[PromptRow]:
     """Yield checked rows. A row without data_source gets the name of the source."""
     columns = source.columns or section_columns
     if isinstance(source, DatasetsSource):

@@ -33,7 +33,7 @@ with duplicate field names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PromptRow:
     """One problem before the chat template. `where` identifies it in error messages."""
 
     index: int
@@ -146,14 +146,14 @@ def _first_not_plain(batch: pyarrow.RecordBatch, name: str, first: int) -> str |
 
 def checked_row(
     index: int, where: str, row: Any, columns: Columns = DAPO_MATH_COLUMNS, data_source: str = ""
-) -> Row:
+) -> PromptRow:
     """Return `row` as a validated Row. `data_source` is the default of that column. Raises
     DataError naming row and column."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be a mapping of columns, found {_shown(row)}")
     _check_plain(row, where, "")
     check_columns(row, columns, where)
-    return Row(
+    return PromptRow(
         index=index,
         where=where,
         messages=_messages(value_of(row, columns.prompt, where), where, columns.prompt),

@@ -22,7 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
-from dapo_megatron.doctor.machine import Machine, check_machine, check_variables, this_machine
+from dapo_megatron.doctor.machine import (
+    MachineResources,
+    check_machine,
+    check_variables,
+    this_machine,
+)
 from dapo_megatron.doctor.packages import (
     REINSTALL,
     Installed,
@@ -74,7 +79,7 @@ class TorchFacts(NamedTuple):
     usable: bool
 
 
-def check_accelerator(torch: TorchFacts, installed: Installed, machine: Machine) -> Check:
+def check_accelerator(torch: TorchFacts, installed: Installed, machine: MachineResources) -> Check:
     """Check that torch, vLLM and the machine agree on the device."""
     name = "accelerator"
     gpus = f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else "no GPU"
@@ -161,7 +166,7 @@ IMPORTS = {
 
 def check_imports(
     installed: Installed,
-    machine: Machine,
+    machine: MachineResources,
     stack: str,
     probe: Callable[[str], Probe] = run_probe,
 ) -> Iterator[Check]:
@@ -178,7 +183,7 @@ def check_imports(
 def check_environment(
     *,
     installed: Installed | None = None,
-    machine: Machine | None = None,
+    machine: MachineResources | None = None,
     environ: Mapping[str, str] = os.environ,
     probe: Callable[[str], Probe] = run_probe,
 ) -> list[Check]:

@@ -11,8 +11,8 @@ How this is checked:
    clip (measure.py). The loss is the config's own.
 3. The reference is one process in float64 (on a GPU float32, because Megatron's optimizer has no
    float64 there), with one sequence per micro-batch and without packing.
-4. Each case (matrix.py) builds the policy as a run does, in a new world (groups.py), and computes
-   the whole gradient, then three updates (measure.py).
+4. Each case (matrix.py) builds the policy as a run does, in a new world (process_groups.py), and
+   computes the whole gradient, then three updates (measure.py).
 5. Each gradient tensor, the loss, and the weights after the updates must equal those of the
    reference (measure.compare), up to rounding (table.TOLERANCES).
 
@@ -35,8 +35,7 @@ import torch
 
 from dapo_megatron.cluster.collectives import decode, encode
 from dapo_megatron.config import Config
-from dapo_megatron.doctor.groups import Worlds
-from dapo_megatron.doctor.matrix import Case, layout_name, matrix, reference, smallest_world
+from dapo_megatron.doctor.matrix import LayoutCase, layout_name, matrix, reference, smallest_world
 from dapo_megatron.doctor.measure import (
     Measured,
     compare,
@@ -44,9 +43,10 @@ from dapo_megatron.doctor.measure import (
     random_minibatch,
     with_old_logprobs,
 )
+from dapo_megatron.doctor.process_groups import Worlds
 from dapo_megatron.doctor.quiet_rank import QuietRank, quiet_rank
 from dapo_megatron.doctor.shrink import shrink, write_random_model
-from dapo_megatron.doctor.table import TOLERANCES, CaseTable, Row
+from dapo_megatron.doctor.table import TOLERANCES, CaseResult, CaseTable
 from dapo_megatron.model import read_architecture, to_hf_config
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.compatibility.rule import Machine
@@ -143,7 +143,7 @@ class LayoutProof:
                 differences = compare(actual, expected)
                 seconds = time.perf_counter() - started
                 failures = self.tolerance.failures(differences)
-                self.table.add(Row(case, differences, seconds, failures))
+                self.table.add(CaseResult(case, differences, seconds, failures))
 
     def to_json(self) -> str:
         """Return the rows, with commit, machine and versions, as JSON."""
@@ -183,11 +183,11 @@ class LayoutProof:
             return ""
         return f"not tried: yours ({layout_name(policy, needed)}) needs --ranks {needed}"
 
-    def _reference(self, case: Case) -> Case:
+    def _reference(self, case: LayoutCase) -> LayoutCase:
         return reference(case, self.exact)
 
     def _run_case(
-        self, case: Case, folder: Path, work: Callable[[MegatronPolicy], Result]
+        self, case: LayoutCase, folder: Path, work: Callable[[MegatronPolicy], Result]
     ) -> Result | None:
         """Call `work` with the policy of a case, built as a run builds it. Return None on ranks
         that the case leaves out. Collective."""

@@ -1,7 +1,7 @@
 """Read the resources of this machine (disk, memory, cores, GPUs). Check them, and the environment
 variables.
 
-The checks take a `Machine`, so that tests can describe any machine.
+The checks take a `MachineResources`, so that tests can describe any machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineResources:
     """Resources available to this process. Sizes are in bytes; `gpus` has one model name per
     device."""
 
@@ -40,11 +40,11 @@ class Machine:
     """Names of the network interfaces."""
 
 
-def this_machine() -> Machine:
+def this_machine() -> MachineResources:
     """Read the resources of this machine (Linux)."""
     # vLLM and NCCL pass messages between ranks through /dev/shm; containers often have 64 MB of it.
     folders = {os.getcwd(), tempfile.gettempdir(), "/dev/shm"}
-    return Machine(
+    return MachineResources(
         python=sys.version_info[:2],
         memory_bytes=_memory_bytes(),
         cores=len(os.sched_getaffinity(0)),
@@ -88,7 +88,7 @@ def _gpus() -> tuple[str, ...]:
         return ()
 
 
-def check_machine(machine: Machine) -> Iterator[Check]:
+def check_machine(machine: MachineResources) -> Iterator[Check]:
     """Check Python, cores, memory and disk against the needs of the quickstart."""
     version = ".".join(map(str, machine.python))
     if machine.python < (3, 11):
@@ -133,7 +133,7 @@ class VariableRule(NamedTuple):
     """An environment variable that may break a run. `is_harmful` tests its value."""
 
     variable: str
-    is_harmful: Callable[[str, Machine], bool]
+    is_harmful: Callable[[str, MachineResources], bool]
     status: Status
     reason: str
     remedy: str
@@ -203,7 +203,7 @@ VARIABLE_RULES = (
 )
 
 
-def check_variables(environ: Mapping[str, str], machine: Machine) -> Iterator[Check]:
+def check_variables(environ: Mapping[str, str], machine: MachineResources) -> Iterator[Check]:
     """Check the environment variables that may break a run. Yield a single ok if none does."""
     checks = [
         Check(rule.variable, rule.status, f"{environ[rule.variable]!r}: {rule.reason}", rule.remedy)

@@ -9,7 +9,7 @@ from typing import Any
 from dapo_megatron.config import Config, PolicyConfig
 from dapo_megatron.model import Architecture
 from dapo_megatron.plan.layout import data_parallel, policy_problems
-from dapo_megatron.protocols import Planner
+from dapo_megatron.protocols import MicrobatchPlanner
 from dapo_megatron.run import build
 
 MAX_TOKENS = 400
@@ -76,7 +76,7 @@ WITHOUT_BALANCE = ((1, DATA), (2, DATA), (2, EXPERT), (4, EXPERT))
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LayoutCase:
     """One row of the table.
 
     `split` is "planned" (micro-batches as in a run), "skewed" (see `skewed_plan`) or "single" (one
@@ -121,7 +121,7 @@ class Case:
             }
         )
 
-    def planner(self, config: Config) -> Planner:
+    def planner(self, config: Config) -> MicrobatchPlanner:
         """Return the planner that splits the mini-batch; `config` is from `self.config`."""
         if self.split == "planned":
             return build.planner(config.policy, config.train)
@@ -166,14 +166,14 @@ def layout_name(policy: PolicyConfig, num_ranks: int) -> str:
     return name + (", balance loss" if policy.moe_aux_loss else "")
 
 
-def reference(case: Case, precision: str = "float64") -> Case:
+def reference(case: LayoutCase, precision: str = "float64") -> LayoutCase:
     """Return the case with which `case` must agree: one process, one sequence per micro-batch, no
     packing. It shares as little code as possible with `case`."""
     changes = {**ONE_PROCESS, "precision": precision}
-    return Case(case.policy.model_copy(update=changes), 1, "single", packed=False)
+    return LayoutCase(case.policy.model_copy(update=changes), 1, "single", packed=False)
 
 
-def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -> list[Case]:
+def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -> list[LayoutCase]:
     """Return all cases for a model on up to `num_ranks` processes: first the config's own layout,
     then the others with an increasing number of ranks. Layouts that the model does not allow are
     left out."""
@@ -188,7 +188,7 @@ def matrix(config: Config, arch: Architecture, num_ranks: int, precision: str) -
         if ranks <= num_ranks and not any(policy_problems(policy, ranks, arch))
     ]
     return [
-        Case(policy, ranks, split, packed, yours)
+        LayoutCase(policy, ranks, split, packed, yours)
         for ranks, policy, yours in layouts
         for split in ("planned", "skewed")
         for packed in (True, False)

@@ -57,12 +57,14 @@ def check_node(config: Config, num_tasks: int, *, is_used: bool) -> NodeState:
     checks = [
         check
         for name, run_check in checks_by_name.items()
-        for check in within(seconds, name, run_check)
+        for check in check_with_timeout(seconds, name, run_check)
     ]
     return NodeState(checks, facts)
 
 
-def within(seconds: float, name: str, run_check: Callable[[], Iterable[Check]]) -> list[Check]:
+def check_with_timeout(
+    seconds: float, name: str, run_check: Callable[[], Iterable[Check]]
+) -> list[Check]:
     """Return the results of `run_check`, or a failed check at the timeout. A thread that hangs in
     the kernel cannot be stopped, so it is left running."""
 
@@ -75,7 +77,7 @@ def within(seconds: float, name: str, run_check: Callable[[], Iterable[Check]]) 
         return checks
 
     remedy = "exclude the node; report it to the administrators"
-    checks = emergency_io.within(seconds, run)
+    checks = emergency_io.run_with_timeout(seconds, run)
     if checks is None:
         return [Check(name, Status.FAIL, f"no answer in {seconds:g} s", remedy)]
     return checks

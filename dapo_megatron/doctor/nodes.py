@@ -31,7 +31,7 @@ from dapo_megatron.config import Config, PreflightConfig
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.doctor.bandwidth import BUDGETS, Bandwidth, Wire, judge, measure
 from dapo_megatron.doctor.check_result import Check, Status, to_dict, worst
-from dapo_megatron.doctor.node import NodeState, check_node, compare_facts, within
+from dapo_megatron.doctor.node import NodeState, check_node, check_with_timeout, compare_facts
 from dapo_megatron.files import read_json, write_text
 from dapo_megatron.policy import device
 from dapo_megatron.tracking.provenance import commit, versions
@@ -306,7 +306,7 @@ def _share_files(config: Config, ranks: Ranks, file: NodeFile) -> dict[str, tupl
         return []
 
     if file.is_leader:
-        within(seconds, "shared files", wait_for_files)
+        check_with_timeout(seconds, "shared files", wait_for_files)
     view = (file.node, file.is_leader, tuple(sorted(visible)))
     views = ranks.all_gather(view, tuple[str, bool, tuple[str, ...]])
     if file.is_leader:

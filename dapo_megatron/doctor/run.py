@@ -16,14 +16,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dapo_megatron.cluster import exit_reason, heartbeat
-from dapo_megatron.cluster.exit_reason import Verdict
-from dapo_megatron.cluster.heartbeat import PULSE_SECONDS, Pulse, State, Suspect
+from dapo_megatron.cluster import exit_reason
+from dapo_megatron.cluster.exit_reason import ExitReason
+from dapo_megatron.cluster.heartbeat import (
+    HEARTBEAT_SECONDS,
+    Heartbeat,
+    RankState,
+    Suspect,
+    find_suspects,
+    heartbeat_folder,
+    ranks_behind,
+    read_heartbeat,
+    read_heartbeats,
+)
 from dapo_megatron.cluster.watchdog import hang_file
 from dapo_megatron.files import read_json
 from dapo_megatron.types import CheckpointError, ConfigError
 
-LATE_SECONDS = 3 * PULSE_SECONDS
+LATE_SECONDS = 3 * HEARTBEAT_SECONDS
 """If a rank's last heartbeat is older than another rank's by more than this, it stopped earlier."""
 
 
@@ -35,22 +45,22 @@ class Report:
     attempt: str
     time: float
     """time.time() of this report."""
-    pulses: Sequence[Pulse | None]
+    heartbeats: Sequence[Heartbeat | None]
     """Heartbeats by rank; None for a heartbeat that is missing or unreadable."""
     suspects: Sequence[Suspect]
     """Ranks that are missing or behind."""
     hang: str
     """Finding of the watchdog; empty if it did not end this attempt."""
-    verdict: Verdict | None
+    exit_reason: ExitReason | None
     """Exit reason of the attempt, if its file was given and exists."""
 
     @property
     def is_alive(self) -> bool:
         """True if a running rank wrote a heartbeat less than LATE_SECONDS ago."""
         return any(
-            pulse.state is State.RUNNING and self.time - pulse.time < LATE_SECONDS
-            for pulse in self.pulses
-            if pulse is not None
+            heartbeat.state is RankState.RUNNING and self.time - heartbeat.time < LATE_SECONDS
+            for heartbeat in self.heartbeats
+            if heartbeat is not None
         )
 
     @property
@@ -70,22 +80,22 @@ def command(run_folder: Path, verdict_file: Path | None, json_file: Path | None)
 def report(folder: Path, verdict_file: Path | None = None) -> Report:
     """Read a run's folder. Raises ConfigError if it has no heartbeats."""
     readable = [
-        pulse
-        for path in sorted(heartbeat.pulse_folder(folder).glob("rank_*.json"))
-        if (pulse := heartbeat.read(path)) is not None
+        heartbeat
+        for path in sorted(heartbeat_folder(folder).glob("rank_*.json"))
+        if (heartbeat := read_heartbeat(path)) is not None
     ]
     if not readable:
         raise ConfigError(f"RUN_FOLDER: {folder} has no heartbeats; name the folder of a run")
-    newest = max(readable, key=lambda pulse: pulse.time)
-    pulses = heartbeat.read_all(folder, newest.world_size)
+    newest = max(readable, key=lambda heartbeat: heartbeat.time)
+    heartbeats = read_heartbeats(folder, newest.world_size)
     return Report(
         folder=folder,
         attempt=newest.attempt,
         time=time.time(),
-        pulses=pulses,
-        suspects=_suspects(pulses, newest),
+        heartbeats=heartbeats,
+        suspects=_suspects(heartbeats, newest),
         hang=_hang(folder, newest.attempt),
-        verdict=exit_reason.read(verdict_file) if verdict_file is not None else None,
+        exit_reason=exit_reason.read(verdict_file) if verdict_file is not None else None,
     )
 
 
@@ -96,33 +106,35 @@ def _hang(folder: Path, attempt: str) -> str:
         return ""
 
 
-def _suspects(pulses: Sequence[Pulse | None], newest: Pulse) -> list[Suspect]:
-    """Find the ranks that are missing or behind. Unlike heartbeat.suspects, this also works while
+def _suspects(heartbeats: Sequence[Heartbeat | None], newest: Heartbeat) -> list[Suspect]:
+    """Find the ranks that are missing or behind. Unlike find_suspects, this also works while
     ranks are running."""
-    if newest.state is State.HUNG:
-        return heartbeat.suspects(pulses, newest.attempt)
+    if newest.state is RankState.HUNG:
+        return find_suspects(heartbeats, newest.attempt)
     running = []
     suspects = []
-    for rank, pulse in enumerate(pulses):
-        if pulse is None:
+    for rank, heartbeat in enumerate(heartbeats):
+        if heartbeat is None:
             suspects.append(Suspect(rank, "missing: it never wrote a heartbeat"))
-        elif pulse.attempt != newest.attempt:
-            reason = f"missing: its heartbeat is from attempt {pulse.attempt}"
-            suspects.append(Suspect(rank, reason, pulse))
-        elif pulse.state is State.RUNNING and newest.time - pulse.time > LATE_SECONDS:
-            seconds = newest.time - pulse.time
-            suspects.append(Suspect(rank, f"missing: silent {seconds:.0f} s before others", pulse))
-        elif pulse.state is State.RUNNING:
-            running.append(pulse)
+        elif heartbeat.attempt != newest.attempt:
+            reason = f"missing: its heartbeat is from attempt {heartbeat.attempt}"
+            suspects.append(Suspect(rank, reason, heartbeat))
+        elif heartbeat.state is RankState.RUNNING and newest.time - heartbeat.time > LATE_SECONDS:
+            seconds = newest.time - heartbeat.time
+            suspects.append(
+                Suspect(rank, f"missing: silent {seconds:.0f} s before others", heartbeat)
+            )
+        elif heartbeat.state is RankState.RUNNING:
+            running.append(heartbeat)
     # Running ranks write heartbeats at different times, so a rank that is one exchange behind is
     # not suspect.
-    furthest = max((pulse.num_exchanges for pulse in running), default=0)
+    furthest = max((heartbeat.num_exchanges for heartbeat in running), default=0)
     late = [
-        pulse
-        for pulse in running
-        if furthest - pulse.num_exchanges > 1 and pulse.silent_seconds > 1.0
+        heartbeat
+        for heartbeat in running
+        if furthest - heartbeat.num_exchanges > 1 and heartbeat.silent_seconds > 1.0
     ]
-    return suspects or [suspect for suspect in heartbeat.behind(running) if suspect.pulse in late]
+    return suspects or [suspect for suspect in ranks_behind(running) if suspect.heartbeat in late]
 
 
 def to_json(report: Report) -> str:
@@ -132,10 +144,10 @@ def to_json(report: Report) -> str:
         "attempt": report.attempt,
         "time": report.time,
         "is_alive": report.is_alive,
-        "pulses": [pulse and asdict(pulse) for pulse in report.pulses],
+        "pulses": [heartbeat and asdict(heartbeat) for heartbeat in report.heartbeats],
         "suspects": [{"rank": suspect.rank, "why": suspect.why} for suspect in report.suspects],
         "hang": report.hang,
-        "verdict": report.verdict and asdict(report.verdict),
+        "verdict": report.exit_reason and asdict(report.exit_reason),
         "stacks": str(report.stacks),
     }
     return json.dumps(body, indent=2) + "\n"
@@ -148,22 +160,26 @@ def render(report: Report, console: Console) -> None:
         "rank", "host", "where", "last activity", "ago", "attempt",
         title=f"{report.folder}, attempt {report.attempt}",
     )  # fmt: skip
-    for rank, pulse in enumerate(report.pulses):
+    for rank, heartbeat in enumerate(report.heartbeats):
         style = "bold red" if rank in suspects else ""
-        if pulse is None:
+        if heartbeat is None:
             table.add_row(str(rank), "-", "no heartbeat", "-", "-", "-", style=style)
             continue
-        ago = ago_text(report.time - pulse.time + pulse.silent_seconds)
-        where = pulse.place if pulse.state is State.RUNNING else f"{pulse.place}; {pulse.state}"
-        cells = (str(rank), pulse.host, where, pulse.sign, ago, pulse.attempt)
+        ago = ago_text(report.time - heartbeat.time + heartbeat.silent_seconds)
+        where = (
+            heartbeat.place
+            if heartbeat.state is RankState.RUNNING
+            else f"{heartbeat.place}; {heartbeat.state}"
+        )
+        cells = (str(rank), heartbeat.host, where, heartbeat.sign, ago, heartbeat.attempt)
         table.add_row(*map(Text, cells), style=style)
     console.print(table)
     lines = [f"running: {'yes' if report.is_alive else 'no, there are no recent heartbeats'}"]
     lines += [f"rank {rank}: {why}" for rank, why in suspects.items()] or ["no rank is behind"]
     if report.hang:
         lines += [f"the watchdog ended the run: {report.hang}", f"stacks: {report.stacks}"]
-    if report.verdict is not None:
-        lines.append(f"verdict: {report.verdict.code} {report.verdict.reason}")
+    if report.exit_reason is not None:
+        lines.append(f"verdict: {report.exit_reason.code} {report.exit_reason.reason}")
     console.print(Text("\n".join(lines)))
 
 

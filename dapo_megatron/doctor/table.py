@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from dapo_megatron.doctor.matrix import Case
+from dapo_megatron.doctor.matrix import LayoutCase
 from dapo_megatron.doctor.measure import Differences
 
 
@@ -49,10 +49,10 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CaseResult:
     """A case with its differences. `failures` names those beyond the tolerance."""
 
-    case: Case
+    case: LayoutCase
     differences: Differences
     seconds: float
     failures: list[str]
@@ -84,7 +84,7 @@ class Row:
 class CaseTable:
     """Table on a terminal, printed row by row."""
 
-    def __init__(self, file: TextIO, cases: Sequence[Case]) -> None:
+    def __init__(self, file: TextIO, cases: Sequence[LayoutCase]) -> None:
         terminal = file.isatty()
         # soft_wrap keeps each row on one line, for grep and for narrow windows.
         self._console = Console(
@@ -96,7 +96,7 @@ class CaseTable:
             soft_wrap=True,
         )
         self._width = max((len(case.label) for case in cases), default=0)
-        self.rows: list[Row] = []
+        self.rows: list[CaseResult] = []
 
     def note(self, text: str, style: str = "") -> None:
         """Print a line of text."""
@@ -107,7 +107,7 @@ class CaseTable:
         columns = f"{'layout':<{self._width}}  split    rows    gradient     loss  updates  seconds"
         self._console.print(columns, style="bold")
 
-    def add(self, row: Row) -> None:
+    def add(self, row: CaseResult) -> None:
         """Print a row, and the differences that fail."""
         self.rows.append(row)
         differences, case = row.differences, row.case
@@ -144,7 +144,7 @@ class CaseTable:
         }
 
 
-def _failures(row: Row) -> str:
+def _failures(row: CaseResult) -> str:
     """Return the differences of a failed row that are too large, and the tensor at fault."""
     if row.ok:
         return ""

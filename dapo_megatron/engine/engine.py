@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from dapo_megatron.engine.receiver import WeightReceiver
     from dapo_megatron.engine.slices import Offer
-    from dapo_megatron.protocols import Arrival
-    from dapo_megatron.types import Piece
+    from dapo_megatron.protocols import ReceivedTensor
+    from dapo_megatron.types import TensorSlice
 
 _TRANSFER = "dapo_megatron"  # name of our back end of vLLM's weight transfer
 _SYNC_FAILED = "a weight sync failed midway, so it holds a mixture of old and new weights"
@@ -77,7 +77,7 @@ class VllmEngine:
         self._unusable = _NO_WEIGHTS if is_empty else ""
         self._requests: dict[str, SampleRequest] = {}
         self._sleeps = config.engine.sleep
-        self._asleep: set[memory.Part] = set()
+        self._asleep: set[memory.MemoryTag] = set()
         device.prepare_environment(rank, local_rank)
         self._llm = _start(config, "dummy" if is_empty else "auto")
         self._tokenizer = self._llm.get_tokenizer()
@@ -118,7 +118,7 @@ class VllmEngine:
         completion, unfinished and without text, in the order in which they were submitted."""
         sampled = sampled_so_far(self._llm)
         unfinished = [
-            (request, joined(request, *sampled[name], self.version))
+            (request, append_tokens(request, *sampled[name], self.version))
             for name, request in self._requests.items()
             if request.so_far is not None or sampled[name][0]
         ]
@@ -126,7 +126,7 @@ class VllmEngine:
         self._requests.clear()
         return unfinished
 
-    def wanted(self, offered: Offer) -> list[Piece]:
+    def needed_slices(self, offered: Offer) -> list[TensorSlice]:
         """Return the slices that this rank needs of HF tensors, offered by name, shape and dtype.
 
         Collective over the ranks of the engine. The engine does not change. Raises SyncError naming
@@ -136,9 +136,9 @@ class VllmEngine:
         from dapo_megatron.engine.receiver import WeightReceiver
 
         self._receiver = WeightReceiver(self._llm, offered)
-        return list(self._receiver.pieces)
+        return list(self._receiver.tensor_slices)
 
-    def receive(self, weights: Iterable[Arrival], version: int) -> None:
+    def receive(self, weights: Iterable[ReceivedTensor], version: int) -> None:
         """Replace all weights and drop cached prefixes. New tokens are stamped with `version`.
 
         The memory of a tensor in `weights` may be reused when the next one is fetched. Raises
@@ -157,7 +157,7 @@ class VllmEngine:
         self._unusable = ""
         self.version = version
 
-    def held(self) -> Iterator[tuple[Piece, Tensor | None]]:
+    def read_back(self) -> Iterator[tuple[TensorSlice, Tensor | None]]:
         """Yield each wanted slice and its current value in the engine's dtype.
 
         The value is None if its layout is unknown (readback.py). Zeros may lose their sign. Not
@@ -197,7 +197,7 @@ class VllmEngine:
         if not self._sleeps or "weights" in self._asleep:
             return
         self._llm.sleep(level=2)
-        self._asleep = set(memory.PARTS)
+        self._asleep = set(memory.MEMORY_TAGS)
         if self._unusable != _SYNC_FAILED:
             self._unusable = _WEIGHTS_DROPPED
 
@@ -213,7 +213,7 @@ class VllmEngine:
         if self._wake("kv_cache") and device.has_cuda():
             memory.clear_cache(self._llm)
 
-    def _wake(self, part: memory.Part) -> bool:
+    def _wake(self, part: memory.MemoryTag) -> bool:
         """Wake a part. Return whether it was asleep."""
         if part not in self._asleep:
             return False
@@ -225,7 +225,7 @@ class VllmEngine:
 
     def _require_receiver(self) -> WeightReceiver:
         if self._receiver is None:
-            raise SyncError("the engine was not asked which slices it wants. Call wanted() first")
+            raise SyncError("the engine was not asked for its slices. Call needed_slices() first")
         return self._receiver
 
     def _require_usable(self) -> None:
@@ -258,7 +258,7 @@ class VllmEngine:
         request = self._requests.pop(output.request_id)
         (sampled,) = output.outputs
         stopped = sampled.token_ids[-1] in self._stop_ids
-        completion = joined(
+        completion = append_tokens(
             request,
             sampled.token_ids,
             sampled.logprobs.logprobs,
@@ -355,7 +355,7 @@ def prompt_of(request: SampleRequest) -> list[int]:
     return [*request.prompt.tokens, *_tokens(request)]
 
 
-def joined(
+def append_tokens(
     request: SampleRequest,
     tokens: Sequence[int],
     logprobs: Sequence[float],

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
 from dapo_megatron.engine.slices import BoxView, Offer, ProxyTensor, Shape, locate
-from dapo_megatron.types import Piece, SyncError, overlap
+from dapo_megatron.types import SyncError, TensorSlice, overlap
 
 # Errors that vLLM's loaders raise for a wrong tensor.
 _LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError)
@@ -32,9 +32,9 @@ _LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeE
 class LoadedSlice:
     """One copy that loading makes, from a slice of an HF tensor into part of a parameter."""
 
-    piece: Piece
+    tensor_slice: TensorSlice
     source: BoxView
-    """The view of the HF tensor that is copied. Its region is the piece's."""
+    """The view of the HF tensor that is copied. Its region is that of the slice."""
     module: str
     parameter: str
     """Name within the module."""
@@ -73,8 +73,8 @@ def trace(model: nn.Module, offered: Offer) -> list[LoadedSlice]:
         view, part = source.locate(), locate(tuple(parameter.shape), target)
         if part is None:
             raise SyncError(f"{source.hf_name}: vLLM's loader scatters it over {module}.{name}")
-        piece = Piece(source.hf_name, source.hf_shape, source.dtype, view.region)
-        loads.append(LoadedSlice(piece, view, module, name, tuple(parameter.shape), part))
+        tensor_slice = TensorSlice(source.hf_name, source.hf_shape, source.dtype, view.region)
+        loads.append(LoadedSlice(tensor_slice, view, module, name, tuple(parameter.shape), part))
 
     with as_created(model):
         owner_of_storage = {
@@ -140,7 +140,7 @@ def _check_written_once(model: nn.Module, loads: Sequence[LoadedSlice]) -> None:
         parameter_path = f"{path}.{name}"
         writes = written.get(parameter_path, [])
         if (pair := overlap([load.target.region for load in writes])) is not None:
-            first, second = (writes[index].piece.name for index in pair)
+            first, second = (writes[index].tensor_slice.name for index in pair)
             raise SyncError(f"{second}: overwrites {first} in {parameter_path}")
         num_written = sum(load.target.region.numel for load in writes)
         if num_written != _num_loaded(module, parameter):
@@ -164,7 +164,7 @@ def _unwritten(
         unwritten[load.target.region.slices] = False
     indices = unwritten.nonzero()
     if not len(indices):
-        return f"{path}: its padding is written by {writes[-1].piece.name}"
+        return f"{path}: its padding is written by {writes[-1].tensor_slice.name}"
     first, last = indices.amin(0).tolist(), indices.amax(0).tolist()
     box = ", ".join(f"{low}:{high + 1}" for low, high in zip(first, last, strict=True))
     return f"{path}[{box}]: no offered tensor is loaded there. A tensor is missing or too small"

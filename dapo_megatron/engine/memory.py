@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.device_allocator import AllocationData
 
-Part = Literal["weights", "kv_cache"]
+MemoryTag = Literal["weights", "kv_cache"]
 """vLLM's tags of memory that can be woken separately. Memory with another tag wakes with either."""
-PARTS: tuple[Part, ...] = ("weights", "kv_cache")
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 _NAMES = {"weights": "weights", "kv_cache": "KV cache"}
 
 
-def check_room(part: Part) -> None:
+def check_room(part: MemoryTag) -> None:
     """Raise ConfigError if a GPU has too little free memory to wake `part`.
 
     First frees the memory that torch caches for the policy, because the pools cannot use it.
@@ -59,17 +59,17 @@ def clear_cache(llm: LLM) -> None:
     llm.apply_model(clear)
 
 
-def bytes_asleep(allocations: Iterable[AllocationData], part: Part) -> int:
+def bytes_asleep(allocations: Iterable[AllocationData], part: MemoryTag) -> int:
     """Return the bytes that waking `part` allocates: those of `part`, and those that are neither
     weights nor KV cache."""
     return sum(
         data.handle[1]
         for data in allocations
-        if data.is_asleep and (data.tag == part or data.tag not in PARTS)
+        if data.is_asleep and (data.tag == part or data.tag not in MEMORY_TAGS)
     )
 
 
-def shortage(part: Part, needed: int, free: int, total: int) -> str | None:
+def shortage(part: MemoryTag, needed: int, free: int, total: int) -> str | None:
     """Return an error message if `needed` exceeds `free` of a device's `total` bytes, else None."""
     if needed <= free:
         return None

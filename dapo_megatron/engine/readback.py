@@ -31,7 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from dapo_megatron.engine.loads import LoadedSlice
 from dapo_megatron.engine.slices import Shape
-from dapo_megatron.types import Piece
+from dapo_megatron.types import TensorSlice
 
 _ROWS = 256
 """Rows of the identity matrix per multiplication."""
@@ -41,8 +41,8 @@ _PLAIN_EXPERTS = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TR
 @torch.no_grad()
 def read_back(
     model: nn.Module, loads: Sequence[LoadedSlice]
-) -> Iterator[tuple[Piece, Tensor | None]]:
-    """Yield each loaded piece and its value, shaped as its region, in the engine's dtype.
+) -> Iterator[tuple[TensorSlice, Tensor | None]]:
+    """Yield each loaded slice and its value, shaped as its region, in the engine's dtype.
 
     The value is None if the layout of the parameter is unknown. Only one parameter at a time is
     unpacked, which bounds memory. Not collective.
@@ -57,7 +57,7 @@ def read_back(
         if value is not None and isinstance(module, VocabParallelEmbedding):
             value = _or_tied_head(model, module, value)
         for load in group:
-            yield load.piece, None if value is None else _slice(load, value)
+            yield load.tensor_slice, None if value is None else _slice(load, value)
 
 
 def _slice(load: LoadedSlice, parameter: Tensor) -> Tensor:

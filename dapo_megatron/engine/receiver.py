@@ -39,8 +39,8 @@ from dapo_megatron.cluster import collectives
 from dapo_megatron.engine import device
 from dapo_megatron.engine.loads import LoadedSlice, trace
 from dapo_megatron.engine.slices import Offer, ProxyTensor, Sink, check_used
-from dapo_megatron.protocols import Arrival
-from dapo_megatron.types import Piece, Region, SyncError
+from dapo_megatron.protocols import ReceivedTensor
+from dapo_megatron.types import Region, SyncError, TensorSlice
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -109,22 +109,22 @@ class WeightReceiver:
         """
         self._llm = llm
         self.loads, error = _try_trace(llm, offered)
-        self.pieces = list(dict.fromkeys(load.piece for load in self.loads))
+        self.tensor_slices = list(dict.fromkeys(load.tensor_slice for load in self.loads))
         gathered = collectives.all_gather(
-            (self.pieces, error), tuple[list[Piece], str], get_tp_group().cpu_group
+            (self.tensor_slices, error), tuple[list[TensorSlice], str], get_tp_group().cpu_group
         )
         for _, error in gathered:
             if error:
                 raise SyncError(error)
-        check_used(offered, [pieces for pieces, _ in gathered])
+        check_used(offered, [tensor_slices for tensor_slices, _ in gathered])
 
-    def receive(self, weights: Iterable[Arrival]) -> None:
+    def receive(self, weights: Iterable[ReceivedTensor]) -> None:
         """Load `weights`, each wanted slice once, and drop the cached prefixes.
 
         Raises SyncError like `proxies`, and for a layer that was not quantized again. The engine
         then holds a mixture of old and new weights and must not be used.
         """
-        update = {"weights": proxies(weights, self.pieces)}
+        update = {"weights": proxies(weights, self.tensor_slices)}
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": update})
         self._llm.finish_weight_update()
@@ -143,7 +143,7 @@ def _try_trace(llm: LLM, offered: Offer) -> tuple[list[LoadedSlice], str]:
 
 
 def proxies(
-    weights: Iterable[Arrival], wanted: Iterable[Piece]
+    weights: Iterable[ReceivedTensor], wanted: Iterable[TensorSlice]
 ) -> Iterator[tuple[str, ProxyTensor]]:
     """Yield proxies for vLLM's loaders, backed by copies of the slices that arrive.
 
@@ -151,41 +151,42 @@ def proxies(
     reuse its memory at once. Raises SyncError at the first tensor or slice that is extra, repeated
     or misshapen, before yielding it, and at the end for missing tensors.
     """
-    pieces: dict[str, dict[Region, Piece]] = {}
-    for piece in wanted:
-        pieces.setdefault(piece.name, {})[piece.region] = piece
-    missing = dict(pieces)
+    tensor_slices: dict[str, dict[Region, TensorSlice]] = {}
+    for tensor_slice in wanted:
+        tensor_slices.setdefault(tensor_slice.name, {})[tensor_slice.region] = tensor_slice
+    missing = dict(tensor_slices)
     for name, parts in weights:
-        if name not in pieces:
+        if name not in tensor_slices:
             raise SyncError(f"{name}: this rank of the engine needs no part of this tensor")
         if missing.pop(name, None) is None:
             raise SyncError(f"{name}: given twice")
-        slices = _copy_slices(name, parts, pieces[name])
-        any_piece = next(iter(pieces[name].values()))
-        shape, dtype = any_piece.global_shape, any_piece.dtype
+        slices = _copy_slices(name, parts, tensor_slices[name])
+        any_slice = next(iter(tensor_slices[name].values()))
+        shape, dtype = any_slice.global_shape, any_slice.dtype
         yield name, ProxyTensor.whole(name, shape, dtype, _copier(slices))
     if missing:
         raise SyncError(f"{', '.join(missing)}: missing from the weights given to the engine")
 
 
 def _copy_slices(
-    name: str, parts: Sequence[tuple[Region, Tensor]], pieces: Mapping[Region, Piece]
+    name: str, parts: Sequence[tuple[Region, Tensor]], tensor_slices: Mapping[Region, TensorSlice]
 ) -> dict[Region, Tensor]:
-    """Return copies of the slices of one tensor. Raises SyncError if they are not `pieces`."""
+    """Return copies of the slices of one tensor. Raises SyncError if they differ from
+    `tensor_slices`."""
     slices: dict[Region, Tensor] = {}
     for region, part in parts:
-        piece = pieces.get(region)
-        if piece is None:
+        tensor_slice = tensor_slices.get(region)
+        if tensor_slice is None:
             raise SyncError(f"{name}: {region} is not a slice that this rank asked for")
         if region in slices:
             raise SyncError(f"{name}: {region} given twice")
-        if tuple(part.shape) != region.shape or part.dtype != piece.dtype:
+        if tuple(part.shape) != region.shape or part.dtype != tensor_slice.dtype:
             raise SyncError(
                 f"{name}: shape {tuple(part.shape)} of {part.dtype} given for {region} "
-                f"of {piece.dtype}"
+                f"of {tensor_slice.dtype}"
             )
         slices[region] = part.detach().clone(memory_format=torch.contiguous_format)
-    for region in pieces.keys() - slices.keys():
+    for region in tensor_slices.keys() - slices.keys():
         raise SyncError(f"{name}: {region} missing from the weights given to the engine")
     return slices
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_megatron.types import Piece, Region, SyncError, overlap
+from dapo_megatron.types import Region, SyncError, TensorSlice, overlap
 
 Shape = tuple[int, ...]
 Sink = Callable[[Tensor, "ProxyTensor"], None]
@@ -178,16 +178,16 @@ def _refusal(func: Any, args: tuple[Any, ...]) -> SyncError:
     return SyncError(f"{name}: vLLM's loader calls {func}, which needs the whole tensor")
 
 
-def check_used(offered: Offer, taken: Sequence[Sequence[Piece]]) -> None:
+def check_used(offered: Offer, taken: Sequence[Sequence[TensorSlice]]) -> None:
     """Check that the ranks of an engine (`taken` by rank) together take all of each offered tensor.
 
     Raises SyncError naming a tensor that is unknown or partly unused. This check detects tensors
     that are too large, because vLLM's loaders slice them without an error.
     """
     regions: dict[str, set[Region]] = {name: set() for name in offered}
-    for pieces in taken:
-        for piece in pieces:
-            regions[piece.name].add(piece.region)
+    for tensor_slices in taken:
+        for tensor_slice in tensor_slices:
+            regions[tensor_slice.name].add(tensor_slice.region)
     for name, (shape, _) in offered.items():
         boxes = list(regions[name])
         if not boxes:

@@ -6,7 +6,7 @@ parameters and its own fields. To add a family, add a file and a line in `famili
 `sharding.py` has the ways to shard a parameter, and `tensors.py` lists the parts of each rank.
 """
 
-from dapo_megatron.model.architecture import Architecture, GroupedRouting, Latent, Place, Rope
+from dapo_megatron.model.architecture import Architecture, ChunkPlace, GroupedRouting, Latent, Rope
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.hf_config import (
     architecture,
@@ -15,20 +15,20 @@ from dapo_megatron.model.hf_config import (
     read_architecture,
     to_hf_config,
 )
-from dapo_megatron.model.sharding import Part, Slot
-from dapo_megatron.model.tensors import engine_pieces, hf_tensors, layout_of
+from dapo_megatron.model.sharding import LocalParameter, ParameterPart
+from dapo_megatron.model.tensors import engine_slices, hf_tensors, layout_of
 
 __all__ = [
     "FAMILIES",
     "Architecture",
     "GroupedRouting",
     "Latent",
-    "Part",
-    "Place",
+    "ParameterPart",
+    "ChunkPlace",
     "Rope",
-    "Slot",
+    "LocalParameter",
     "architecture",
-    "engine_pieces",
+    "engine_slices",
     "hf_tensors",
     "layout_of",
     "planned_architecture",

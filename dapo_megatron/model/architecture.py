@@ -148,7 +148,7 @@ class Architecture:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChunkPlace:
     """Position of one model chunk of one rank, with layers [first_layer, first_layer + num_layers).
 
     Experts are distributed by expert parallelism only and are never sharded: rank `ep_rank` holds

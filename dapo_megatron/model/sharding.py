@@ -1,8 +1,8 @@
 """Shard specs: how a parameter is made of HF tensors, and how tensor parallelism shards it.
 
 Given an `Architecture`, a shard spec returns the HF tensors (`tensors`), Megatron-core's parameter
-on one rank (`slot`), and vLLM's part of the HF tensors on one rank (`engine`). Linear weights are
-[output rows, input columns] in HF, Megatron-core and vLLM.
+on one rank (`local_parameter`), and vLLM's part of the HF tensors on one rank (`engine`). Linear
+weights are [output rows, input columns] in HF, Megatron-core and vLLM.
 
 Names of HF tensors are without the prefix of their layer here.
 """
@@ -24,7 +24,7 @@ ENGINE_VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPart:
     """The box `region` of the HF tensor `name`, stored in full rows of a local parameter, starting
     at row `first_row`."""
 
@@ -40,11 +40,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class LocalParameter:
     """Shape and HF parts of a local parameter. Rows that belong to no part are padding."""
 
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
 
 
 class ShardSpec(Protocol):
@@ -53,7 +53,7 @@ class ShardSpec(Protocol):
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
         """Return names and shapes of the HF tensors."""
 
-    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         """Return Megatron-core's local parameter."""
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
@@ -71,9 +71,9 @@ class Replicated:
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
         return {self.name: tuple(attrgetter(size)(arch) for size in self.sizes)}
 
-    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         [shape] = self.tensors(arch).values()
-        return Slot(shape, (Part(self.name, shape, whole(shape)),))
+        return LocalParameter(shape, (ParameterPart(self.name, shape, whole(shape)),))
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
         return {name: whole(shape) for name, shape in self.tensors(arch).items()}
@@ -89,7 +89,7 @@ class RowParallel:
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
         return {self.name: (arch.hidden_size, getattr(arch, self.inputs))}
 
-    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         return _one_tensor(self, arch, tp_rank, tp_size)
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
@@ -111,14 +111,14 @@ class MergedColumnParallel:
         shape = (getattr(arch, self.rows), arch.hidden_size)
         return {self.gate: shape, self.up: shape}
 
-    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         shapes, regions = self.tensors(arch), self.engine(arch, tp_rank, tp_size)
         rows, hidden = regions[self.gate].shape
-        return Slot(
+        return LocalParameter(
             (2 * rows, hidden),
             (
-                Part(self.gate, shapes[self.gate], regions[self.gate], 0),
-                Part(self.up, shapes[self.up], regions[self.up], rows),
+                ParameterPart(self.gate, shapes[self.gate], regions[self.gate], 0),
+                ParameterPart(self.up, shapes[self.up], regions[self.up], rows),
             ),
         )
 
@@ -142,7 +142,7 @@ class ColumnParallel:
         rows, inputs = attrgetter(self.head_rows, self.inputs)(arch)
         return {self.name: (arch.num_heads * rows, inputs)}
 
-    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         return _one_tensor(self, arch, tp_rank, tp_size)
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
@@ -176,7 +176,7 @@ class QKVParallel:
             self.value: (arch.group_rows, *width),
         }
 
-    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         shapes = self.tensors(arch)
         size = _share(arch.query_rows + 2 * arch.group_rows, tp_size, "the fused query-key-value")
         local_rows = range(tp_rank * size, (tp_rank + 1) * size)
@@ -185,9 +185,9 @@ class QKVParallel:
             start, stop = max(row, local_rows.start), min(row + rows, local_rows.stop)
             if start < stop:
                 region = _rows(shapes[name], first + start - row, stop - start)
-                parts.append(Part(name, shapes[name], region, start - local_rows.start))
+                parts.append(ParameterPart(name, shapes[name], region, start - local_rows.start))
             row += rows
-        return Slot((size, *shapes[self.query][1:]), tuple(parts))
+        return LocalParameter((size, *shapes[self.query][1:]), tuple(parts))
 
     def _segments(self, arch: Architecture) -> Iterator[tuple[str, int, int]]:
         """Yield (HF name, first row there, number of rows) in the order of the fused rows."""
@@ -221,12 +221,12 @@ class VocabParallel:
     def tensors(self, arch: Architecture) -> Mapping[str, Shape]:
         return {self.name: (arch.vocab_size, arch.hidden_size)}
 
-    def slot(self, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+    def local_parameter(self, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
         [(name, shape)] = self.tensors(arch).items()
         rows = -(-arch.vocab_size // tp_size)
         region = _without_padding(shape, tp_rank * rows, rows)
-        parts = (Part(name, shape, region),) if region else ()
-        return Slot((rows, arch.hidden_size), parts)
+        parts = (ParameterPart(name, shape, region),) if region else ()
+        return LocalParameter((rows, arch.hidden_size), parts)
 
     def engine(self, arch: Architecture, tp_rank: int, tp_size: int) -> Mapping[str, Region]:
         [(name, shape)] = self.tensors(arch).items()
@@ -246,10 +246,10 @@ def _without_padding(shape: Shape, first: int, rows: int) -> Region | None:
     return _rows(shape, first, rows).intersect(whole(shape))
 
 
-def _one_tensor(spec: ShardSpec, arch: Architecture, tp_rank: int, tp_size: int) -> Slot:
+def _one_tensor(spec: ShardSpec, arch: Architecture, tp_rank: int, tp_size: int) -> LocalParameter:
     [(name, shape)] = spec.tensors(arch).items()
     region = spec.engine(arch, tp_rank, tp_size)[name]
-    return Slot(region.shape, (Part(name, shape, region),))
+    return LocalParameter(region.shape, (ParameterPart(name, shape, region),))
 
 
 def _share(total: int, ranks: int, what: str) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dapo_megatron.model.architecture import Architecture, Place
+from dapo_megatron.model.architecture import Architecture, ChunkPlace
 from dapo_megatron.model.families import FAMILIES
 from dapo_megatron.model.families.family import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Parameter
-from dapo_megatron.model.sharding import Shape, ShardSpec, Slot
-from dapo_megatron.types import ConfigError, Piece
+from dapo_megatron.model.sharding import LocalParameter, Shape, ShardSpec
+from dapo_megatron.types import ConfigError, TensorSlice
 
 if TYPE_CHECKING:
     import torch
@@ -29,50 +29,56 @@ def hf_tensors(arch: Architecture) -> dict[str, Shape]:
     }
 
 
-def layout_of(arch: Architecture, place: Place, *, fused: bool = False) -> dict[str, Slot]:
+def layout_of(
+    arch: Architecture, place: ChunkPlace, *, fused: bool = False
+) -> dict[str, LocalParameter]:
     """Return the shape and HF parts of a model chunk's parameters, by the names of its
     `named_parameters()`. `fused` means that it is built of Transformer Engine's layers.
 
     Raises ConfigError if the sizes cannot be sharded equally."""
     tp = (place.tp_rank, place.tp_size)
-    slots: dict[str, Slot] = {}
+    local_parameters: dict[str, LocalParameter] = {}
     if place.has_embedding:
-        slots[EMBEDDING.name] = EMBEDDING.spec.slot(arch, *tp)
+        local_parameters[EMBEDDING.name] = EMBEDDING.spec.local_parameter(arch, *tp)
     for layer in range(place.num_layers):
         megatron_prefix = _MEGATRON_LAYER.format(layer)
         hf_prefix = _HF_LAYER.format(place.first_layer + layer)
         of_layer, of_experts = _parameters(arch, place.first_layer + layer)
         for parameter in of_layer:
             name = megatron_prefix + parameter.local_name(fused)
-            slots[name] = _with_full_names(parameter.spec.slot(arch, *tp), hf_prefix)
+            local_parameters[name] = _with_full_names(
+                parameter.spec.local_parameter(arch, *tp), hf_prefix
+            )
         for local, expert in enumerate(_experts_of(arch, place.ep_rank, place.ep_size)):
             for parameter in of_experts:
                 name = _full_name(parameter.local_name(fused), megatron_prefix, local)
-                slots[name] = _with_full_names(parameter.spec.slot(arch, 0, 1), hf_prefix, expert)
+                local_parameters[name] = _with_full_names(
+                    parameter.spec.local_parameter(arch, 0, 1), hf_prefix, expert
+                )
     if place.has_head:
-        slots[FINAL_NORM.name] = FINAL_NORM.spec.slot(arch, *tp)
+        local_parameters[FINAL_NORM.name] = FINAL_NORM.spec.local_parameter(arch, *tp)
         if not arch.tie_word_embeddings:
-            slots[HEAD.name] = HEAD.spec.slot(arch, *tp)
+            local_parameters[HEAD.name] = HEAD.spec.local_parameter(arch, *tp)
         elif not place.has_embedding:
-            slots[TIED_HEAD.name] = TIED_HEAD.spec.slot(arch, *tp)
-    return slots
+            local_parameters[TIED_HEAD.name] = TIED_HEAD.spec.local_parameter(arch, *tp)
+    return local_parameters
 
 
-def engine_pieces(
+def engine_slices(
     arch: Architecture,
     tp_rank: int,
     tp_size: int,
     dtype: torch.dtype,
     *,
     expert_parallel: bool = False,
-) -> list[Piece]:
-    """Return the pieces that one rank of a vLLM engine holds, in the order of `hf_tensors`.
+) -> list[TensorSlice]:
+    """Return the slices that one rank of a vLLM engine holds, in the order of `hf_tensors`.
 
     Experts are sharded like other linear layers. With `expert_parallel`, each rank has the same
     number of complete experts instead. Raises ConfigError if the sizes cannot be sharded equally.
     """
     local_experts = set(_experts_of(arch, tp_rank, tp_size)) if expert_parallel else set()
-    pieces = []
+    tensor_slices = []
     for prefix, expert, spec in _specs(arch):
         is_whole = expert is not None and expert_parallel
         if is_whole and expert not in local_experts:
@@ -81,8 +87,8 @@ def engine_pieces(
         for name, shape in spec.tensors(arch).items():
             if name in regions:
                 full_name = _full_name(name, prefix, expert)
-                pieces.append(Piece(full_name, shape, dtype, regions[name]))
-    return pieces
+                tensor_slices.append(TensorSlice(full_name, shape, dtype, regions[name]))
+    return tensor_slices
 
 
 def _specs(arch: Architecture) -> Iterator[tuple[str, int | None, ShardSpec]]:
@@ -119,9 +125,13 @@ def _experts_of(arch: Architecture, rank: int, size: int) -> range:
     return range(rank * count, (rank + 1) * count)
 
 
-def _with_full_names(slot: Slot, prefix: str, expert: int | None = None) -> Slot:
-    parts = (replace(part, name=_full_name(part.name, prefix, expert)) for part in slot.parts)
-    return Slot(slot.shape, tuple(parts))
+def _with_full_names(
+    local_parameter: LocalParameter, prefix: str, expert: int | None = None
+) -> LocalParameter:
+    parts = (
+        replace(part, name=_full_name(part.name, prefix, expert)) for part in local_parameter.parts
+    )
+    return LocalParameter(local_parameter.shape, tuple(parts))
 
 
 def _full_name(name: str, prefix: str, expert: int | None = None) -> str:

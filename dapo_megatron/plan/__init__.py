@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryItem:
     """One item of a memory estimate. `how` explains to the user where the number comes from."""
 
     name: str
@@ -29,6 +29,6 @@ class Part:
         return self.num_bytes / GIB
 
 
-def size(parts: Iterable[Part]) -> int:
+def size(parts: Iterable[MemoryItem]) -> int:
     """Return the total bytes of `parts`."""
     return sum(part.num_bytes for part in parts)

@@ -11,10 +11,10 @@ from dapo_megatron.config import Config
 from dapo_megatron.config.computing import kernels_for
 from dapo_megatron.files import write_json
 from dapo_megatron.model import Architecture, planned_architecture
-from dapo_megatron.plan import GIB, Part, size
+from dapo_megatron.plan import GIB, MemoryItem, size
 from dapo_megatron.plan import stage as policy
 from dapo_megatron.plan.activations import Kernels, micro_of
-from dapo_megatron.plan.engine import Engine, engine_of
+from dapo_megatron.plan.engine_memory import EngineMemory, engine_of
 from dapo_megatron.plan.phases import PHASES, Moment, Phases, fullest, phases_of
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import STEP_PHASES, ConfigError, DapoError
@@ -59,9 +59,9 @@ class MemoryEstimate:
     kernels: Kernels
     stages: tuple[Stage, ...]
     kinds: dict[str, Phases]
-    engine: Engine
-    host: tuple[Part, ...]
-    disk: tuple[Part, ...]
+    engine: EngineMemory
+    host: tuple[MemoryItem, ...]
+    disk: tuple[MemoryItem, ...]
 
     @property
     def gpu_memory_bytes(self) -> float | None:
@@ -189,7 +189,9 @@ def kernels_of(config: Config, arch: Architecture, *, has_gpu: bool) -> Kernels:
     return chosen
 
 
-def _host_parts(config: Config, stages: Sequence[Stage], ranks_per_node: int) -> tuple[Part, ...]:
+def _host_parts(
+    config: Config, stages: Sequence[Stage], ranks_per_node: int
+) -> tuple[MemoryItem, ...]:
     """Return the host memory of a node, as if all its ranks were in the fullest pipeline stage."""
     offloaded = max(policy.offloaded_bytes(stage) for stage in stages)
     optimizer = max(policy.optimizer_on_host(stage) for stage in stages)
@@ -199,23 +201,25 @@ def _host_parts(config: Config, stages: Sequence[Stage], ranks_per_node: int) ->
     ranks = f"{ranks_per_node} ranks"
     limit = config.rewards.memory_mib / 1024
     parts = (
-        Part(
+        MemoryItem(
             "processes",
             int(ranks_per_node * PROCESS_GIB * GIB),
             f"{ranks}, {PROCESS_GIB:g} GiB each: assumed",
         ),
-        Part(
+        MemoryItem(
             "offloaded while generating",
             ranks_per_node * offloaded,
             f"{ranks}, pinned: policy.offload",
         ),
-        Part("optimizer for good", ranks_per_node * optimizer, f"{ranks}: optimizer.cpu_offload"),
-        Part(
+        MemoryItem(
+            "optimizer for good", ranks_per_node * optimizer, f"{ranks}: optimizer.cpu_offload"
+        ),
+        MemoryItem(
             "a checkpoint's copy",
             ranks_per_node * snapshot,
             f"{ranks}: weights and optimizer, until written",
         ),
-        Part(
+        MemoryItem(
             "grading processes",
             int(graders * GRADER_GIB * GIB),
             f"{graders} of {GRADER_GIB:g} GiB; each may take {limit:g} GiB (rewards.memory_mib)",
@@ -224,13 +228,13 @@ def _host_parts(config: Config, stages: Sequence[Stage], ranks_per_node: int) ->
     return tuple(part for part in parts if part.num_bytes)
 
 
-def _disk_parts(stages: Sequence[Stage], num_processes: int) -> tuple[Part, ...]:
+def _disk_parts(stages: Sequence[Stage], num_processes: int) -> tuple[MemoryItem, ...]:
     """Return the disk space of a checkpoint and of its largest rank file."""
     files = [policy.snapshot_bytes(stage) for stage in stages]
     total = num_processes // len(stages) * sum(files)
     return (
-        Part("checkpoint, a rank's part", max(files), "its weights and optimizer"),
-        Part("checkpoint", total, f"{num_processes} ranks, each what it holds"),
+        MemoryItem("checkpoint, a rank's part", max(files), "its weights and optimizer"),
+        MemoryItem("checkpoint", total, f"{num_processes} ranks, each what it holds"),
     )
 
 

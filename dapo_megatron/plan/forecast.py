@@ -17,7 +17,7 @@ from rich.table import Table
 
 from dapo_megatron.config import Config
 from dapo_megatron.model import planned_architecture, published_notes
-from dapo_megatron.plan import GIB, Part, size
+from dapo_megatron.plan import GIB, MemoryItem, size
 from dapo_megatron.plan.compatibility import check as check_compatibility
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import describe
@@ -151,7 +151,7 @@ def _shown(name: str, moments: Iterable[Moment], counted: Moment) -> str:
     return f"({elsewhere:.2f})" if elsewhere else ""
 
 
-def _parts(title: str, parts: Iterable[Part]) -> Table:
+def _parts(title: str, parts: Iterable[MemoryItem]) -> Table:
     table = Table("part", "GiB", "how", title=title)
     for part in parts:
         table.add_row(part.name, f"{part.gib:.2f}", part.how)
@@ -205,5 +205,5 @@ def to_json(
     }
 
 
-def _rows(parts: Iterable[Part]) -> list[dict[str, Any]]:
+def _rows(parts: Iterable[MemoryItem]) -> list[dict[str, Any]]:
     return [{"part": part.name, "bytes": part.num_bytes, "how": part.how} for part in parts]

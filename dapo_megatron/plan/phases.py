@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from dapo_megatron.bridge.plan import BUCKET_BYTES
 from dapo_megatron.bridge.verify import NUM_SEQUENCES
-from dapo_megatron.plan import GIB, Part, size
+from dapo_megatron.plan import GIB, MemoryItem, size
 from dapo_megatron.plan import stage as policy
-from dapo_megatron.plan.engine import Engine
+from dapo_megatron.plan.engine_memory import EngineMemory
 from dapo_megatron.plan.layout import data_parallel, round_up, row_multiple
 from dapo_megatron.plan.stage import Stage
 from dapo_megatron.types import Phase
@@ -35,7 +35,7 @@ class Moment:
     """The parts in a device's memory at one time of a phase."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryItem, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -51,13 +51,13 @@ def fullest(moments: tuple[Moment, ...]) -> Moment:
     return max(moments, key=lambda moment: moment.num_bytes)
 
 
-def phases_of(stage: Stage, engine: Engine, *, has_gpu: bool) -> Phases:
+def phases_of(stage: Stage, engine: EngineMemory, *, has_gpu: bool) -> Phases:
     """Return the moments of each phase on a device of this pipeline stage."""
     always = (_overhead(stage),) if has_gpu else ()
     sleeps = has_gpu and stage.config.engine.sleep
     awake = () if sleeps else engine.parts
     made = (policy.weights(stage), policy.gradients(stage), policy.optimizer(stage))
-    copies = tuple(filter(None, (policy.quantised_copies(stage),)))
+    copies = tuple(filter(None, (policy.quantized_copies(stage),)))
     # FP8 copies stay from one micro-batch to the next, and so also during a sync.
     whole = (*always, *made, *copies)
     generating = Moment("engine awake", (*always, *_left(stage, made, copies), *engine.parts))
@@ -83,7 +83,9 @@ def phases_of(stage: Stage, engine: Engine, *, has_gpu: bool) -> Phases:
     }
 
 
-def _left(stage: Stage, made: tuple[Part, ...], copies: tuple[Part, ...]) -> tuple[Part, ...]:
+def _left(
+    stage: Stage, made: tuple[MemoryItem, ...], copies: tuple[MemoryItem, ...]
+) -> tuple[MemoryItem, ...]:
     """Return the policy's parts that stay while engines generate. Any offloading also drops the FP8
     copies."""
     if not stage.policy.offload:
@@ -95,11 +97,11 @@ def _left(stage: Stage, made: tuple[Part, ...], copies: tuple[Part, ...]) -> tup
 
 
 def _turning(
-    stage: Stage, whole: tuple[Part, ...], engine: tuple[Part, ...]
+    stage: Stage, whole: tuple[MemoryItem, ...], engine: tuple[MemoryItem, ...]
 ) -> tuple[Moment, Moment]:
     """Return the moments of a sync in which both models are on the device (bridge/sync.py): weights
     are transferred, then the policy scores the canary sequences."""
-    buckets = Part("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
+    buckets = MemoryItem("sync buckets", NUM_BUCKETS * BUCKET_BYTES, "one to send, one to receive")
     config, micro = stage.config, stage.micro
     length = max(2, min(config.sync.canary_tokens, config.rollout.max_prompt_tokens))
     tokens = round_up(NUM_SEQUENCES * length, row_multiple(stage.policy))
@@ -112,11 +114,11 @@ def _turning(
     )
 
 
-def _moment_name(part: Part) -> str:
+def _moment_name(part: MemoryItem) -> str:
     return "head" if part.name == policy.HEAD else "layer"
 
 
-def _overhead(stage: Stage) -> Part:
+def _overhead(stage: Stage) -> MemoryItem:
     """Return the memory of CUDA and NCCL."""
     layout, world = stage.policy, stage.num_processes
     data = data_parallel(layout, world)
@@ -130,7 +132,7 @@ def _overhead(stage: Stage) -> Part:
         "engine": stage.config.engine_tensor_parallel,
     }
     count = sum(number > 1 for number in sizes.values())
-    return Part(
+    return MemoryItem(
         "CUDA and NCCL",
         int((CONTEXT_GIB + NCCL_GIB * count) * GIB),
         f"{CONTEXT_GIB:g} GiB, and {NCCL_GIB:g} for each of {count} communicators: assumed",

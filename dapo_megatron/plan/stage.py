@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 from math import ceil, prod
 
 from dapo_megatron.config import Config, PolicyConfig
-from dapo_megatron.model import Architecture, Place, layout_of
-from dapo_megatron.plan import Part
+from dapo_megatron.model import Architecture, ChunkPlace, layout_of
+from dapo_megatron.plan import MemoryItem
 from dapo_megatron.plan import activations as count
 from dapo_megatron.plan.activations import FLOAT32, Micro
 from dapo_megatron.plan.layout import data_parallel, stage_layers
@@ -92,7 +92,7 @@ def _count_parameters(stage: Stage) -> ParameterCounts:
     counts = [
         _count_chunk(
             stage.arch,
-            Place(
+            ChunkPlace(
                 tp_rank=0,
                 tp_size=policy.tensor_parallel,
                 first_layer=layers.start,
@@ -113,24 +113,24 @@ def _count_parameters(stage: Stage) -> ParameterCounts:
 
 
 @lru_cache(maxsize=1024)
-def _count_chunk(arch: Architecture, place: Place) -> tuple[int, int, int, int]:
+def _count_chunk(arch: Architecture, place: ChunkPlace) -> tuple[int, int, int, int]:
     """Count the parameters of a chunk: dense, of experts, untrained, in linear layers. Cached
     because many estimates share the result, and experts have tens of thousands of tensors."""
     dense = of_experts = untrained = linear = 0
-    for name, slot in layout_of(arch, place).items():
-        number = prod(slot.shape)
+    for name, local_parameter in layout_of(arch, place).items():
+        number = prod(local_parameter.shape)
         if ".mlp.experts." in name:
             of_experts += number
         else:
             dense += number
         if name.endswith(".expert_bias"):
             untrained += number
-        if ".linear_" in name and len(slot.shape) == 2:
+        if ".linear_" in name and len(local_parameter.shape) == 2:
             linear += number
     return dense, of_experts, untrained, linear
 
 
-def weights(stage: Stage) -> Part:
+def weights(stage: Stage) -> MemoryItem:
     """Return the weights, in the precision in which the policy computes."""
     counts, width, fp8 = stage.numbers, stage.micro.width, stage.policy.fp8
     experts = f" ({counts.of_experts:,} of experts)" if counts.of_experts else ""
@@ -139,10 +139,10 @@ def weights(stage: Stage) -> Part:
     if fp8 and fp8.parameters:
         num_bytes -= counts.in_fp8 * (width - 1)
         how += f", but {counts.in_fp8:,} of 1 byte"
-    return Part(WEIGHTS, num_bytes, how)
+    return MemoryItem(WEIGHTS, num_bytes, how)
 
 
-def quantised_copies(stage: Stage) -> Part | None:
+def quantized_copies(stage: Stage) -> MemoryItem | None:
     """Return the quantized copies of weights in FP8 layers; None without FP8. Hopper multiplies FP8
     matrices in one memory layout only, so Transformer Engine keeps each weight row-wise and
     column-wise. FP8 parameters are already row-wise and need only the column-wise copy."""
@@ -150,22 +150,22 @@ def quantised_copies(stage: Stage) -> Part | None:
         return None
     counts, copies = stage.numbers, 1 if stage.policy.fp8.parameters else 2
     how = f"{counts.in_fp8:,} weights, {copies} bytes each"
-    return Part("FP8 copies of weights", counts.in_fp8 * copies, how)
+    return MemoryItem("FP8 copies of weights", counts.in_fp8 * copies, how)
 
 
-def gradients(stage: Stage) -> Part:
+def gradients(stage: Stage) -> MemoryItem:
     """Return Megatron's gradient buffers."""
     wide, counts = stage.micro.exact_width, stage.numbers
-    return Part(GRADIENTS, (counts.total - counts.untrained) * wide, f"{wide} bytes each")
+    return MemoryItem(GRADIENTS, (counts.total - counts.untrained) * wide, f"{wide} bytes each")
 
 
-def optimizer(stage: Stage) -> Part:
+def optimizer(stage: Stage) -> MemoryItem:
     """Return the optimizer state on the device. Megatron shards it over the ranks that hold a copy
     of the same parameters."""
     whole, how = _optimizer_bytes(stage)
     share = stage.config.optimizer.cpu_offload
     on_host = f"; {share:.0%} of it in host memory" if share else ""
-    return Part(OPTIMIZER, ceil(whole * (1 - share)), how + on_host)
+    return MemoryItem(OPTIMIZER, ceil(whole * (1 - share)), how + on_host)
 
 
 def optimizer_on_host(stage: Stage) -> int:
@@ -220,7 +220,7 @@ def _optimized_parameters(stage: Stage) -> float:
 # ------------------------------------------------------------------ activations
 
 
-def kept(stage: Stage) -> Part:
+def kept(stage: Stage) -> MemoryItem:
     """Return the activations that forward passes save for backward, at their maximum."""
     micro, policy = stage.micro, stage.policy
     waiting = waiting_layers(policy, stage.number, len(stage.chunks[0]))
@@ -234,7 +234,7 @@ def kept(stage: Stage) -> Part:
         how = f"{len(layers)} layers x {per_token / len(layers):,.0f} bytes"
     if stage.is_last:
         per_token += count.kept_by_end(micro)
-    return Part(
+    return MemoryItem(
         ACTIVATIONS, ceil(micro.num_tokens * per_token), f"{micro.num_tokens:,} tokens: {how}"
     )
 
@@ -257,7 +257,7 @@ def waiting_layers(policy: PolicyConfig, stage: int, layers_of_chunk: int) -> in
     return (2 * behind + (num_chunks - 1) * policy.pipeline_parallel + 1) * layers_of_chunk
 
 
-def passing(stage: Stage, *, backward: bool) -> tuple[Part, ...]:
+def passing(stage: Stage, *, backward: bool) -> tuple[MemoryItem, ...]:
     """Return the temporary memory of a layer and, on the last stage, that of the output head. The
     two never occur at the same time."""
     micro = stage.micro
@@ -267,20 +267,20 @@ def passing(stage: Stage, *, backward: bool) -> tuple[Part, ...]:
         return micro.num_tokens * max(per_token(micro, layer) for layer in layers)
 
     if not backward:
-        parts = [Part(LAYER, ceil(most(count.forward_of_layer)), "forward pass")]
+        parts = [MemoryItem(LAYER, ceil(most(count.forward_of_layer)), "forward pass")]
     else:
         recomputed = 0.0
         if stage.policy.recompute == "full":
             recomputed = most(count.kept_by_layer) - micro.num_tokens * count.layer_input(micro)
         gradient = max(count.largest_gradient(micro, layer) for layer in layers)
         of_layer = recomputed + most(count.backward_of_layer) + gradient
-        parts = [Part(LAYER, ceil(of_layer), "backward pass")]
+        parts = [MemoryItem(LAYER, ceil(of_layer), "backward pass")]
     if stage.is_last:
         parts.append(_head(micro, backward=backward))
     return tuple(parts)
 
 
-def _head(micro: Micro, *, backward: bool) -> Part:
+def _head(micro: Micro, *, backward: bool) -> MemoryItem:
     """Return the temporary memory of the output head, with its tiles of logits."""
     forward = count.forward_of_head(micro, backward=backward)
     if not backward:
@@ -290,4 +290,4 @@ def _head(micro: Micro, *, backward: bool) -> Part:
         sizes["backward"] = count.backward_of_head(micro)
     largest = max(sizes, key=lambda name: sizes[name])
     as_torch = ", counted as torch's" if micro.policy.logprob_head == "triton" else ""
-    return Part(HEAD, ceil(sizes[largest]), f"{largest} pass of the output head{as_torch}")
+    return MemoryItem(HEAD, ceil(sizes[largest]), f"{largest} pass of the output head{as_torch}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo_megatron.config import Config, PolicyConfig, Section
-from dapo_megatron.config.rules import check_values
+from dapo_megatron.config.consistency import check_values
 from dapo_megatron.model import Architecture, planned_architecture
 from dapo_megatron.plan import GIB
 from dapo_megatron.plan.compatibility import check as check_compatibility

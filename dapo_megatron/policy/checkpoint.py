@@ -25,13 +25,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.file import (
-    TensorFile,
-    TensorFileWriter,
-    TensorInfo,
-    bytes_of,
+from dapo_megatron.checkpoints.formats.megatron import (
+    WEIGHT,
+    StateKey,
+    local_parameters_of,
+    parse_key,
 )
-from dapo_megatron.checkpoints.formats.megatron import WEIGHT, StateKey, parse_key, slots_of
 from dapo_megatron.checkpoints.formats.moments import (
     MAIN,
     MOMENTS,
@@ -41,8 +40,14 @@ from dapo_megatron.checkpoints.formats.moments import (
     read_range,
 )
 from dapo_megatron.checkpoints.formats.store import Store
+from dapo_megatron.checkpoints.formats.tensor_file import (
+    TensorFile,
+    TensorFileWriter,
+    TensorInfo,
+    bytes_of,
+)
 from dapo_megatron.cluster.collectives import on_all_ranks
-from dapo_megatron.model import Architecture, Place, Slot
+from dapo_megatron.model import Architecture, ChunkPlace, LocalParameter
 from dapo_megatron.policy.device import has_cuda
 from dapo_megatron.policy.optimizer import init_state, set_group_steps, state_tensors
 from dapo_megatron.protocols import Exchange
@@ -55,8 +60,8 @@ _TRACKED = f"{RNG}tracked/"
 
 
 def snapshot(
-    exchange: Exchange, params: Mapping[str, Tensor], places: Sequence[Place], optimizer: Any
-) -> Snapshot:
+    exchange: Exchange, params: Mapping[str, Tensor], places: Sequence[ChunkPlace], optimizer: Any
+) -> PolicySnapshot:
     """Copy the contents of `rank_<N>.safetensors` to host memory.
 
     `places` are those of the rank's model chunks. checkpoints/formats needs them to find HF tensors
@@ -67,14 +72,14 @@ def snapshot(
     tensors.update(state_tensors(optimizer, params))
     tensors.update(rng_tensors())
     metadata = {"layout": json.dumps(_layout()), "places": _places_text(places)}
-    return Snapshot(_name(exchange.rank), tensors, metadata)
+    return PolicySnapshot(_name(exchange.rank), tensors, metadata)
 
 
 def load(
     folder: Path,
     exchange: Exchange,
     params: Mapping[str, Tensor],
-    places: Sequence[Place],
+    places: Sequence[ChunkPlace],
     optimizer: Any,
     arch: Architecture,
     ignore: Collection[str] = (),
@@ -102,7 +107,7 @@ def load(
 
 
 def _is_own(
-    folder: Path, exchange: Exchange, targets: Mapping[str, Tensor], places: Sequence[Place]
+    folder: Path, exchange: Exchange, targets: Mapping[str, Tensor], places: Sequence[ChunkPlace]
 ) -> bool:
     """Return whether this rank's file was written by a rank with the same tensors."""
     first = TensorFile(folder / _name(0))
@@ -140,7 +145,7 @@ def _name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def _places_text(places: Sequence[Place]) -> str:
+def _places_text(places: Sequence[ChunkPlace]) -> str:
     return json.dumps([asdict(place) for place in places])
 
 
@@ -159,7 +164,7 @@ def _layout() -> dict[str, int]:
 # ------------------------------------------------------------------ in memory
 
 
-class Snapshot:
+class PolicySnapshot:
     """Copies of a rank's tensors in host memory. Any thread may write them, at any time."""
 
     def __init__(
@@ -176,11 +181,11 @@ class Snapshot:
         self._metadata = metadata
         self.num_bytes = self._writer(Path()).nbytes
         """Bytes of the file."""
-        self.sums: dict[str, str] = {}
+        self.checksums: dict[str, str] = {}
         """File name -> SHA-256 of the header and the tensors in memory, once the file is written.
         A disk that corrupts data is thus detected."""
 
-    def __call__(self, folder: Path) -> None:
+    def write(self, folder: Path) -> None:
         """Write the file and sync it to disk. Writing and hashing release the GIL, so other threads
         keep running. Raises CheckpointError or OSError."""
         writer = self._writer(folder)
@@ -193,7 +198,7 @@ class Snapshot:
             digest = hashlib.sha256(file.read(header_bytes))
         for value in self._tensors.values():
             digest.update(bytes_of(value))
-        self.sums[self._name] = digest.hexdigest()
+        self.checksums[self._name] = digest.hexdigest()
 
     def _writer(self, folder: Path) -> TensorFileWriter:
         return TensorFileWriter(folder / self._name, self._infos, self._metadata)
@@ -241,7 +246,7 @@ def set_rng(tensors: Mapping[str, Tensor]) -> None:
 def reshard(
     folder: Path,
     targets: Mapping[str, Tensor],
-    places: Sequence[Place],
+    places: Sequence[ChunkPlace],
     arch: Architecture,
     ignore: Collection[str],
 ) -> None:
@@ -253,15 +258,18 @@ def reshard(
     """
     state = open_state(folder, ignore)
     _check_model(state.weights, arch)
-    slots = [slots_of(arch, place) for place in places]
-    reads = [_reader(state, key, target, slots) for key, target in targets.items()]
+    local_parameters = [local_parameters_of(arch, place) for place in places]
+    reads = [_reader(state, key, target, local_parameters) for key, target in targets.items()]
     with torch.no_grad():
         for target, read in zip(targets.values(), reads, strict=True):
             target.copy_(read().view(target.shape))
 
 
 def _reader(
-    state: TrainingState, key: str, target: Tensor, slots: Sequence[Mapping[str, Slot]]
+    state: TrainingState,
+    key: str,
+    target: Tensor,
+    local_parameters: Sequence[Mapping[str, LocalParameter]],
 ) -> Callable[[], Tensor]:
     """Return a function that reads one target tensor. Raises CheckpointError if it is missing or
     would be rounded."""
@@ -269,8 +277,8 @@ def _reader(
     assert state_key is not None
     if state_key.field == STEP:
         return lambda: torch.tensor(state.step)
-    slot = slots[state_key.chunk][state_key.name]
-    for part in slot.parts:
+    local_parameter = local_parameters[state_key.chunk][state_key.name]
+    for part in local_parameter.parts:
         source = _source(state, state_key, part.name, target.dtype)
         if part.name not in source.tensors:
             raise CheckpointError(
@@ -286,9 +294,13 @@ def _reader(
                 f"with the {option} of the run that saved it, or start a new run with its weights "
                 "as model.path"
             )
-    name = slot.parts[0].name if slot.parts else next(iter(state.weights.tensors))
+    name = (
+        local_parameter.parts[0].name
+        if local_parameter.parts
+        else next(iter(state.weights.tensors))
+    )
     source = _source(state, state_key, name, target.dtype)
-    return lambda: read_range(source, slot, state_key.start, state_key.stop)
+    return lambda: read_range(source, local_parameter, state_key.start, state_key.stop)
 
 
 def _source(state: TrainingState, state_key: StateKey, name: str, dtype: torch.dtype) -> Store:

@@ -90,7 +90,7 @@ def is_quantized(parameter: Tensor) -> bool:
     return bool(is_float8tensor(parameter))
 
 
-class Unrounded:
+class HighPrecisionValues:
     """Writable values of parameters: the parameter itself, or bfloat16 values on the host if the
     parameter is quantized. `round` then writes these into the parameter.
 

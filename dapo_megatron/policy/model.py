@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.model import Architecture, Place, Rope
+from dapo_megatron.model import Architecture, ChunkPlace, Rope
 from dapo_megatron.policy import activation, fp8
 from dapo_megatron.policy.device import device, has_cuda
 from dapo_megatron.policy.kernels import kernels
@@ -281,9 +281,9 @@ def _to_device(model: Decoder, arch: Architecture) -> None:
             module.inv_freq = _rope_frequencies(arch).to(device())
 
 
-def place(chunk: Decoder) -> Place:
+def place(chunk: Decoder) -> ChunkPlace:
     """Return the position of a chunk, and of this rank, in the layout."""
-    return Place(
+    return ChunkPlace(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         first_layer=get_transformer_layer_offset(chunk.config, chunk.vp_stage),

@@ -20,7 +20,7 @@ from dapo_megatron.config import Config
 from dapo_megatron.model import read_architecture
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
 from dapo_megatron.policy import checkpoint, fp8
-from dapo_megatron.policy.checkpoint import Snapshot
+from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.policy.data_parallel import (
     distribute,
     finish_gathers,
@@ -40,7 +40,7 @@ from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.optimizer import build_optimizer, copy_to_main
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.policy.step import Rows, RowShape, Runner, make_rows
-from dapo_megatron.protocols import Exchange, LossFn, Planner
+from dapo_megatron.protocols import Exchange, LossFn, MicrobatchPlanner
 from dapo_megatron.types import Diverged, LogProbs, Shard, StepStats, TokenBatch, torch_dtype
 
 
@@ -48,7 +48,7 @@ class MegatronPolicy:
     """Implements protocols.Policy. Needs torch.distributed initialized, and creates Megatron's
     process groups itself."""
 
-    def __init__(self, config: Config, exchange: Exchange, plan: Planner) -> None:
+    def __init__(self, config: Config, exchange: Exchange, plan: MicrobatchPlanner) -> None:
         self._config = config
         self._exchange = exchange
         self._plan = plan
@@ -58,7 +58,7 @@ class MegatronPolicy:
             initialize_parallel(config.policy, config.seed)
             chunks = build_model(self.architecture, config.policy)
             store = open_store(Path(config.model.path), config.model.ignore_fields)
-            values = fp8.Unrounded()
+            values = fp8.HighPrecisionValues()
             read_into(store, self._shards_of(chunks, values))
             values.round()
             self._chunks = distribute(chunks, config.policy)
@@ -123,7 +123,7 @@ class MegatronPolicy:
     def rewrite(self, change: Callable[[Sequence[Shard]], None]) -> None:
         """See protocols.Policy."""
         self._finish_update()
-        values = fp8.Unrounded()
+        values = fp8.HighPrecisionValues()
         with megatron_device():
             change(self._shards_of(self._models(), values))
             values.round()
@@ -150,7 +150,7 @@ class MegatronPolicy:
         whole = gather_whole(shards, self._exchange, self._device)
         return value, {name: gradient.clone() for name, gradient in whole}
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> PolicySnapshot:
         """See protocols.Policy."""
         self._finish_update()
         places = [place(model) for model in self._models()]

@@ -8,42 +8,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dapo_megatron.model import Architecture, Place, layout_of
-from dapo_megatron.types import ConfigError, Piece, Shard
+from dapo_megatron.model import Architecture, ChunkPlace, layout_of
+from dapo_megatron.types import ConfigError, Shard, TensorSlice
 
 
-def shards_of(params: Mapping[str, Tensor], arch: Architecture, place: Place) -> list[Shard]:
+def shards_of(params: Mapping[str, Tensor], arch: Architecture, place: ChunkPlace) -> list[Shard]:
     """Return the shards of one model chunk, given its parameters by Megatron name.
 
     Parameters may be on the meta device. Raises ConfigError naming a parameter that has no rule, is
     missing, or has another shape.
     """
     layouts = [layout_of(arch, place, fused=fused) for fused in (False, True)]
-    slots = max(layouts, key=lambda layout: len(layout.keys() & params.keys()))
+    local_parameters = max(layouts, key=lambda layout: len(layout.keys() & params.keys()))
     for name in params:
-        if name not in slots:
+        if name not in local_parameters:
             raise ConfigError(f"model.path: no rule for the parameter {name} ({arch.family})")
     shards = []
-    for name, slot in slots.items():
+    for name, local_parameter in local_parameters.items():
         if name not in params:
             raise ConfigError(f"model.path: the parameter {name} is missing ({arch.family})")
         param = params[name]
-        if tuple(param.shape) != slot.shape:
+        if tuple(param.shape) != local_parameter.shape:
             raise ConfigError(
                 f"model.path: the parameter {name} has shape {list(param.shape)}; "
-                f"{arch.family} in this layout has {list(slot.shape)}"
+                f"{arch.family} in this layout has {list(local_parameter.shape)}"
             )
-        for part in slot.parts:
-            piece = Piece(part.name, part.global_shape, param.dtype, part.region)
-            shards.append(shard_of(piece, param, part.rows))
+        for part in local_parameter.parts:
+            tensor_slice = TensorSlice(part.name, part.global_shape, param.dtype, part.region)
+            shards.append(shard_of(tensor_slice, param, part.rows))
     return shards
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedShard(Shard):
-    """A piece of a quantized parameter: a tensor subclass, FP8 for example, with `dequantize`.
+    """A slice of a quantized parameter: a tensor subclass, FP8 for example, with `dequantize`.
 
-    `view` is the whole parameter, and the piece is its `rows`.
+    `view` is the whole parameter, and the slice is its `rows`.
     """
 
     rows: slice
@@ -51,19 +51,19 @@ class QuantizedShard(Shard):
     @torch.no_grad()
     def read(self) -> Tensor:
         """Return a dequantized copy of the region's current values, shaped as in the HF tensor."""
-        return self.view.dequantize()[self.rows].reshape(self.piece.region.shape)
+        return self.view.dequantize()[self.rows].reshape(self.tensor_slice.region.shape)
 
     def write(self, value: Tensor) -> None:
-        """Raise TypeError. A parameter is quantized as a whole, so writing one piece would round
-        the other pieces again. Use protocols.Policy.rewrite."""
+        """Raise TypeError. A parameter is quantized as a whole, so writing one slice would round
+        the other slices again. Use protocols.Policy.rewrite."""
         raise TypeError(
-            f"{self.piece.name}: a quantized parameter cannot be written piece by piece"
+            f"{self.tensor_slice.name}: a quantized parameter cannot be written slice by slice"
         )
 
 
-def shard_of(piece: Piece, parameter: Tensor, rows: slice) -> Shard:
+def shard_of(tensor_slice: TensorSlice, parameter: Tensor, rows: slice) -> Shard:
     """Return the shard of a parameter's `rows`, quantized or not."""
     if type(parameter) in (Tensor, torch.nn.Parameter):
-        return Shard(piece, parameter.detach()[rows])
+        return Shard(tensor_slice, parameter.detach()[rows])
     # Not detached, because detach of a tensor subclass may return a copy.
-    return QuantizedShard(piece, parameter, rows)
+    return QuantizedShard(tensor_slice, parameter, rows)

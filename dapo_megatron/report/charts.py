@@ -10,9 +10,9 @@ from typing import Literal
 import pandas as pd
 
 from dapo_megatron.report import groups, phases
-from dapo_megatron.report.folder import RunData, frame_of
 from dapo_megatron.report.groups import DECIDED, FORECAST, IN_WORDS, KEPT
 from dapo_megatron.report.phases import COLORS, GENERATE, IDLE, LABELS, MOVED, PLANNED, REST
+from dapo_megatron.report.run_data import RunData, frame_of
 from dapo_megatron.types import STEP_PHASES
 
 Section = Literal["dynamics", "groups", "time"]
@@ -120,7 +120,7 @@ CHARTS: list[Chart] = [
         "share of answers",
         {
             "response_tokens/clipped_fraction": "cut off",
-            "overlong/penalised_fraction": "penalised",
+            "overlong/penalised_fraction": "penalized",
             "overlong/filtered_fraction": "excluded from the loss",
         },
         ".1%",
@@ -216,7 +216,7 @@ CHARTS: list[Chart] = [
         "gradient. The line shows groups carried to the next step.",
         "groups",
         {
-            **{f"groups/{fate}": IN_WORDS[fate] for fate in groups.FATES},
+            **{f"groups/{outcome}": IN_WORDS[outcome] for outcome in groups.OUTCOMES},
             "groups/carried": "carried on",
         },
         stacked=True,
@@ -305,7 +305,7 @@ CHARTS: list[Chart] = [
         "time_device",
         "Work per device",
         "Floating-point operations of the model per second of the update phase, without "
-        "recomputation. Divide by the device's peak to get its utilisation.",
+        "recomputation. Divide by the device's peak to get its utilization.",
         "TFLOP/s",
         {"throughput/model_tflops_per_device": "model operations"},
     ),
@@ -367,7 +367,7 @@ def columns_of(run: RunData) -> pd.DataFrame:
     return frame_of(run.metrics.steps, columns)
 
 
-def recorded(charts: Iterable[Chart], names: set[str], figures: set[str]) -> list[Chart]:
+def charts_with_data(charts: Iterable[Chart], names: set[str], figures: set[str]) -> list[Chart]:
     """Return the charts that have data, each without the series that no run has.
 
     names     metrics that some run has a value of

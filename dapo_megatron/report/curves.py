@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dapo_megatron.report.folder import Evaluation, RunData
+from dapo_megatron.report.run_data import Evaluation, RunData
 
 MAX_POINTS = 2000
 """Maximum number of points of a curve. Longer curves are thinned."""
@@ -23,7 +23,7 @@ PALETTE = (
     *("#2f8fd0", "#e0702b", "#1fa37a", "#c56aa2"),
     *("#b8920a", "#808080", "#7d70d8", "#58b4e0"),
 )
-"""Colours that are legible on light and dark backgrounds."""
+"""Colors that are legible on light and dark backgrounds."""
 
 
 def stride_of(num_steps: int) -> int:
@@ -48,9 +48,9 @@ def evaluation_curves(evaluations: Sequence[Evaluation]) -> dict[tuple[str, str]
     the figure with the most samples is returned. Counts (`ungraded`) are omitted."""
     curves: dict[tuple[str, str], dict[str, list[Evaluation]]] = {}
     for point in evaluations:
-        kind, _, samples = point.figure.partition("@")
+        kind, _, samples = point.metric.partition("@")
         if samples.isdigit():
-            curves.setdefault((point.set, kind), {}).setdefault(point.figure, []).append(point)
+            curves.setdefault((point.set, kind), {}).setdefault(point.metric, []).append(point)
     chosen = {}
     for (name, _), by_figure in curves.items():
         figure = max(by_figure, key=lambda figure: int(figure.partition("@")[2]))
@@ -105,7 +105,7 @@ _NUMBER = re.compile(r"[-_. ]*(?:seed|[-_. ])[-_. ]*\d+$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Look:
+class RunStyle:
     """Line style shared by one run or by repeats of a run."""
 
     label: str
@@ -115,8 +115,8 @@ class Look:
     """Indices of the runs."""
 
 
-def looks(runs: Sequence[RunData]) -> list[Look]:
-    """Return a look per run, or per set of repeats if there are several sets.
+def run_styles(runs: Sequence[RunData]) -> list[RunStyle]:
+    """Return a style per run, or per set of repeats if there are several sets.
 
     Repeats have equal names except for a number at the end (_seed0, .1), and their configs differ
     only in `seed` and `run`.
@@ -132,5 +132,5 @@ def looks(runs: Sequence[RunData]) -> list[Look]:
         if len(numbers) > 1:
             name = f"{_NUMBER.sub('', name)}, {len(numbers)} runs"
         width = WIDTHS[index // len(PALETTE) % len(WIDTHS)]
-        result.append(Look(name, PALETTE[index % len(PALETTE)], width, numbers))
+        result.append(RunStyle(name, PALETTE[index % len(PALETTE)], width, numbers))
     return result

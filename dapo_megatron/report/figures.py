@@ -12,7 +12,7 @@ import pandas as pd
 from plotly import graph_objects as go
 
 from dapo_megatron.report.charts import Chart
-from dapo_megatron.report.curves import PALETTE, Look, ghost
+from dapo_megatron.report.curves import PALETTE, RunStyle, ghost
 from dapo_megatron.report.wording import visible
 
 Figure = dict[str, Any]
@@ -58,7 +58,7 @@ class RunCurves:
     frame: pd.DataFrame
     evaluations: dict[tuple[str, str], pd.DataFrame]
     """See curves.evaluation_curves."""
-    look: Look
+    style: RunStyle
     look_number: int
 
 
@@ -119,8 +119,8 @@ def _curves(chart: Chart, run: RunCurves, is_one: bool) -> list[go.Scatter]:
         curve.update(meta={"look": run.look_number}, name=plain(curve.name), showlegend=is_one)
         if not is_one:
             dash = DASHES[index % len(DASHES)]
-            curve.line.update(color=run.look.color, width=run.look.width, dash=dash)
-            curve.update(name=f"{plain(run.name)} · {curve.name}", marker_color=run.look.color)
+            curve.line.update(color=run.style.color, width=run.style.width, dash=dash)
+            curve.update(name=f"{plain(run.name)} · {curve.name}", marker_color=run.style.color)
     return curves
 
 

@@ -34,15 +34,15 @@ class Finding:
     text: str
     """Evidence for the title: values and steps."""
     metric: str | None = None
-    knob: str | None = None
+    setting: str | None = None
     """Config keys to change, and the direction: "optimizer.lr: lower; loss.clip_high: higher"."""
     chart: str | None = None
     """Id of the chart to link to. None: the first chart that shows `metric`."""
 
     @property
-    def knobs(self) -> list[tuple[str, str]]:
-        """`knob` as [(key, direction or ""), ...]."""
-        pairs = [pair.partition(": ") for pair in (self.knob or "").split("; ") if pair]
+    def settings(self) -> list[tuple[str, str]]:
+        """`setting` as [(key, direction or ""), ...]."""
+        pairs = [pair.partition(": ") for pair in (self.setting or "").split("; ") if pair]
         return [(key, direction) for key, _, direction in pairs]
 
 

@@ -23,10 +23,10 @@ import math
 
 import pandas as pd
 
-from dapo_megatron.report.folder import RunData
-from dapo_megatron.types import Fate
+from dapo_megatron.report.run_data import RunData
+from dapo_megatron.types import Outcome
 
-FATES = tuple(Fate)
+OUTCOMES = tuple(Outcome)
 IN_WORDS = {
     "issued": "issued",
     "trained": "trained on",
@@ -38,7 +38,7 @@ IN_WORDS = {
     "open": "carried on, open",
     "unaccounted": "from steps without metrics",
 }
-_JUDGED = (Fate.ALL_CORRECT, Fate.ALL_WRONG, Fate.OVERLONG, Fate.ABSTAINED)
+_JUDGED = (Outcome.ALL_CORRECT, Outcome.ALL_WRONG, Outcome.OVERLONG, Outcome.ABSTAINED)
 
 KEPT = "derived/keep_rate"
 FORECAST = "groups/keep_rate"
@@ -57,7 +57,7 @@ def derived(run: RunData) -> dict[str, pd.Series]:
         before[before.index == 1] = 0.0
         mixed = mixed + column("groups/expired") + ready - before
         mixed = mixed.where(mixed >= 0)
-    decided = mixed + sum(column(f"groups/{fate}").fillna(0) for fate in _JUDGED)
+    decided = mixed + sum(column(f"groups/{outcome}").fillna(0) for outcome in _JUDGED)
     if not trains_on_mixed_only(run):
         missing = decided * math.nan
         return {KEPT: missing, FORECAST: missing, DECIDED: decided}
@@ -66,7 +66,7 @@ def derived(run: RunData) -> dict[str, pd.Series]:
 
 def trains_on_mixed_only(run: RunData) -> bool:
     """Return True if only mixed groups are trained on (rollout.dynamic_sampling)."""
-    return run.knob("rollout.dynamic_sampling") is not False
+    return run.setting("rollout.dynamic_sampling") is not False
 
 
 def note(run: RunData) -> str | None:
@@ -80,13 +80,13 @@ def note(run: RunData) -> str | None:
 
 
 def totals(run: RunData) -> dict[str, int]:
-    """Return the number of groups over the run: issued, each fate, open (carried by the last step)
-    and unaccounted (0 unless steps are missing). Empty if nothing was recorded."""
+    """Return the number of groups over the run: issued, each outcome, open (carried by the last
+    step) and unaccounted (0 unless steps are missing). Empty if nothing was recorded."""
     if not run.metrics.values("groups/issued"):
         return {}
-    sums = {name: round(run.metrics.total(f"groups/{name}")) for name in ("issued", *FATES)}
+    sums = {name: round(run.metrics.total(f"groups/{name}")) for name in ("issued", *OUTCOMES)}
     sums["open"] = round(run.metrics.last("groups/carried") or 0)
-    sums["unaccounted"] = sums["issued"] - sum(sums[fate] for fate in FATES) - sums["open"]
+    sums["unaccounted"] = sums["issued"] - sum(sums[outcome] for outcome in OUTCOMES) - sums["open"]
     return sums
 
 

@@ -60,7 +60,7 @@ class PlanFile(TypedDict, total=False):
     note: str | None
 
 
-class Completion(TypedDict):
+class CompletionRecord(TypedDict):
     """A completion in a line of samples/."""
 
     sample: Whole
@@ -76,7 +76,7 @@ class Completion(TypedDict):
     reward: NotRequired[Number | None]
 
 
-class Group(TypedDict):
+class GroupRecord(TypedDict):
     """A line of samples/."""
 
     ticket: Whole
@@ -86,7 +86,7 @@ class Group(TypedDict):
     prompt: str
     truth: str
     extra: NotRequired[dict[str, Any]]
-    completions: list[Completion]
+    completions: list[CompletionRecord]
 
 
 class PolicyValues(TypedDict):

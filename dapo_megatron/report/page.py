@@ -24,15 +24,15 @@ from markupsafe import Markup
 
 import dapo_megatron
 from dapo_megatron.report import curves, figures, groups, phases, timeline
-from dapo_megatron.report.charts import CHARTS, Chart, chart_of, columns_of, recorded
-from dapo_megatron.report.curves import Look
+from dapo_megatron.report.charts import CHARTS, Chart, chart_of, charts_with_data, columns_of
+from dapo_megatron.report.curves import RunStyle
 from dapo_megatron.report.figures import RunCurves
 from dapo_megatron.report.finding import Finding
-from dapo_megatron.report.folder import RunData
+from dapo_megatron.report.health_rules import findings
 from dapo_megatron.report.provenance import facts, headline, provenance
 from dapo_megatron.report.rollouts import Rollouts, rollouts
 from dapo_megatron.report.rollouts_table import COLUMNS, Filter
-from dapo_megatron.report.rules import findings
+from dapo_megatron.report.run_data import RunData
 from dapo_megatron.report.wording import number, visible
 
 SCRIPTS = ("viewer.js", "rollouts.js", "app.js")
@@ -48,7 +48,7 @@ LEVELS = {
     "warn": ("!", "warning"),
     "bad": ("✕", "problem"),
 }
-"""Level of a finding -> symbol and word, so that the level is not shown by colour only."""
+"""Level of a finding -> symbol and word, so that the level is not shown by color only."""
 
 STATES = {
     "finished": "✓",
@@ -101,7 +101,7 @@ class Payload:
     blobs: dict[str, bytes]
     """Name (run number-ticket) -> JSON of a group, which the page unpacks on demand."""
     views: list[View]
-    looks: list[Look]
+    styles: list[RunStyle]
     charts: list[Chart]
     missing: dict[str, list[str]]
     """Section -> titles of the charts that no run has data for."""
@@ -111,8 +111,8 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
     """Return the contents of the report of these runs. The first run is selected initially."""
     runs = _with_unique_names(runs)
     frames = [columns_of(run).dropna(axis=1, how="all") for run in runs]
-    names = {point.figure for run in runs for point in run.evaluations}
-    shown = recorded(CHARTS, {name for frame in frames for name in frame}, names)
+    names = {point.metric for run in runs for point in run.evaluations}
+    shown = charts_with_data(CHARTS, {name for frame in frames for name in frame}, names)
     missing: dict[str, list[str]] = {}
     for chart in CHARTS:
         if chart.id not in {chart.id for chart in shown}:
@@ -125,18 +125,18 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
         views.append(_view(run, shown, selected))
         if selected is not None:
             blobs |= {f"{index}-{ticket}": blob for ticket, blob in selected.blobs.items()}
-    looks = curves.looks(runs)
+    styles = curves.run_styles(runs)
     run_curves = [
         RunCurves(
             run.name,
             curves.thin(frame),
             curves.evaluation_curves(run.evaluations),
-            look,
+            style,
             look_number,
         )
         for index, (run, frame) in enumerate(zip(runs, frames, strict=True))
-        for look_number, look in enumerate(looks)
-        if index in look.runs
+        for look_number, style in enumerate(styles)
+        if index in style.runs
     ]
     data = {
         "refresh_seconds": options.refresh_seconds,
@@ -149,7 +149,7 @@ def make_payload(runs: Sequence[RunData], options: Options) -> Payload:
         },
         "runs": [{"name": run.name} for run in runs],
     }
-    return Payload(data, blobs, views, looks, shown, missing)
+    return Payload(data, blobs, views, styles, shown, missing)
 
 
 def _view(run: RunData, charts: Sequence[Chart], selected: Rollouts | None) -> View:
@@ -204,7 +204,7 @@ def render(payload: Payload) -> str:
         missing=payload.missing,
         columns=COLUMNS,
         Filter=Filter,
-        looks=payload.looks,
+        styles=payload.styles,
         smoothing=SMOOTHING if longest >= SMOOTHED_STEPS else 0,
         number=number,
         levels=LEVELS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dapo_megatron.report.folder import RunData, finite
+from dapo_megatron.report.run_data import RunData, finite
 from dapo_megatron.types import STEP_PHASES, Phase
 
 COLORS = {

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from dapo_megatron.files import read_json
-from dapo_megatron.report.folder import RunData, clock, size_of
 from dapo_megatron.report.models import Provenance, Summary
+from dapo_megatron.report.run_data import RunData, clock, size_of
 from dapo_megatron.report.wording import span, times
 from dapo_megatron.tracking.provenance import flatten
 from dapo_megatron.tracking.uri import without_password
@@ -30,7 +30,7 @@ def headline(run: RunData) -> str:
     """Return the headline: "accuracy 0.386 → 0.887 on chain_sum_held_out (40 of 40 steps, 4
     min)"."""
     progress = _progress(run)
-    means = [point for point in run.evaluations if point.figure.startswith("avg@")]
+    means = [point for point in run.evaluations if point.metric.startswith("avg@")]
     if means:
         sets = list(dict.fromkeys(point.set for point in means))
         first, *others = [point for point in means if point.set == sets[0]]
@@ -135,9 +135,9 @@ def _machines(run: RunData) -> Rows:
     # The fact "computed by" already contains the chosen.* tags.
     shown = ("host", "slurm.") if rows else ("host", "slurm.", "chosen.")
     rows += [(key, value) for key, value in recorded.tags.items() if key.startswith(shown)]
-    if not rows and run.knob("policy.tensor_parallel") is not None:
+    if not rows and run.setting("policy.tensor_parallel") is not None:
         parallel = [f"{kind}_parallel" for kind in ("tensor", "pipeline", "context")]
-        rows = [(key, str(run.knob(f"policy.{key}"))) for key in parallel]
+        rows = [(key, str(run.setting(f"policy.{key}"))) for key in parallel]
     return [(key, _shortened(text)) for key, text in rows]
 
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo_megatron.report import recorded
+from dapo_megatron.report import sample_files
 from dapo_megatron.report.choosing import Pick, choose, frames
-from dapo_megatron.report.folder import RunData, size_of
-from dapo_megatron.report.token_text import Pieces, find_tokenizer
+from dapo_megatron.report.run_data import RunData, size_of
+from dapo_megatron.report.token_text import TokenPieces, find_tokenizer
 from dapo_megatron.report.viewer_data import group_data
 from dapo_megatron.report.wording import first_few
 from dapo_megatron.rollout.serialization import rounded, significant, summary
@@ -76,8 +76,8 @@ def rollouts(
         selection += (
             ", in complete groups: the longest, the least likely, the oldest, those with the "
             "largest gaps, without a grade or an answer, truncated, and the only right or wrong "
-            "ones of a group; some of every data set and every fate; and an even spread over the "
-            "steps"
+            "ones of a group; some of every data set and every outcome; and an even spread over "
+            "the steps"
         )
     rows.sort(key=lambda row: (row["step"], row["ticket"], row["sample"]))
     note = ". ".join([selection, *reading.notes]) + "."
@@ -93,9 +93,9 @@ class _Reading:
         self.first, self.last = steps or (None, None)
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self.samples = recorded.step_files(folder, ".jsonl")
-        self.indexes = recorded.step_files(folder / "index", ".json")
-        self.policy = recorded.step_files(folder / "policy", ".jsonl")
+        self.samples = sample_files.step_files(folder, ".jsonl")
+        self.indexes = sample_files.step_files(folder / "index", ".json")
+        self.policy = sample_files.step_files(folder / "policy", ".jsonl")
 
     def select(self, num: int, tickets: frozenset[int]) -> tuple[list[Pick], int]:
         """Return the selected groups, and the number of completions to select from. Outside the
@@ -106,9 +106,9 @@ class _Reading:
         indexes, damaged = {}, []
         for step in steps:
             if step in self.indexes:
-                index = recorded.read_index(self.indexes[step])
+                index = sample_files.read_index(self.indexes[step])
             elif step in readable:
-                index = recorded.index_of_samples(self.samples[step], step)
+                index = sample_files.index_of_samples(self.samples[step], step)
             else:
                 continue
             if index is None:
@@ -153,14 +153,14 @@ class _Reading:
             self.notes.append("No tokenizer was found, so texts are not split into tokens")
         return rows, blobs
 
-    def _load_group(self, pick: Pick, pieces: Pieces | None) -> tuple[list[Row], bytes] | None:
+    def _load_group(self, pick: Pick, pieces: TokenPieces | None) -> tuple[list[Row], bytes] | None:
         """Return the rows and the blob of a group; None if it cannot be read."""
-        group = recorded.read_group(self.samples[pick.step], pick.offset, pick.ticket)
+        group = sample_files.read_group(self.samples[pick.step], pick.offset, pick.ticket)
         if group is None:
             return None
         path = self.policy.get(pick.step)
         has_policy = path is not None and group["fate"] == "trained"
-        policy = recorded.policy_of(path, pick.ticket) if path and has_policy else {}
+        policy = sample_files.policy_of(path, pick.ticket) if path and has_policy else {}
         with suppress(*_NOT_READ):
             rows = [
                 _row(pick, group, completion, policy.get(completion["sample"], {}))
@@ -182,7 +182,7 @@ class _Reading:
         steps = filter(self._is_wanted, self.policy)
         order = sorted(steps, key=lambda step: -(largest.get(step) or 0.0))
         paths = (self.policy[step] for step in order)
-        gaps = recorded.largest_gaps(paths, MAX_POLICY_BYTES, MAX_GAPS)
+        gaps = sample_files.largest_gaps(paths, MAX_POLICY_BYTES, MAX_GAPS)
         return {ticket: sample for _, ticket, sample in gaps}
 
     def _readable_without_index(self, steps: Sequence[int]) -> set[int]:

@@ -1,4 +1,4 @@
-"""Figures of recorded timelines (timeline/step_*.json): phases of every rank as coloured bars, and
+"""Figures of recorded timelines (timeline/step_*.json): phases of every rank as colored bars, and
 below them the running requests of every replica during generation.
 
 All times are in seconds since the start of the step.
@@ -20,8 +20,8 @@ from plotly.subplots import make_subplots
 from dapo_megatron.files import parse_json
 from dapo_megatron.report.curves import PALETTE
 from dapo_megatron.report.figures import Figure, plain, to_json
-from dapo_megatron.report.folder import RunData, finite
 from dapo_megatron.report.phases import COLORS, LABELS
+from dapo_megatron.report.run_data import RunData, finite
 from dapo_megatron.report.wording import number
 from dapo_megatron.types import Phase
 

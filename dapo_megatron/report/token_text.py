@@ -20,10 +20,10 @@ _MAX_HELD = 16
 again with every token, so its cost is quadratic."""
 
 
-class Pieces:
+class TokenPieces:
     """Splits token sequences with a tokenizer of the `tokenizers` library.
 
-    Example: `Pieces.of_file(path).split([27, 28, 1]) == ["7", "8", "<eos>"]`.
+    Example: `TokenPieces.of_file(path).split([27, 28, 1]) == ["7", "8", "<eos>"]`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -36,7 +36,7 @@ class Pieces:
         """Control tokens, such as the end of the sequence."""
 
     @classmethod
-    def of_file(cls, path: Path) -> Pieces | None:
+    def of_file(cls, path: Path) -> TokenPieces | None:
         """Load a tokenizer.json; None if it does not exist or cannot be read."""
         try:
             return cls(Tokenizer.from_file(str(path))) if path.is_file() else None
@@ -80,12 +80,14 @@ class Pieces:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-def find_tokenizer(run: Path, model_path: str | None, checkpoints: Iterable[Path]) -> Pieces | None:
+def find_tokenizer(
+    run: Path, model_path: str | None, checkpoints: Iterable[Path]
+) -> TokenPieces | None:
     """Return the tokenizer in the run's folder, else in its model's folder, else in the first of
     `checkpoints` that has one. A relative model path is relative to the working directory, as in
     the run."""
     folders = [run, *([Path(model_path)] if model_path else []), *checkpoints]
-    tokenizers = (Pieces.of_file(folder / "tokenizer.json") for folder in folders)
+    tokenizers = (TokenPieces.of_file(folder / "tokenizer.json") for folder in folders)
     return next(filter(None, tokenizers), None)
 
 

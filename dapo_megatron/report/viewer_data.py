@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dapo_megatron.report.token_text import Pieces
+from dapo_megatron.report.token_text import TokenPieces
 from dapo_megatron.report.wording import visible
 
 MAX_TOKENS = 32_768
@@ -19,7 +19,7 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 def group_data(
-    group: Mapping[str, Any], policy: Mapping[int, Mapping[str, Any]], pieces: Pieces | None
+    group: Mapping[str, Any], policy: Mapping[int, Mapping[str, Any]], pieces: TokenPieces | None
 ) -> dict[str, Any]:
     """Return the data of a group. `policy` has the policy's values by sample. Tokens are indices
     into `ids` and `pieces`. Without a tokenizer, completions have a `text` instead."""
@@ -45,7 +45,7 @@ def group_data(
 def _completion(
     completion: Mapping[str, Any],
     policy: Mapping[str, Any],
-    pieces: Pieces | None,
+    pieces: TokenPieces | None,
     indices: dict[tuple[int, str], int],
 ) -> dict[str, Any]:
     num = len(completion["tokens"])

@@ -23,7 +23,7 @@ _FENCE = "```"
 _PYTHON = ("", "python", "python3", "py")
 
 
-class Case(NamedTuple):
+class ProgramTest(NamedTuple):
     """A test: the input on stdin and the expected output on stdout."""
 
     stdin: str
@@ -66,7 +66,7 @@ def last_program(response: str) -> str | None:
     return program
 
 
-def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
+def read_tests(truth: str, extra: Mapping[str, Any]) -> list[ProgramTest]:
     """Return the tests in extra["extra_info"]["tests"] or, without that key, in the truth.
 
     Either may be JSON text or the value itself: {"inputs": [...], "outputs": [...]} or
@@ -99,7 +99,7 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
     if len(inputs) != len(outputs):
         raise ValueError(f"tests: {len(inputs)} inputs and {len(outputs)} outputs")
     cases = [
-        Case(_text(stdin, f"input {number}"), _text(stdout, f"output {number}"))
+        ProgramTest(_text(stdin, f"input {number}"), _text(stdout, f"output {number}"))
         for number, (stdin, stdout) in enumerate(zip(inputs, outputs))
     ]
     if not any(case.stdout.strip() for case in cases):
@@ -110,7 +110,7 @@ def read_tests(truth: str, extra: Mapping[str, Any]) -> list[Case]:
     return cases
 
 
-def _passes(program: str, test: Case, deadline: float) -> bool:
+def _passes(program: str, test: ProgramTest, deadline: float) -> bool:
     seconds_left = deadline - time.monotonic()
     if seconds_left <= 0:
         return False

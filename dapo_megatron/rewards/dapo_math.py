@@ -1,4 +1,4 @@
-r"""Reference DAPO grader: the last "Answer:" line, normalised and compared as a string.
+r"""Reference DAPO grader: the last "Answer:" line, normalized and compared as a string.
 
 Identical to BytedTsinghua-SIA/DAPO `eval/math_dapo.py` and verl up to v0.9.0, including known
 errors, so that rewards and AIME scores are comparable with published ones. Known errors: for 42,
@@ -58,20 +58,20 @@ _PATTERNS = tuple(
 
 
 def grade(response: str, truth: str) -> Grade:
-    """Score +1.0 if the normalised answer equals the normalised truth, else -1.0.
+    """Score +1.0 if the normalized answer equals the normalized truth, else -1.0.
 
-    response: decoded text without special tokens. `pred` is the normalised answer, or "[INVALID]"
+    response: decoded text without special tokens. `pred` is the normalized answer, or "[INVALID]"
     with `parsed` False. Never raises. The cost is bounded, because only the last 300 characters are
     read.
     """
     answers = _ANSWER.findall(response[-TAIL:])
-    pred = normalise(answers[-1] if answers else INVALID)
-    correct = pred == normalise(truth)
+    pred = normalize(answers[-1] if answers else INVALID)
+    correct = pred == normalize(truth)
     return Grade(1.0 if correct else -1.0, correct, pred, parsed=pred != INVALID)
 
 
-def normalise(answer: str) -> str:
-    """Normalise an answer as the reference does (from Minerva). The order of the steps matters."""
+def normalize(answer: str) -> str:
+    """Normalize an answer as the reference does (from Minerva). The order of the steps matters."""
     answer = answer.split("=")[-1]
     for old, new in _REWRITES:
         answer = answer.replace(old, new)

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from dapo_megatron.rewards.process import PoolClosed, WorkerLost, WorkerProcess, Workers
-from dapo_megatron.rewards.registry import check, names
-from dapo_megatron.rewards.sandbox import lacking
+from dapo_megatron.rewards.registry import check_grader, grader_names
+from dapo_megatron.rewards.sandbox import missing_layers
 from dapo_megatron.rewards.worker_messages import Failure, encode_task
 from dapo_megatron.types import Grade
 
@@ -81,9 +81,9 @@ class GradingPool:
     ) -> None:
         if workers < 1 or timeout_seconds <= 0:
             raise ValueError(f"need workers >= 1 and a timeout > 0: {workers}, {timeout_seconds}")
-        self._names = {name for grader in graders.values() for name in names(grader)}
+        self._names = {name for grader in graders.values() for name in grader_names(grader)}
         for name in self._names:
-            check(name)
+            check_grader(name)
         if "code" in self._names:
             _warn_of_missing_layers()
         self.last_errors = {}
@@ -260,7 +260,7 @@ class GradingPool:
 
 
 def _warn_of_missing_layers() -> None:
-    for layer, why in lacking().items():
+    for layer, why in missing_layers().items():
         logger.warning(
             "grader 'code': its sandbox has no %s on this machine (%s); see docs/rewards.md",
             *(layer, why),

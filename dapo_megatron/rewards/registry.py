@@ -15,7 +15,7 @@ from functools import cache, partial
 from numbers import Real
 from typing import Any
 
-from dapo_megatron.rewards.sandbox import lacking
+from dapo_megatron.rewards.sandbox import missing_layers
 from dapo_megatron.rewards.worker_messages import MAX_PRED, MAX_SCORE
 from dapo_megatron.types import ConfigError, Grade
 
@@ -49,7 +49,7 @@ def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
     returned grader raises the exceptions of the function, and ValueError naming the grader if it
     returns something else, or a score beyond MAX_SCORE.
     """
-    check(name)
+    check_grader(name)
     if name not in _LIBRARIES:
         return _checked(name, _user_grader(name))
     grade = importlib.import_module(f"dapo_megatron.rewards.{name}").grade
@@ -62,11 +62,11 @@ def resolve(name: str, timeout_seconds: float = 10.0) -> GraderFn:
     return _checked(name, lambda response, truth, extra: grade(response, truth))
 
 
-def check(name: str) -> None:
+def check_grader(name: str) -> None:
     """Raise the ConfigError that `resolve` would, without importing the library of a built-in
     grader."""
     if name == "code":
-        lacking()
+        missing_layers()
     elif name in _LIBRARIES:
         _require_library(name)
     else:
@@ -91,7 +91,7 @@ def _check_problem(truth: str, extra: Mapping[str, Any]) -> None:
         )
 
 
-def names(grader: str | Mapping[str, str]) -> set[str]:
+def grader_names(grader: str | Mapping[str, str]) -> set[str]:
     """Return the names of a source's graders: one for all its rows, or one per data_source."""
     return {grader} if isinstance(grader, str) else set(grader.values())
 

@@ -72,14 +72,14 @@ class SandboxError(DapoError):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProgramResult:
     """Output of a program, and the reason why the run failed ("" if it succeeded)."""
 
     output: bytes
     failure: str
 
 
-def run(program: str, stdin: str, seconds: float, max_output: int = OUTPUT_BYTES) -> Run:
+def run(program: str, stdin: str, seconds: float, max_output: int = OUTPUT_BYTES) -> ProgramResult:
     """Run a Python program. No process that it started is alive afterwards.
 
     program      source text
@@ -91,11 +91,11 @@ def run(program: str, stdin: str, seconds: float, max_output: int = OUTPUT_BYTES
 
     Example: `run("print(int(input()) * 2)", "21", 5.0) == Run(b"42\\n", "")`
     """
-    return _run(program, stdin, seconds, max_output, has_proc="/proc" not in lacking())
+    return _run(program, stdin, seconds, max_output, has_proc="/proc" not in missing_layers())
 
 
 @functools.cache
-def lacking() -> Mapping[str, str]:
+def missing_layers() -> Mapping[str, str]:
     """Return the layers of the sandbox that this machine does not support: layer -> reason.
 
     Raises ConfigError if the sandbox does not work at all, with the command that installs it.
@@ -121,21 +121,23 @@ def lacking() -> Mapping[str, str]:
                 "permission to create user namespaces: docs/rewards.md lists the settings for "
                 "containers and distributions"
             ) from error
-    if trial != Run(b"42\n", ""):
+    if trial != ProgramResult(b"42\n", ""):
         raise ConfigError(f"grader 'code': a trial run failed: {trial}; see docs/rewards.md")
     return missing
 
 
-def _trial(has_proc: bool) -> Run:
+def _trial(has_proc: bool) -> ProgramResult:
     return _run("print(6 * int(input()))", "7", 20.0, OUTPUT_BYTES, has_proc)
 
 
-def _run(program: str, stdin: str, seconds: float, max_output: int, has_proc: bool) -> Run:
+def _run(
+    program: str, stdin: str, seconds: float, max_output: int, has_proc: bool
+) -> ProgramResult:
     deadline = time.monotonic() + seconds
     with ExitStack() as stack:
         bwrap = _Bwrap(stack, program, stdin, deadline, has_proc)
         failure = bwrap.read(deadline, max_output) or bwrap.wait(deadline)
-        return Run(bytes(bwrap.output), failure)
+        return ProgramResult(bytes(bwrap.output), failure)
 
 
 class _Bwrap:

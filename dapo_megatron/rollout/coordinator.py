@@ -26,15 +26,15 @@ from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.dispatch import Dispatcher, OpenGroup, Sampling
 from dapo_megatron.rollout.driver import Driver, Events
 from dapo_megatron.rollout.forecast import KeepRate
-from dapo_megatron.rollout.ledger import Ledger, State
+from dapo_megatron.rollout.ledger import Ledger, TicketState
 from dapo_megatron.rollout.serialization import group_from_json, group_to_json
 from dapo_megatron.types import (
     CheckpointError,
     Collected,
     Completion,
-    Fate,
     Finish,
     Group,
+    Outcome,
     Prompt,
     StarvedError,
     Stopped,
@@ -54,7 +54,7 @@ class _Step:
     version: int
     issued: int = 0
     decided: list[Group] = field(default_factory=list)
-    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    gradings: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 class Coordinator:
@@ -87,8 +87,8 @@ class Coordinator:
             seed_name=f"{seed}/train",
         )
         self._dispatcher = Dispatcher(driver, sampling)
-        self._ended: list[tuple[Group, Fate]] = []  # not returned by `collect` yet
-        self._fates: dict[str, Counter[str]] = {}  # counts by data set, over the whole run
+        self._ended: list[tuple[Group, Outcome]] = []  # not returned by `collect` yet
+        self._outcomes: dict[str, Counter[str]] = {}  # counts by data set, over the whole run
         # These two are not in the checkpoint, because a resumed run may have another grader.
         self._answered: set[str] = set()  # data sets with at least one graded completion
         self._abstained: Counter[str] = Counter()  # number of groups by data set
@@ -131,8 +131,8 @@ class Coordinator:
             "ledger": self.ledger.state(),
             "groups": [group.to_json() for group in self.groups.values()],
             "keep_rate": [self.keep_rate.kept, self.keep_rate.decided],
-            "ended": [[group_to_json(group), fate.value] for group, fate in self._ended],
-            "fates": {source: dict(fates) for source, fates in self._fates.items()},
+            "ended": [[group_to_json(group), outcome.value] for group, outcome in self._ended],
+            "fates": {source: dict(counts) for source, counts in self._outcomes.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -146,8 +146,10 @@ class Coordinator:
         # Grade these again, because the graders' queues are not in the checkpoint.
         self._regrade = [(g.ticket, g.prompt, c) for g in groups for c in g.to_grade()]
         self.keep_rate.kept, self.keep_rate.decided = state["keep_rate"]
-        self._ended = [(group_from_json(group), Fate(fate)) for group, fate in state["ended"]]
-        self._fates = {source: Counter(fates) for source, fates in state["fates"].items()}
+        self._ended = [
+            (group_from_json(group), Outcome(outcome)) for group, outcome in state["ended"]
+        ]
+        self._outcomes = {source: Counter(counts) for source, counts in state["fates"].items()}
 
     # ------------------------------------------------------------------ issuing
 
@@ -182,7 +184,7 @@ class Coordinator:
 
     def _submit(self, group: OpenGroup) -> None:
         if self._dispatcher.submit(group):
-            self.ledger.move(group.ticket, State.RUNNING)
+            self.ledger.move(group.ticket, TicketState.RUNNING)
 
     # ------------------------------------------------------------------ events
 
@@ -191,14 +193,14 @@ class Coordinator:
             group = self.groups[ticket]
             group.completions[completion.sample] = completion
             if group.is_sampled:
-                self.ledger.move(ticket, State.GRADING)
-        for ticket, sample, grade, outcome in events.graded:
+                self.ledger.move(ticket, TicketState.GRADING)
+        for ticket, sample, grade, grading in events.graded:
             if ticket not in self.groups:  # expired at the end of an on_policy step
                 continue
             group = self.groups[ticket]
             group.set_grade(sample, grade)
             source = group.prompt.source
-            step.outcomes[source, "unparsed" if grade and not grade.parsed else outcome] += 1
+            step.gradings[source, "unparsed" if grade and not grade.parsed else grading] += 1
             if grade is not None:
                 self._answered.add(source)
             if group.is_decided:
@@ -207,30 +209,30 @@ class Coordinator:
     def _decide(self, group: OpenGroup, step: _Step) -> None:
         """Decide whether a group is trained on, after its last grade."""
         finished = group.group()
-        fate = Fate.ABSTAINED if group.ungradable else self._judge(finished)
-        self._abstained[group.prompt.source] += fate is Fate.ABSTAINED
+        outcome = Outcome.ABSTAINED if group.ungradable else self._judge(finished)
+        self._abstained[group.prompt.source] += outcome is Outcome.ABSTAINED
         step.decided.append(finished)
-        self.keep_rate.observe(fate is None)
-        if fate is None:
+        self.keep_rate.observe(outcome is None)
+        if outcome is None:
             group.is_ready = True
-            self.ledger.move(group.ticket, State.READY)
+            self.ledger.move(group.ticket, TicketState.READY)
         else:
-            self._end(group, fate)
+            self._end(group, outcome)
 
-    def _judge(self, group: Group) -> Fate | None:
-        """Return the fate of a graded group, or None if it can be trained on.
+    def _judge(self, group: Group) -> Outcome | None:
+        """Return the outcome of a graded group, or None if it can be trained on.
 
         Uses raw correctness, never the shaped reward (eq. 11; NVIDIA-NeMo/RL#2431).
         """
         completions = valid_completions(group, self._overlong)
         if len(completions) < 2:  # the mean of one reward is no baseline
-            return Fate.OVERLONG
+            return Outcome.OVERLONG
         if self._config.dynamic_sampling:
             group_verdict = verdict([c.grade is not None and c.grade.correct for c in completions])
             if group_verdict is not Verdict.MIXED:
-                return Fate(group_verdict.value)
+                return Outcome(group_verdict.value)
         if self._overlong.filter and all(c.finish is Finish.LENGTH for c in completions):
-            return Fate.OVERLONG  # none of its tokens would enter the loss
+            return Outcome.OVERLONG  # none of its tokens would enter the loss
         return None
 
     # ------------------------------------------------------------------ ending a step
@@ -268,10 +270,10 @@ class Coordinator:
         self._interrupt()
         train = [group.group() for group in chosen]
         for group in chosen:
-            self._end(group, Fate.TRAINED)
+            self._end(group, Outcome.TRAINED)
         for ticket, group in list(self.groups.items()):
             if self._config.on_policy:
-                self._end(group, Fate.EXPIRED)
+                self._end(group, Outcome.EXPIRED)
             elif not group.is_ready and ticket < chosen[-1].ticket:
                 group.overtaken += 1
         forecast = self.keep_rate.mean
@@ -283,7 +285,7 @@ class Coordinator:
             decided=step.decided,
             version=step.version,
             counts=self.ledger.close_step(self._open_groups()),
-            outcomes=step.outcomes,
+            gradings=step.gradings,
             keep_rate=forecast,
             interrupted=sum(
                 completion.finish is Finish.UNFINISHED
@@ -298,8 +300,8 @@ class Coordinator:
         for ticket, completion in self._dispatcher.interrupt():
             self.groups[ticket].completions[completion.sample] = completion
         for ticket, state in self.ledger.open.items():
-            if state is State.RUNNING:
-                self.ledger.move(ticket, State.ISSUED)
+            if state is TicketState.RUNNING:
+                self.ledger.move(ticket, TicketState.ISSUED)
 
     def _expire(self, step: _Step) -> None:
         """Expire ready groups that are older than `max_age` versions, but no unfinished group.
@@ -312,12 +314,12 @@ class Coordinator:
         for group in list(self.groups.values()):
             may_expire = group.is_ready or (on_policy and group.completions)
             if may_expire and step.version - group.oldest_version > max_age:
-                self._end(group, Fate.EXPIRED)
+                self._end(group, Outcome.EXPIRED)
 
-    def _end(self, group: OpenGroup, fate: Fate) -> None:
-        self.ledger.settle(group.ticket, fate)
-        self._fates.setdefault(group.prompt.source, Counter())[fate.value] += 1
-        self._ended.append((group.group(), fate))
+    def _end(self, group: OpenGroup, outcome: Outcome) -> None:
+        self.ledger.close_ticket(group.ticket, outcome)
+        self._outcomes.setdefault(group.prompt.source, Counter())[outcome.value] += 1
+        self._ended.append((group.group(), outcome))
         del self.groups[group.ticket]
 
     def _open_groups(self) -> dict[int, bool]:
@@ -325,7 +327,7 @@ class Coordinator:
         return {ticket: group.is_ready for ticket, group in self.groups.items()}
 
     def _num_ready(self) -> int:
-        return list(self.ledger.open.values()).count(State.READY)
+        return list(self.ledger.open.values()).count(TicketState.READY)
 
     # ------------------------------------------------------------------ errors
 
@@ -372,8 +374,9 @@ class Coordinator:
 
     def _shortage(self, step: _Step) -> str:
         by_source = "; ".join(
-            f"{source}: " + ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
-            for source, fates in self._fates.items()
+            f"{source}: "
+            + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+            for source, counts in self._outcomes.items()
         )
         return (
             f"dynamic sampling: {self._num_ready()} of {self._config.prompts_per_step} mixed "

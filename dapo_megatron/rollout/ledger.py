@@ -1,4 +1,5 @@
-"""The ledger: every ticket is open in one state or ended with one fate, and the sums always match.
+"""The ledger: every ticket is open in one state or ended with one outcome, and the sums always
+match.
 
     issued (ever)  =  trained + all_correct + all_wrong + overlong + abstained + expired + open
 
@@ -15,10 +16,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from dapo_megatron.types import DapoError, Fate
+from dapo_megatron.types import DapoError, Outcome
 
 
-class State(StrEnum):
+class TicketState(StrEnum):
     """State of an open ticket."""
 
     ISSUED = "issued"
@@ -31,19 +32,19 @@ class State(StrEnum):
     """Decided and waiting to be trained on; mixed, if dynamic sampling is on."""
 
 
-_NEXT: dict[State, set[State | Fate]] = {
-    State.ISSUED: {State.RUNNING, Fate.EXPIRED},
+_NEXT: dict[TicketState, set[TicketState | Outcome]] = {
+    TicketState.ISSUED: {TicketState.RUNNING, Outcome.EXPIRED},
     # Back to ISSUED if the step ends before its last token.
-    State.RUNNING: {State.ISSUED, State.GRADING, Fate.EXPIRED},
-    State.GRADING: {
-        State.READY,
-        Fate.ALL_CORRECT,
-        Fate.ALL_WRONG,
-        Fate.OVERLONG,
-        Fate.ABSTAINED,
-        Fate.EXPIRED,
+    TicketState.RUNNING: {TicketState.ISSUED, TicketState.GRADING, Outcome.EXPIRED},
+    TicketState.GRADING: {
+        TicketState.READY,
+        Outcome.ALL_CORRECT,
+        Outcome.ALL_WRONG,
+        Outcome.OVERLONG,
+        Outcome.ABSTAINED,
+        Outcome.EXPIRED,
     },
-    State.READY: {Fate.TRAINED, Fate.EXPIRED},
+    TicketState.READY: {Outcome.TRAINED, Outcome.EXPIRED},
 }
 """Allowed transitions. An unfinished ticket expires with on_policy only, never for being slow."""
 
@@ -56,52 +57,54 @@ class Ledger:
 
     next_ticket: int = 0
     totals: Counter[str] = field(default_factory=Counter)
-    """Number of tickets with each fate, over the whole run."""
-    open: dict[int, State] = field(default_factory=dict)
+    """Number of tickets with each outcome, over the whole run."""
+    open: dict[int, TicketState] = field(default_factory=dict)
     """State of each open ticket."""
     step: Counter[str] = field(default_factory=Counter)
-    """Number of tickets issued, and with each fate, since the last `close_step`."""
+    """Number of tickets issued, and with each outcome, since the last `close_step`."""
 
     def issue(self, num_tickets: int) -> range:
         """Issue and return the next tickets."""
         tickets = range(self.next_ticket, self.next_ticket + num_tickets)
         self.next_ticket += num_tickets
-        self.open.update(dict.fromkeys(tickets, State.ISSUED))
+        self.open.update(dict.fromkeys(tickets, TicketState.ISSUED))
         self.step["issued"] += num_tickets
         return tickets
 
-    def move(self, ticket: int, state: State) -> None:
+    def move(self, ticket: int, state: TicketState) -> None:
         """Move an open ticket to `state`. Raises DapoError if the transition is not allowed."""
         self._check(ticket, state)
         self.open[ticket] = state
 
-    def settle(self, ticket: int, fate: Fate) -> None:
-        """End an open ticket with `fate`. Raises DapoError if the transition is not allowed."""
-        self._check(ticket, fate)
+    def close_ticket(self, ticket: int, outcome: Outcome) -> None:
+        """End an open ticket with `outcome`. Raises DapoError if the transition is not allowed."""
+        self._check(ticket, outcome)
         del self.open[ticket]
-        self.totals[fate.value] += 1  # by value, for readable messages
-        self.step[fate.value] += 1
+        self.totals[outcome.value] += 1  # by value, for readable messages
+        self.step[outcome.value] += 1
 
     def close_step(self, open_groups: Mapping[int, bool]) -> dict[str, int]:
-        """Return this step's counts: issued, each fate, carried, and how many carried are ready.
+        """Return this step's counts: issued, each outcome, carried, and how many carried are ready.
 
         Raises DapoError as `audit` does, or if an engine still works on a ticket.
         """
         self.audit(open_groups)
-        if State.RUNNING in self.open.values():
-            running = [ticket for ticket, state in self.open.items() if state is State.RUNNING]
+        if TicketState.RUNNING in self.open.values():
+            running = [
+                ticket for ticket, state in self.open.items() if state is TicketState.RUNNING
+            ]
             raise DapoError(f"ledger: ticket {running[0]} is still running at the end of a step")
         counts = {"issued": self.step["issued"]}
-        counts |= {fate.value: self.step[fate.value] for fate in Fate}
+        counts |= {outcome.value: self.step[outcome.value] for outcome in Outcome}
         counts["carried"] = len(self.open)
-        counts["carried_ready"] = sum(state is State.READY for state in self.open.values())
+        counts["carried_ready"] = sum(state is TicketState.READY for state in self.open.values())
         self.step = Counter()
         return counts
 
     def audit(self, open_groups: Mapping[int, bool]) -> None:
         """Check that every issued ticket is ended or open, and that the open tickets match the
         coordinator's `open_groups` (ticket -> is ready). Raises DapoError if not."""
-        ready = {ticket: state is State.READY for ticket, state in self.open.items()}
+        ready = {ticket: state is TicketState.READY for ticket, state in self.open.items()}
         if ready != open_groups:
             differing = {
                 ticket
@@ -134,15 +137,15 @@ class Ledger:
         ledger = cls(
             next_ticket=state["next_ticket"],
             totals=Counter(state["totals"]),
-            open={int(ticket): State(value) for ticket, value in state["open"].items()},
+            open={int(ticket): TicketState(value) for ticket, value in state["open"].items()},
             step=Counter(state["step"]),
         )
         for ticket, ticket_state in ledger.open.items():
-            if ticket_state is State.RUNNING:
-                ledger.open[ticket] = State.ISSUED
+            if ticket_state is TicketState.RUNNING:
+                ledger.open[ticket] = TicketState.ISSUED
         return ledger
 
-    def _check(self, ticket: int, to: State | Fate) -> None:
+    def _check(self, ticket: int, to: TicketState | Outcome) -> None:
         if ticket not in self.open:
             raise DapoError(f"ledger: ticket {ticket} is not open, it cannot become {to.value}")
         now = self.open[ticket]

@@ -60,7 +60,7 @@ def _grading_metrics(collected: Collected) -> dict[str, float]:
     """Return the number of failed gradings by cause, and of completions without an answer, in
     total and per data set that has any."""
     metrics = {f"grading/{outcome}": 0.0 for outcome in OUTCOMES}
-    for (source, outcome), count in collected.outcomes.items():
+    for (source, outcome), count in collected.gradings.items():
         if outcome in OUTCOMES:
             metrics[f"grading/{outcome}"] += count
             metrics[f"grading/{source}/{outcome}"] = float(count)

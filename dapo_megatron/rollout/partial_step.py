@@ -34,7 +34,7 @@ def batching_keys(config: Config) -> dict[str, Any]:
 
 
 @dataclass
-class OpenStep:
+class PartialStep:
     """A rollout step in progress. All fields are empty between two steps."""
 
     train: list[Group] | None = None
@@ -67,7 +67,7 @@ class OpenStep:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any] | None, config: Config) -> OpenStep:
+    def from_state(cls, state: Mapping[str, Any] | None, config: Config) -> PartialStep:
         """Return the step that `state` describes.
 
         Raises ConfigError naming each batching key that has changed since.

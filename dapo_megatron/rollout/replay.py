@@ -17,7 +17,7 @@ from typing import Any
 
 from dapo_megatron.files import parse_json
 from dapo_megatron.rollout.serialization import group_from_json
-from dapo_megatron.types import Collected, ConfigError, DataError, Fate, Group, SyncReport
+from dapo_megatron.types import Collected, ConfigError, DataError, Group, Outcome, SyncReport
 
 
 def check_recorded(recorded: Path, own: Path) -> None:
@@ -45,19 +45,19 @@ class Replay:
         naming the line that is not a group.
         """
         ended = self._read(version + 1)
-        train = [group for group, fate in ended if fate is Fate.TRAINED]
-        decided = [group for group, fate in ended if fate is not Fate.EXPIRED]
+        train = [group for group, outcome in ended if outcome is Outcome.TRAINED]
+        decided = [group for group, outcome in ended if outcome is not Outcome.EXPIRED]
         if not train:
             raise DataError(f"{self._path(version + 1)}: no group was trained on in this step")
         on_progress(len(train))
-        fates = Counter(fate.value for _, fate in ended)
+        counts = Counter(outcome.value for _, outcome in ended)
         return Collected(
             train=train,
             ended=ended,
             decided=decided,
             version=version,
-            counts={"issued": 0, **{fate.value: fates[fate.value] for fate in Fate}},
-            outcomes=Counter(),
+            counts={"issued": 0, **{outcome.value: counts[outcome.value] for outcome in Outcome}},
+            gradings=Counter(),
             keep_rate=len(train) / len(decided),
             interrupted=0,
             grade_seconds=0.0,
@@ -74,7 +74,7 @@ class Replay:
     def _path(self, step: int) -> Path:
         return self._run_folder / "samples" / f"step_{step:06d}.jsonl"
 
-    def _read(self, step: int) -> list[tuple[Group, Fate]]:
+    def _read(self, step: int) -> list[tuple[Group, Outcome]]:
         """Return the groups that ended in `step`, in file order."""
         path = self._path(step)
         if not path.exists():
@@ -122,9 +122,9 @@ class NoSync:
         """Do nothing: the policy always has the accelerator."""
 
 
-def _group(line: str, where: str) -> tuple[Group, Fate]:
+def _group(line: str, where: str) -> tuple[Group, Outcome]:
     try:
         value = parse_json(line)
-        return group_from_json(value), Fate(value["fate"])
+        return group_from_json(value), Outcome(value["fate"])
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{where}: not a recorded group ({error!r})") from error

@@ -16,13 +16,13 @@ from torch import Tensor
 from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.algo.schedule import warmup_lr
 from dapo_megatron.bridge.sync import WeightSync
-from dapo_megatron.checkpoints import Checkpoints
-from dapo_megatron.checkpoints.formats.file import TensorInfo
-from dapo_megatron.checkpoints.formats.folder import copy_companions
+from dapo_megatron.checkpoints import CheckpointSaver
 from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store, blocks
-from dapo_megatron.cluster.instruments import Instruments, MemoryMeter, Timeline
+from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
+from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.cluster.stop import Stop
 from dapo_megatron.cluster.watchdog import Watchdog
@@ -42,7 +42,7 @@ from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.estimate import save_estimate
 from dapo_megatron.plan.layout import row_multiple, sequence_multiple
-from dapo_megatron.protocols import LossFn, Parts, Planner, Policy, RolloutEngine
+from dapo_megatron.protocols import LossFn, MicrobatchPlanner, Parts, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rewards.registry import user_function
 from dapo_megatron.rollout.coordinator import Coordinator
@@ -117,7 +117,7 @@ def load_prompts(config: Config) -> Prompts:
     return Prompts(train, evaluation, notes)
 
 
-def planner(policy: PolicyConfig, train: TrainConfig) -> Planner:
+def planner(policy: PolicyConfig, train: TrainConfig) -> MicrobatchPlanner:
     """Return the function that splits a batch into micro-batches that this layout can run."""
     return partial(
         plan_microbatches,
@@ -292,7 +292,7 @@ def build_parts(
     prompts: Prompts,
     *,
     recorder: RunRecorder | SilentRecorder,
-    instruments: Instruments,
+    instruments: StepInstruments,
     check_stop: Callable[[], float],
 ) -> Parts:
     """Build the loop's parts. `check_stop` raises Stopped on all ranks if any of them received a
@@ -332,7 +332,7 @@ def build_replay(
     recorded: Path,
     *,
     recorder: RunRecorder | SilentRecorder,
-    instruments: Instruments,
+    instruments: StepInstruments,
     check_stop: Callable[[], float],
 ) -> Parts:
     """Build the loop's parts for training on the rollouts recorded in the run folder `recorded`.
@@ -357,10 +357,10 @@ def build_replay(
 
 def build_instruments(
     config: Config, ranks: Ranks, recorder: RunRecorder | SilentRecorder, watchdog: Watchdog
-) -> Instruments:
+) -> StepInstruments:
     """Build the timers and meters of this rank."""
-    timeline = Timeline(ranks, config.tracking.timeline_every, recorder.timeline)
-    return Instruments(watchdog, MemoryMeter(ranks), timeline)
+    timeline = TimelineRecorder(ranks, config.tracking.timeline_every, recorder.timeline)
+    return StepInstruments(watchdog, MemoryMeter(ranks), timeline)
 
 
 def _checkpoints(
@@ -369,8 +369,8 @@ def _checkpoints(
     policy: Policy,
     folder: RunFolder,
     recorder: RunRecorder | SilentRecorder,
-) -> Checkpoints:
-    return Checkpoints(
+) -> CheckpointSaver:
+    return CheckpointSaver(
         config,
         folder.checkpoints,
         ranks,

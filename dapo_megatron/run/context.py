@@ -64,7 +64,7 @@ def open_context(config: Config, *, with_folder: bool) -> Iterator[RunContext]:
         signal.signal(signal.SIGTERM, _interrupt)
     try:
         claim(int(os.environ.get("LOCAL_RANK", rank)))
-        ranks = join(backend(), watchdog.beat)
+        ranks = join(backend(), watchdog.record_activity)
         source = None
         if with_folder:
             source = _open_folder(folder, config.resume, ranks)

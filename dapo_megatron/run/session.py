@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.checkpoints import read_state, restoring
 from dapo_megatron.cluster import exit_reason
-from dapo_megatron.cluster.attempt import begin_attempt, end_attempt
+from dapo_megatron.cluster.attempt import end_attempt, start_attempt
 from dapo_megatron.cluster.collectives import on_rank0
 from dapo_megatron.cluster.launch import started_at
 from dapo_megatron.config import Config
@@ -27,7 +27,7 @@ from dapo_megatron.run.libraries import import_libraries
 from dapo_megatron.types import CheckpointError, DapoError, Fenced, Phase, Stopped
 
 if TYPE_CHECKING:
-    from dapo_megatron.cluster.instruments import Instruments
+    from dapo_megatron.cluster.instruments import StepInstruments
     from dapo_megatron.protocols import Parts
     from dapo_megatron.tracking.recorder import RunRecorder, SilentRecorder
 
@@ -42,7 +42,7 @@ def train(config: Config, replay: Path | None = None) -> None:
 
 def _train(context: RunContext, replay: Path | None) -> None:
     from dapo_megatron import loop
-    from dapo_megatron.rollout.partial_step import OpenStep
+    from dapo_megatron.rollout.partial_step import PartialStep
     from dapo_megatron.run import build
     from dapo_megatron.run.record import open_recorder
 
@@ -58,8 +58,8 @@ def _train(context: RunContext, replay: Path | None) -> None:
                 f"ledger. Continue with --replay {state['coordinator']['replay']}, or use the "
                 "checkpoint as model.path"
             )
-        open_step = OpenStep.from_state(state and state.get("open_step"), config)
-    on_rank0(ranks, lambda: begin_attempt(folder.attempts, progress.step))
+        partial_step = PartialStep.from_state(state and state.get("open_step"), config)
+    on_rank0(ranks, lambda: start_attempt(folder.attempts, progress.step))
     recorder = open_recorder(
         config,
         ranks,
@@ -86,7 +86,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
         context.stop.hold()
         try:
             with context.watchdog.phase(Phase.OTHER):
-                progress = loop.train(config, parts, progress, open_step, started=started)
+                progress = loop.train(config, parts, progress, partial_step, started=started)
         except Stopped:
             at_end.callback(ranks.barrier)
             raise
@@ -99,7 +99,7 @@ def _train(context: RunContext, replay: Path | None) -> None:
 def _live_parts(
     context: RunContext,
     recorder: RunRecorder | SilentRecorder,
-    instruments: Instruments,
+    instruments: StepInstruments,
     stack: ExitStack,
 ) -> Parts:
     """Build the loop's parts for a run with engines. Register what must be closed on `stack`."""
@@ -114,7 +114,7 @@ def _live_parts(
         record.keep_tokenizer(config, folder, recorder)
     core = build.build_core(config, ranks, context.stop)
     stack.callback(core.close)
-    context.watchdog.tell("in flight", core.driver.in_flight)
+    context.watchdog.add_diagnostic("in flight", core.driver.in_flight)
     return build.build_parts(
         config,
         ranks,
@@ -130,7 +130,7 @@ def _live_parts(
 def _replay_parts(
     context: RunContext,
     recorder: RunRecorder | SilentRecorder,
-    instruments: Instruments,
+    instruments: StepInstruments,
     replay: Path,
 ) -> tuple[Config, Parts]:
     """Build the loop's parts for training on the rollouts recorded in `replay`. The weights may

@@ -1,6 +1,6 @@
 """Console output of a run: a header, a line per step, a summary.
 
-On a terminal, lines are coloured and a live panel (live.py) stays below them. Elsewhere, the output
+On a terminal, lines are colored and a live panel (live.py) stays below them. Elsewhere, the output
 is plain lines without control characters.
 """
 

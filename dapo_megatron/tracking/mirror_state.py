@@ -92,7 +92,7 @@ class Cursor:
     """Error of the last attempt to deliver, "" after a success."""
 
 
-class Row(NamedTuple):
+class MetricsRow(NamedTuple):
     """Metrics of a rollout step. `time` is in ms since the epoch."""
 
     step: int
@@ -157,7 +157,7 @@ class MirrorState:
         step = min([self.cursor.step, *(start["step"] or -1 for start in starts)])
         self.save(begun=self.number, offset=0, step=step, time=0)
 
-    def rows(self) -> tuple[list[Row], dict[str, int]]:
+    def rows(self) -> tuple[list[MetricsRow], dict[str, int]]:
         """Return the next rows of metrics.jsonl, and the cursor changes to apply after MLflow has
         received them."""
         cursor, starts, path = self.cursor, self.starts()[: self.number], self.folder / METRICS
@@ -165,7 +165,7 @@ class MirrorState:
         size, _ = stamp_of(path)
         if size < cursor.offset:  # truncated without a recorded start
             position = {"offset": 0, "step": -1, "time": 0}
-        rows: list[Row] = []
+        rows: list[MetricsRow] = []
         num_values = 0
         with path.open("rb") if size else nullcontext(io.BytesIO()) as file:
             file.seek(position["offset"])
@@ -181,7 +181,7 @@ class MirrorState:
 
     def _parse(
         self, line: bytes, position: dict[str, int], starts: list[dict[str, Any]]
-    ) -> Row | None:
+    ) -> MetricsRow | None:
         """Return the row of a line; None, with a log line, if the line is corrupt.
 
         A row's time is the beginning of its start plus the duration of the start's steps so far.
@@ -199,7 +199,9 @@ class MirrorState:
             return None
         time = max(position["time"], int(1000 * began[-1]) if began else 0)
         seconds = values.get("time/step", 0.0)
-        return Row(step, time + int(1000 * seconds) if math.isfinite(seconds) else time, values)
+        return MetricsRow(
+            step, time + int(1000 * seconds) if math.isfinite(seconds) else time, values
+        )
 
     def files(self, *, known: bool) -> Iterator[tuple[str, str, list[int]]]:
         """Yield (name, artifact folder, stamp) of each file that MLflow lacks. Files that were sent

@@ -25,8 +25,8 @@ from dapo_megatron.tracking.mirror_state import (
     PROVENANCE,
     REPORT,
     RUN_FILE,
+    MetricsRow,
     MirrorState,
-    Row,
     parameters,
     read_or_empty,
 )
@@ -190,7 +190,7 @@ class MlflowRun:
 
     # ------------------------------------------------------------------------ metrics
 
-    def metrics(self, rows: Sequence[Row]) -> None:
+    def metrics(self, rows: Sequence[MetricsRow]) -> None:
         """Send the metrics of some rollout steps."""
         from mlflow.entities import Metric
 

@@ -15,7 +15,7 @@ from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.mlflow_tracker import MlflowTracker
 from dapo_megatron.tracking.run_report import RunReport
 from dapo_megatron.tracking.samples import write_policy, write_samples
-from dapo_megatron.types import Completion, Group, Inspected
+from dapo_megatron.types import Completion, Group, SequenceDiagnostics
 
 TERA = 1e12
 
@@ -95,7 +95,7 @@ class RunRecorder:
             self.speedometer.trained(lengths, num_scored)
 
     def samples(self, step: int, groups: Iterable[tuple[Group, str]]) -> None:
-        """Write the step's rollouts, each group with its fate. Disk errors are only warnings."""
+        """Write the step's rollouts, each group with its outcome. Disk errors are only warnings."""
         if self.samples_folder is None:
             return
         with self._warn_on_error(f"samples of step {step}"):
@@ -103,7 +103,7 @@ class RunRecorder:
             with self._warn_on_error(f"index entries of step {step}"):
                 index.write(self.samples_folder)
 
-    def inspected(self, step: int, sequences: Iterable[Inspected]) -> None:
+    def sequence_diagnostics(self, step: int, sequences: Iterable[SequenceDiagnostics]) -> None:
         """Write the policy's log-probs of the step's training sequences next to its rollouts. On a
         disk error, warn and continue."""
         if self.samples_folder is None:
@@ -178,7 +178,7 @@ class SilentRecorder:
     def _nothing(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    log = trained = samples = timeline = inspected = _nothing
+    log = trained = samples = timeline = sequence_diagnostics = _nothing
     ask_requests = note = finish = summary = _nothing
 
     def progress(self, num_groups: int) -> AbstractContextManager[Callable[[int], None]]:

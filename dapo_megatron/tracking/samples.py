@@ -24,7 +24,7 @@ from dapo_megatron.rollout.serialization import (
     rounded,
     significant,
 )
-from dapo_megatron.types import Completion, Group, Inspected, Verdict
+from dapo_megatron.types import Completion, Group, SequenceDiagnostics, Verdict
 
 LOGPROB_DECIMALS = 6
 """Decimal places of policy log-probs. On a CPU they normally differ from the engine's by 1e-6."""
@@ -54,7 +54,7 @@ def write_samples(
     """Write a step's groups, one per line with exact values; return the path and the unwritten
     index.
 
-    groups   (group, fate) of each group whose fate became final in the step (trained,
+    groups   (group, outcome) of each group whose outcome became final in the step (trained,
              all_correct, ...)
     reward   adds to each completion its `reward`: score plus length penalty, null without a grade
 
@@ -67,9 +67,9 @@ def write_samples(
         old.unlink(missing_ok=True)
     path, index = samples_path(folder, step), Index(step)
     with _open(path) as file:
-        for group, fate in groups:
+        for group, outcome in groups:
             line: dict[str, Any] = {
-                "fate": str(fate),
+                "fate": str(outcome),
                 "verdict": _verdict(group),
                 "versions": sorted({s.version for c in group.completions for s in c.segments}),
                 **group_to_json(group),
@@ -85,7 +85,7 @@ def write_samples(
 
 
 def write_policy(
-    folder: Path, step: int, sequences: Iterable[Inspected], num_detailed_groups: int
+    folder: Path, step: int, sequences: Iterable[SequenceDiagnostics], num_detailed_groups: int
 ) -> Path:
     """Write the policy's diagnostics of a step's sequences, one per line; return the path.
 

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from dapo_megatron.report.charts import CHARTS, columns_of
-from dapo_megatron.report.folder import Metrics, read_run
+from dapo_megatron.report.run_data import Metrics, read_run
 from tests.browser.chromium import READY
 from tests.browser.conftest import Open, write_report
 from tests.browser.reading import Json, metrics, payload, traces

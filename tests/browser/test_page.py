@@ -16,10 +16,10 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from dapo_megatron.report import command
-from dapo_megatron.report.folder import read_run
+from dapo_megatron.report.health_rules import findings
 from dapo_megatron.report.page import Options
 from dapo_megatron.report.provenance import facts
-from dapo_megatron.report.rules import findings
+from dapo_megatron.report.run_data import read_run
 from tests.browser.chromium import READY, Watched
 from tests.browser.conftest import Open, write_report
 from tests.browser.reading import metrics, payload, traces
@@ -81,7 +81,7 @@ def test_both_themes(recorded: Path, open_page: Open, screenshot: Keep, theme: s
 
 
 def _brightness(page: Page, what: str) -> float:
-    """Relative luminance of a colour of the body, as WCAG 2 has it."""
+    """Relative luminance of a color of the body, as WCAG 2 has it."""
     text = page.evaluate(f"getComputedStyle(document.body).{what}")
     shares = [int(part) / 255 for part in re.findall(r"\d+", text)[:3]]
     red, green, blue = (

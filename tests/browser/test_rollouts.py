@@ -38,7 +38,7 @@ def head(page: Page, name: str) -> Locator:
 
 
 def depths(viewer: Locator) -> list[float]:
-    """How deep the colour of each token is, in percent."""
+    """How deep the color of each token is, in percent."""
     texts = viewer.locator("[data-at]").evaluate_all(
         "all => all.map(one => one.style.getPropertyValue('--depth'))"
     )
@@ -167,7 +167,7 @@ def test_a_completion_is_shown_to_the_letter(
     screenshot(page, "viewer")
 
 
-def test_colours_follow_the_figures(recorded: Path, recorded_run: Path, open_page: Open) -> None:
+def test_colors_follow_the_figures(recorded: Path, recorded_run: Path, open_page: Open) -> None:
     page = open_page(recorded)
     one = min(completions(recorded_run), key=lambda one: min(one["logprobs"]))
     viewer = open_completion(page, one["ticket"], one["sample"])
@@ -187,7 +187,7 @@ def test_colours_follow_the_figures(recorded: Path, recorded_run: Path, open_pag
     assert depths(viewer) == by_logprob
 
 
-def test_gaps_of_a_cpu_have_colours(recorded: Path, recorded_run: Path, open_page: Open) -> None:
+def test_gaps_of_a_cpu_have_colors(recorded: Path, recorded_run: Path, open_page: Open) -> None:
     page = open_page(recorded)
     every = {(one["ticket"], one["sample"]): one for one in completions(recorded_run)}
     gaps = {}
@@ -241,7 +241,7 @@ def test_the_keyboard_alone(recorded: Path, recorded_run: Path, open_page: Open)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_can_be_read_on_every_colour(
+def test_texts_can_be_read_on_every_color(
     recorded: Path, recorded_run: Path, open_page: Open, scheme: str
 ) -> None:
     page = open_page(recorded, color_scheme=scheme)

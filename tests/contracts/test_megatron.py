@@ -1,7 +1,7 @@
 """What this project leans on in Megatron-core beyond its documentation, one row each.
 
 `make test` holds the installed version to it, `make test-contracts` the next one, too: an upgrade
-fails here first, by name. Names come first (imports are read from our source), then behaviour,
+fails here first, by name. Names come first (imports are read from our source), then behavior,
 observed in two ranks on tiny models (megatron_probe.py).
 """
 
@@ -189,7 +189,7 @@ def test_arguments(path: str) -> None:
     check_arguments(path, *ARGUMENTS[path])
 
 
-# ---------------------------------------------------------------------------- behaviour, two ranks
+# ---------------------------------------------------------------------------- behavior, two ranks
 
 
 Ranks = list[dict[str, Any]]

@@ -1,6 +1,6 @@
-"""What this project leans on in vLLM beyond its documentation, one row each: names, then behaviour.
+"""What this project leans on in vLLM beyond its documentation, one row each: names, then behavior.
 
-Names that only a GPU uses are looked up as well; behaviour is that of the engine on this machine,
+Names that only a GPU uses are looked up as well; behavior is that of the engine on this machine,
 observed in one rank (vllm_probe.py). Weight loading by slices, sampling and log-probs have tests of
 their own: tests/parity/test_engine*.py.
 """
@@ -162,7 +162,7 @@ def test_experts_have_no_kernel_until_they_are_packed() -> None:
     assert "moe_kernel is not None" in inspect.getsource(find(EXPERT_METHOD))
 
 
-# ------------------------------------------------------------------- behaviour, one real engine
+# ------------------------------------------------------------------- behavior, one real engine
 
 
 @pytest.fixture(scope="module")

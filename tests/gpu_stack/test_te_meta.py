@@ -59,14 +59,14 @@ def test_every_family(recipe: str) -> None:
     check(cases)
 
 
-def test_a_shard_of_transformer_engines_own_tensor_is_dequantised() -> None:
+def test_a_shard_of_transformer_engines_own_tensor_is_dequantized() -> None:
     import torch
     from transformer_engine.pytorch import DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
     from dapo_megatron.policy.fp8 import is_quantized
     from dapo_megatron.policy.shards import QuantizedShard, shard_of
-    from dapo_megatron.types import Piece, Region
+    from dapo_megatron.types import Region, TensorSlice
 
     values = torch.tensor([[1.0, 1.5], [-2.0, 0.25], [448.0, 0.0]])
     tensor = Float8Tensor(
@@ -79,8 +79,8 @@ def test_a_shard_of_transformer_engines_own_tensor_is_dequantised() -> None:
         device=torch.device("cpu"),
     )
     parameter = torch.nn.Parameter(tensor)
-    piece = Piece("a", (2, 2), torch.bfloat16, Region((0, 0), (2, 2)))
-    shard = shard_of(piece, parameter, slice(1, 3))
+    tensor_slice = TensorSlice("a", (2, 2), torch.bfloat16, Region((0, 0), (2, 2)))
+    shard = shard_of(tensor_slice, parameter, slice(1, 3))
     assert is_quantized(parameter) and isinstance(shard, QuantizedShard)
     read = shard.read()
     assert read.dtype == torch.bfloat16 and not is_quantized(read) and not read.requires_grad

@@ -18,13 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dapo_megatron.checkpoints.formats.compare import compare
-from dapo_megatron.checkpoints.formats.file import TensorInfo
-from dapo_megatron.checkpoints.formats.folder import copy_companions, publish
 from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout, MegatronWriter
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store, StoreWriter, blocks, fill, read_into
-from dapo_megatron.model import Place, architecture, hf_tensors, layout_of
+from dapo_megatron.checkpoints.formats.tensor_file import TensorInfo
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions, publish
+from dapo_megatron.model import ChunkPlace, architecture, hf_tensors, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import whole
 
@@ -173,7 +173,7 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def training_checkpoint(
-    source: Store, folder: Path, places: Mapping[int, list[Place]], *, fused: bool = False
+    source: Store, folder: Path, places: Mapping[int, list[ChunkPlace]], *, fused: bool = False
 ) -> Path:
     """As policy/checkpoint.py writes it: `places` gives the chunks of each rank."""
     folder.mkdir(parents=True)
@@ -182,8 +182,11 @@ def training_checkpoint(
         tensors: dict[str, torch.Tensor] = {"optimizer/x[0:3]/exp_avg": torch.ones(3)}
         tensors["rng/cpu"] = torch.get_rng_state()
         for number, place in enumerate(chunks):
-            slots = layout_of(source.arch, place, fused=fused)
-            params = {name: torch.zeros(slot.shape) for name, slot in slots.items()}
+            local_parameters = layout_of(source.arch, place, fused=fused)
+            params = {
+                name: torch.zeros(local_parameter.shape)
+                for name, local_parameter in local_parameters.items()
+            }
             read_into(source, shards_of(params, source.arch, place))
             prefix = f"model/chunk_{number}." if len(chunks) > 1 else "model/"
             tensors.update({prefix + name: value for name, value in params.items()})

@@ -149,13 +149,14 @@ def offer(whole: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch
 
 
 def arrivals(
-    pieces: Sequence[Any], whole: Mapping[str, Tensor], seed: int = 0
+    tensor_slices: Sequence[Any], whole: Mapping[str, Tensor], seed: int = 0
 ) -> Iterator[tuple[str, list[tuple[Any, Tensor]]]]:
-    """The slices of `pieces`, and nothing else of `whole`, tensor by tensor in a random order; in
-    memory that is spoilt once the next one is asked for, as protocols.RolloutEngine allows."""
+    """The slices of `tensor_slices`, and nothing else of `whole`, tensor by tensor in a random
+    order; in memory that is spoilt once the next one is asked for, as protocols.RolloutEngine
+    allows."""
     regions: dict[str, list[Any]] = {}
-    for piece in pieces:
-        regions.setdefault(piece.name, []).append(piece.region)
+    for tensor_slice in tensor_slices:
+        regions.setdefault(tensor_slice.name, []).append(tensor_slice.region)
     names = sorted(regions)
     random.Random(seed).shuffle(names)
     for name in names:
@@ -168,7 +169,7 @@ def arrivals(
 def sync(engine: Any, model: PreTrainedModel, version: int) -> None:
     """Give `engine` the weights of `model`."""
     whole = weights(model)
-    engine.receive(arrivals(engine.wanted(offer(whole)), whole, seed=version), version)
+    engine.receive(arrivals(engine.needed_slices(offer(whole)), whole, seed=version), version)
 
 
 def forget(engine: Any) -> list[str]:

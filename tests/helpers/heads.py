@@ -34,7 +34,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HeadResult:
     logp: Tensor
     entropy: Tensor
     grad_hidden: Tensor
@@ -54,7 +54,7 @@ def make_head(
     )
 
 
-def plain(head: Head, whole: torch.dtype = torch.float64) -> Outcome:
+def plain(head: Head, whole: torch.dtype = torch.float64) -> HeadResult:
     """torch's own log_softmax of whole logits; `whole` is the dtype it is computed in."""
     hidden = head.hidden.detach().clone().requires_grad_()
     weight = head.weight.detach().clone().requires_grad_()
@@ -72,7 +72,7 @@ def ours(
     num: int | None = None,
     group: dist.ProcessGroup | None = None,
     by: vocab_parallel.Head = "torch",
-) -> Outcome:
+) -> HeadResult:
     hidden = head.hidden.detach().clone().requires_grad_()
     weight = head.weight.detach().clone().requires_grad_()
     logp, entropy = linear_logprobs(
@@ -90,9 +90,9 @@ def ours(
     return outcome(logp, entropy, hidden, weight)
 
 
-def outcome(logp: Tensor, entropy: Tensor, hidden: Tensor, weight: Tensor) -> Outcome:
+def outcome(logp: Tensor, entropy: Tensor, hidden: Tensor, weight: Tensor) -> HeadResult:
     assert hidden.grad is not None and weight.grad is not None
-    return Outcome(logp.detach(), entropy.detach(), hidden.grad, weight.grad)
+    return HeadResult(logp.detach(), entropy.detach(), hidden.grad, weight.grad)
 
 
 def padded(head: Head, rows: int, value: float = 7.0) -> Head:
@@ -100,9 +100,9 @@ def padded(head: Head, rows: int, value: float = 7.0) -> Head:
     return replace(head, weight=torch.nn.functional.pad(head.weight, (0, 0, 0, rows), value=value))
 
 
-def assert_equal(found: Outcome, wanted: Outcome, tolerance: float) -> None:
+def assert_equal(found: HeadResult, wanted: HeadResult, tolerance: float) -> None:
     """Of gradients too the absolute error counts, against their largest element."""
-    for name in Outcome.__dataclass_fields__:
+    for name in HeadResult.__dataclass_fields__:
         left, right = getattr(found, name).double(), getattr(wanted, name).double()
         scale = max(1.0, float(right.abs().max())) if right.numel() else 1.0
         torch.testing.assert_close(

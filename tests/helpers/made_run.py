@@ -21,13 +21,20 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models
 
-from dapo_megatron.cluster.heartbeat import Pulse, State
-from dapo_megatron.cluster.heartbeat import write as write_pulse
+from dapo_megatron.cluster.heartbeat import Heartbeat, RankState, write_heartbeat
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.files import write_json
 from dapo_megatron.tracking.samples import write_policy, write_samples
 from dapo_megatron.tracking.trackers import JsonlTracker
-from dapo_megatron.types import Completion, Finish, Grade, Group, Inspected, Prompt, Segment
+from dapo_megatron.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    Prompt,
+    Segment,
+    SequenceDiagnostics,
+)
 from tests.helpers.configs import REPOSITORY, tiny_config
 
 TOKENIZER = REPOSITORY / "model_configs" / "tiny_qwen3" / "tokenizer.json"
@@ -230,14 +237,14 @@ class _Writer:
             )
             self.ticket += 1
 
-    def _inspected(self, groups: Sequence[tuple[Group, str]]) -> Iterator[Inspected]:
+    def _inspected(self, groups: Sequence[tuple[Group, str]]) -> Iterator[SequenceDiagnostics]:
         """What a policy that is nearly the engine's says of each sequence trained on."""
         for group in (group for group, fate in groups if fate == "trained"):
             scores = [one.grade.score for one in group.completions if one.grade]
             mean, spread = fmean(scores), pstdev(scores) or 1.0
             for one, score in zip(group.completions, scores):
                 gap, at = self.rng.uniform(1e-7, 2e-6), self.rng.randrange(NUM_NOISE)
-                yield Inspected(
+                yield SequenceDiagnostics(
                     ticket=group.ticket,
                     sample=one.sample,
                     advantage=(score - mean) / spread,
@@ -360,11 +367,13 @@ class _Writer:
 
     def _ends(self) -> None:
         run, last = self.run, self.run.num_steps
-        state = State.RUNNING if run.crashed or run.alive else State.ENDED
+        state = RankState.RUNNING if run.crashed or run.alive else RankState.ENDED
         now = time.time() + 60 if run.alive else BEGIN + 25 * last  # alive for a minute more
-        write_pulse(
+        write_heartbeat(
             self.folder,
-            Pulse(0, 1, ATTEMPT, "n0", 1, state, now, "update", last, 900.0, 0.1, "micro-batch 3"),
+            Heartbeat(
+                0, 1, ATTEMPT, "n0", 1, state, now, "update", last, 900.0, 0.1, "micro-batch 3"
+            ),
         )
         write_json(self.folder / ".owner", {"attempt": ATTEMPT})
         line = json.dumps({"attempt": ATTEMPT, "job": None, "step": 0, "time": BEGIN})

@@ -66,9 +66,12 @@ def _compare(arch: Any, policy: PolicyConfig, fused: bool) -> Found:
     actual, expected = set(), set()
     for number, chunk in enumerate(build_model(arch, policy, where=torch.device("meta"))):
         assert all(parameter.is_meta for parameter in chunk.parameters())
-        slots = layout_of(arch, place(chunk), fused=fused)
+        local_parameters = layout_of(arch, place(chunk), fused=fused)
         actual |= {(number, name, tuple(p.shape)) for name, p in chunk.named_parameters()}
-        expected |= {(number, name, slot.shape) for name, slot in slots.items()}
+        expected |= {
+            (number, name, local_parameter.shape)
+            for name, local_parameter in local_parameters.items()
+        }
     parallel_state.destroy_model_parallel()
     return sorted(actual ^ expected), len(actual)
 

@@ -71,8 +71,8 @@ def flip_bit(name: str) -> Callable[[Any], None]:
     """The lowest bit of the first element of a tensor that the engine keeps as it is (a norm)."""
 
     def flip(engine: Any) -> None:
-        for piece, value in engine.held():
-            if piece.name == name:
+        for tensor_slice, value in engine.read_back():
+            if tensor_slice.name == name:
                 value.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
     return flip

@@ -10,7 +10,7 @@ from dapo_megatron.types import ConfigError
 
 def _reason() -> str:
     try:
-        sandbox.lacking()
+        sandbox.missing_layers()
     except ConfigError as error:
         return f"tests/sandbox/install.sh: {error}"
     return ""

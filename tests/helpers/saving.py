@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dapo_megatron.checkpoints import Checkpoints
+from dapo_megatron.checkpoints import CheckpointSaver
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.policy.checkpoint import Snapshot
+from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.run.folder import RunFolder
 from tests.helpers.configs import tiny_config
 
@@ -20,10 +20,10 @@ RANK_FILE = "rank_00000.safetensors"
 KIB, MIB = 2**10, 2**20
 
 
-def part(num_bytes: int = 8 * KIB, name: str = RANK_FILE) -> Snapshot:
+def part(num_bytes: int = 8 * KIB, name: str = RANK_FILE) -> PolicySnapshot:
     """What a policy hands over, of so many bytes."""
     tensors = {f"model/{number}": torch.rand(num_bytes // 16) for number in range(4)}
-    return Snapshot(name, tensors, {})
+    return PolicySnapshot(name, tensors, {})
 
 
 @dataclass
@@ -31,16 +31,16 @@ class OnTheWay:
     """A part that does something else just before it is written."""
 
     action: Callable[[], object]
-    inner: Snapshot = field(default_factory=part)
+    inner: PolicySnapshot = field(default_factory=part)
     num_bytes: int = 0
 
     @property
-    def sums(self) -> Mapping[str, str]:
-        return dict(self.inner.sums)
+    def checksums(self) -> Mapping[str, str]:
+        return dict(self.inner.checksums)
 
-    def __call__(self, folder: Path) -> None:
+    def write(self, folder: Path) -> None:
         self.action()
-        self.inner(folder)
+        self.inner.write(folder)
 
 
 class TextExport:
@@ -70,7 +70,7 @@ class Run:
         self.notes: list[str] = []
         self.part: Any = None
         keys = {f"checkpoint__{key}": value for key, value in settings.items()}
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CheckpointSaver(
             tiny_config(train__rollout_steps=60, **keys),
             self.folder.checkpoints,
             ALONE,
@@ -85,7 +85,7 @@ class Run:
     def save(self, step: int, part: Any = None, **state: Any) -> Path:
         """And wait for it."""
         self.part = part
-        self.checkpoints.save(step, {"step": step, **state})()
+        self.checkpoints.commit(step, {"step": step, **state})()
         self.checkpoints.wait()
         return self.folder.checkpoints / f"step_{step:06d}"
 

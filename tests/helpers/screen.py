@@ -17,7 +17,7 @@ CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
 
 
 class Screen:
-    """The lines of a terminal that was sent some text: colours are dropped, the cursor moves. Lines
+    """The lines of a terminal that was sent some text: colors are dropped, the cursor moves. Lines
     longer than the terminal are not folded: nothing that is looked at here may have any."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.checkpoints.formats.folder import copy_companions
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
 from dapo_megatron.cluster.ranks import Ranks
 from tests.helpers.batches import random_batch
 from tests.helpers.losses import loss_with
@@ -25,6 +25,6 @@ def save(policy: Any, exchange: Ranks, model: Path, folder: Path) -> Path:
         folder.mkdir(parents=True)
         copy_companions(model, folder)
     exchange.barrier()
-    policy.snapshot()(folder)
+    policy.snapshot().write(folder)
     exchange.barrier()
     return folder

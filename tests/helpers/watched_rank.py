@@ -21,7 +21,7 @@ from dapo_megatron.cluster.watchdog import Watchdog
 def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> None:
     watch = Watchdog(folder, rank, world_size, {"start": 60.0, "generate": 30.0, "update": limit})
     watch.start()
-    watch.tell("requests in flight", lambda: f"{rank + 7} of them")
+    watch.add_diagnostic("requests in flight", lambda: f"{rank + 7} of them")
 
     def at_hang() -> None:
         (folder / f"noted_{rank}").touch()
@@ -30,11 +30,11 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
     watch.at_hang = at_hang
 
     def exchange(number: int) -> None:
-        watch.beat(f"all_gather {number}")
+        watch.record_activity(f"all_gather {number}")
         (folder / f"exchange_{number}_{rank}").touch()
         while not all((folder / f"exchange_{number}_{one}").exists() for one in range(world_size)):
             time.sleep(0.02)
-        watch.beat(f"all_gather {number} done")
+        watch.record_activity(f"all_gather {number} done")
 
     if fault == "torch":
         reduce_for_ever(watch, folder, rank, world_size)
@@ -55,12 +55,12 @@ def main(folder: Path, rank: int, world_size: int, limit: float, fault: str) -> 
                 if fault == "slow":
                     for part in range(30):
                         time.sleep(limit / 10)
-                        watch.beat(f"part {part}")
+                        watch.record_activity(f"part {part}")
                 if fault == "end":
                     watch.close()
                     return
             time.sleep(0.05)
-            watch.beat(f"micro-batch {step}")
+            watch.record_activity(f"micro-batch {step}")
             exchange(step)
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints import Checkpoints, fault_of
-from dapo_megatron.checkpoints.formats.folder import copy_companions
+from dapo_megatron.checkpoints import CheckpointSaver, fault_of
 from dapo_megatron.checkpoints.formats.open import open_store
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
 from dapo_megatron.types import CheckpointError, StepStats
@@ -87,10 +87,10 @@ def run(rank: int, world_size: int, models: Path, root: Path) -> dict[str, Any]:
     }
 
 
-def saver(exchange: Ranks, config: Config, policy: Any, folder: Path) -> Checkpoints:
+def saver(exchange: Ranks, config: Config, policy: Any, folder: Path) -> CheckpointSaver:
     from dapo_megatron.run.build import HfExport
 
-    return Checkpoints(
+    return CheckpointSaver(
         config,
         folder,
         exchange,
@@ -105,7 +105,7 @@ def save_and_load(exchange: Ranks, models: Path, root: Path, layout: str) -> Any
     policy = build(models, layout, exchange)
     update(policy, 0)
     checkpoints = saver(exchange, config_of(models, layout), policy, root / layout)
-    publish = checkpoints.save(STEP, {})
+    publish = checkpoints.commit(STEP, {})
     saved = weights(policy)
     publish()
     went_on = two_updates(policy)  # while it is written

@@ -1,4 +1,4 @@
-"""An engine that slept, and one that quantises: after each sync they compute with what they were
+"""An engine that slept, and one that quantizes: after each sync they compute with what they were
 sent, and with nothing else.
 
 On CPU vLLM keeps the memory of an engine asleep. What a GPU would lose is spoilt here by hand
@@ -36,7 +36,7 @@ from tests.helpers.ranks import run_ranks
 
 NUM_SYNCS = 3
 FP8_GAP = 1.5
-"""Of any token, in FP8 against HF in float32. Random weights quantise badly: 0.86 was seen."""
+"""Of any token, in FP8 against HF in float32. Random weights quantize badly: 0.86 was seen."""
 Seen = dict[str, Any]
 FP8 = {"policy__precision": "bfloat16", "engine__quantization": "fp8"}
 # name of the engine: (family, overrides of the model's config, overrides of the run's).
@@ -80,13 +80,13 @@ def _turns(engine: Any, folder: Path, overrides: Seen) -> Seen:
             seen["lost"] = forget(engine)
             seen["refused"].append(_said(lambda: engine.submit(requests([0]))))
             seen["refused"].append(_said(lambda: engine.receive([], 1)))
-        pieces = engine.wanted(offered)  # asked of an engine asleep, as in a run
+        tensor_slices = engine.needed_slices(offered)  # asked of an engine asleep, as in a run
         engine.wake_weights()
         engine.wake_weights()
-        engine.receive(arrivals(pieces, sent, seed=version), version)
+        engine.receive(arrivals(tensor_slices, sent, seed=version), version)
         if sleeps:
             seen["refused"].append(_said(lambda: engine.score([[4, 5]])))
-        unread = {piece.name for piece, value in engine.held() if value is None}
+        unread = {tensor_slice.name for tensor_slice, value in engine.read_back() if value is None}
         seen["unread"].append(sorted(unread))
         engine.wake_cache()
         if sleeps:
@@ -105,21 +105,21 @@ def _gap(engine: Any, model: Any) -> float:
 
 
 def _wrong(engine: Any, sent: Mapping[str, Tensor]) -> list[str]:
-    """Tensors in quantised layers whose numbers are not those of `sent`, as far as FP8 can tell."""
-    (layers,) = engine._llm.apply_model(_dequantised)
+    """Tensors in quantized layers whose numbers are not those of `sent`, as far as FP8 can tell."""
+    (layers,) = engine._llm.apply_model(_dequantized)
     loads = [load for load in engine._receiver.loads if load.path in layers]
     assert bool(loads) == bool(layers)
     wrong = []
     for load in loads:
-        whole = sent[load.piece.name][load.piece.region.slices].float()
+        whole = sent[load.tensor_slice.name][load.tensor_slice.region.slices].float()
         value = layers[load.path][load.target.region.slices]
         allowed = whole.abs() / 16 + layers[load.path].abs().max() / 448
         if not ((value - whole).abs() <= allowed).all():
-            wrong.append(load.piece.name)
+            wrong.append(load.tensor_slice.name)
     return wrong
 
 
-def _dequantised(model: torch.nn.Module) -> dict[str, Tensor]:
+def _dequantized(model: torch.nn.Module) -> dict[str, Tensor]:
     values = {}
     for path, module in model.named_modules():
         if (scale := getattr(module, "weight_scale_inv", None)) is not None:
@@ -130,13 +130,13 @@ def _dequantised(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _stale(engine: Any, folder: Path) -> Seen:
-    """Syncs in which vLLM is kept from handing on what it quantised: all, or the scales alone."""
+    """Syncs in which vLLM is kept from handing on what it quantized: all, or the scales alone."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     plain = layerwise._copy_and_restore_kernel_tensors
     model = hf_model(folder)
     sent = _cast(weights(model), torch.bfloat16)
-    pieces = engine.wanted(offer(sent))
+    tensor_slices = engine.needed_slices(offer(sent))
 
     def none(layer: Any, info: Any) -> None:
         layerwise._place_kernel_tensors(layer, info)
@@ -150,7 +150,7 @@ def _stale(engine: Any, folder: Path) -> Seen:
     seen: Seen = {}
     for name, fault in {"none": none, "no scales": no_scales}.items():
         layerwise._copy_and_restore_kernel_tensors = fault
-        seen[name] = _said(lambda: engine.receive(arrivals(pieces, sent), 9))
+        seen[name] = _said(lambda: engine.receive(arrivals(tensor_slices, sent), 9))
         layerwise._copy_and_restore_kernel_tensors = plain
         if not seen[name]:
             seen[f"gap, {name}"] = _gap(engine, model)
@@ -160,7 +160,7 @@ def _stale(engine: Any, folder: Path) -> Seen:
 
 
 def _run(rank: int, folder: Path) -> Seen:
-    """Turns of a real policy, all of which leaves, and a quantised engine, as in a run."""
+    """Turns of a real policy, all of which leaves, and a quantized engine, as in a run."""
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.run import build
 
@@ -183,11 +183,11 @@ def _run(rank: int, folder: Path) -> Seen:
         seen["lengths"] = [len(one.tokens) for one in results.values()]
     engine.sleep()
     policy.onload()
-    seen["stale"] = _said(lambda: _without_quantising(lambda: sync(NUM_SYNCS)))
+    seen["stale"] = _said(lambda: _without_quantizing(lambda: sync(NUM_SYNCS)))
     return seen
 
 
-def _without_quantising(call: Any) -> None:
+def _without_quantizing(call: Any) -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
     plain = layerwise._copy_and_restore_kernel_tensors
@@ -260,11 +260,11 @@ def test_numbers_that_are_none_in_the_kv_cache_would_spread(alone: Seen) -> None
         assert all(one.endswith(".kv_cache") for one in alone[name]["lost"])
 
 
-def test_a_quantised_engine_computes_with_what_it_was_sent_last(
+def test_a_quantized_engine_computes_with_what_it_was_sent_last(
     alone: Seen, pairs: list[Seen]
 ) -> None:
-    quantised = [alone["qwen3, fp8"], *(seen["qwen2, fp8"] for seen in pairs)]
-    for seen in quantised:
+    quantized = [alone["qwen3, fp8"], *(seen["qwen2, fp8"] for seen in pairs)]
+    for seen in quantized:
         _check(seen, FP8_GAP)
         for unread in seen["unread"]:
             assert "model.layers.0.mlp.gate_proj.weight" in unread
@@ -272,11 +272,11 @@ def test_a_quantised_engine_computes_with_what_it_was_sent_last(
     assert pairs[0]["qwen2, fp8"]["gaps"] == pairs[1]["qwen2, fp8"]["gaps"]
 
 
-def test_a_layer_that_is_not_quantised_anew_is_named(alone: Seen) -> None:
+def test_a_layer_that_is_not_quantized_anew_is_named(alone: Seen) -> None:
     assert alone["stale"]["none"].startswith("model.layers.0.self_attn.qkv_proj.weight: not quant")
 
 
-def test_turns_of_a_policy_that_leaves_and_an_engine_that_quantises(tmp_path: Path) -> None:
+def test_turns_of_a_policy_that_leaves_and_an_engine_that_quantizes(tmp_path: Path) -> None:
     first, second = run_ranks(_run, 2, make_random_model("qwen3", tmp_path))
     for seen in (first, second):
         assert [report.version for report in seen["reports"]] == [*range(NUM_SYNCS)]
@@ -301,7 +301,7 @@ def test_wrong_scales_are_seen_by_the_log_probs(alone: Seen) -> None:
 def test_what_a_part_needs_is_itself_and_what_cannot_be_woken_alone() -> None:
     from vllm.device_allocator import DEFERRABLE_TAGS, AllocationData
 
-    assert set(memory.PARTS) == set(DEFERRABLE_TAGS)
+    assert set(memory.MEMORY_TAGS) == set(DEFERRABLE_TAGS)
     sizes = {"weights": 1, "kv_cache": 10, "workspace": 100, "runtime": 1000}
     asleep = [AllocationData((0, n, 0, 0), tag, is_asleep=True) for tag, n in sizes.items()]
     awake = [AllocationData((0, 10_000, 0, 0), tag) for tag in sizes]
@@ -319,7 +319,7 @@ def test_graphs_are_of_the_kernels_that_run_without_them() -> None:
     assert graphs.max_cudagraph_capture_size == 96
 
 
-def test_fp8_is_a_way_to_quantise_that_vllm_has() -> None:
+def test_fp8_is_a_way_to_quantize_that_vllm_has() -> None:
     from vllm.config.quantization import _ONLINE_SHORTHANDS
 
     ways = _ONLINE_SHORTHANDS[device.FP8]

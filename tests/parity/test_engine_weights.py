@@ -81,7 +81,7 @@ def _synced(engine: Any, folder: Path, overrides: Seen) -> Seen:
     model = hf_model(folder)
     seen: Seen = {"gaps": [], "scores": [], "differ": []}
     before = run(engine, requests(range(6)))
-    seen["pieces"] = engine.wanted(offer(_cast(weights(model), dtype)))
+    seen["pieces"] = engine.needed_slices(offer(_cast(weights(model), dtype)))
     seen["undisturbed"] = run(engine, requests(range(6))) == before
     seen["gaps"].append(gap(model, requests(range(6)), before))
     for version in range(1, NUM_SYNCS + 1):
@@ -93,7 +93,7 @@ def _synced(engine: Any, folder: Path, overrides: Seen) -> Seen:
         seen["differ"].append(_differing(engine, sent))
         seen["scores"].append(_score_gap(engine, model))
         seen["undisturbed"] &= run(engine, requests(range(6))) == results
-    seen["held"] = [piece for piece, _ in engine.held()]
+    seen["held"] = [tensor_slice for tensor_slice, _ in engine.read_back()]
     seen["version"] = {part.version for one in results.values() for part in one.segments}
     return seen
 
@@ -105,11 +105,11 @@ def _cast(whole: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def _differing(engine: Any, sent: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that the engine does not compute with as they were sent, to the bit."""
     return [
-        piece.name
-        for piece, value in engine.held()
+        tensor_slice.name
+        for tensor_slice, value in engine.read_back()
         if value is None
-        or value.dtype != sent[piece.name].dtype
-        or not torch.equal(value, sent[piece.name][piece.region.slices])
+        or value.dtype != sent[tensor_slice.name].dtype
+        or not torch.equal(value, sent[tensor_slice.name][tensor_slice.region.slices])
     ]
 
 
@@ -137,7 +137,7 @@ def _without_packing(engine: Any, folder: Path) -> Seen:
     model = hf_model(folder)
     randomize(model, seed=999)
     mended, device.forget_expert_kernels = device.forget_expert_kernels, lambda model: None
-    engine.receive(arrivals(engine.wanted(offer(weights(model))), weights(model)), 9)
+    engine.receive(arrivals(engine.needed_slices(offer(weights(model))), weights(model)), 9)
     device.forget_expert_kernels = mended
     results = run(engine, requests(range(6)))
     return {
@@ -182,7 +182,8 @@ def _unfit(engine: Any, whole: dict[str, Tensor]) -> dict[str, str]:
         "good": whole,
     }
     return {
-        name: _said(lambda made=made: engine.wanted(offer(made))) for name, made in offers.items()
+        name: _said(lambda made=made: engine.needed_slices(offer(made)))
+        for name, made in offers.items()
     }
 
 
@@ -191,8 +192,11 @@ def _refused(engine: Any, folder: Path) -> Seen:
     from dapo_megatron.engine.receiver import proxies
 
     whole = weights(hf_model(folder))
-    pieces = engine.wanted(offer(whole))
-    good = [(piece.name, [(piece.region, whole[piece.name])]) for piece in pieces]
+    tensor_slices = engine.needed_slices(offer(whole))
+    good = [
+        (tensor_slice.name, [(tensor_slice.region, whole[tensor_slice.name])])
+        for tensor_slice in tensor_slices
+    ]
     name, [(region, weight)] = good[3]
     other = type(region)(region.start, (1, *region.shape[1:]))
     bad = {
@@ -209,7 +213,7 @@ def _refused(engine: Any, folder: Path) -> Seen:
     seen: Seen = {"name": name, "num": len(good)}
     for kind, given in bad.items():
         passed: list[Any] = []
-        seen[kind] = (_said(lambda: passed.extend(proxies(given, pieces))), len(passed))  # noqa: B023
+        seen[kind] = (_said(lambda: passed.extend(proxies(given, tensor_slices))), len(passed))  # noqa: B023
     engine.submit(requests([0]))
     seen["in flight"] = _said(lambda: engine.receive(good, 9))
     seen["score in flight"] = _said(lambda: engine.score([[4, 5]]))
@@ -255,8 +259,8 @@ def _check(seen: Seen, *, exact: bool = True) -> None:
 def test_engine_computes_with_what_it_was_sent(alone: Seen, name: str) -> None:
     """Log-probs of HF after each sync and of fixed sequences; what is read back, to the bit."""
     _check(alone[name], exact="bfloat16" not in name)
-    for piece in alone[name]["pieces"]:
-        assert piece.region.shape == piece.global_shape
+    for tensor_slice in alone[name]["pieces"]:
+        assert tensor_slice.region.shape == tensor_slice.global_shape
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -272,24 +276,24 @@ def test_ranks_of_an_engine_take_slices_and_compute_with_them(pairs: list[Seen],
 def test_expert_parallel_ranks_take_whole_experts_each_their_own(pairs: list[Seen]) -> None:
     experts = [
         {
-            piece.name
-            for piece in seen["qwen3_moe, experts by rank"]["pieces"]
-            if ".experts." in piece.name
+            tensor_slice.name
+            for tensor_slice in seen["qwen3_moe, experts by rank"]["pieces"]
+            if ".experts." in tensor_slice.name
         }
         for seen in pairs
     ]
     assert not experts[0] & experts[1]
     assert len(experts[0]) == len(experts[1]) == 2 * 4 * 3
     for seen in pairs:
-        for piece in seen["qwen3_moe, experts by rank"]["pieces"]:
-            if ".experts." in piece.name:
-                assert piece.region.shape == piece.global_shape
+        for tensor_slice in seen["qwen3_moe, experts by rank"]["pieces"]:
+            if ".experts." in tensor_slice.name:
+                assert tensor_slice.region.shape == tensor_slice.global_shape
 
 
 def test_one_kv_head_is_taken_by_both_ranks(pairs: list[Seen]) -> None:
     for seen in pairs:
-        pieces = seen["llama tied, one kv head"]["pieces"]
-        assert all(p.region.shape == p.global_shape for p in pieces if "k_proj" in p.name)
+        tensor_slices = seen["llama tied, one kv head"]["pieces"]
+        assert all(p.region.shape == p.global_shape for p in tensor_slices if "k_proj" in p.name)
 
 
 def test_experts_left_unpacked_are_read_back_as_wrong_by_name(alone: Seen) -> None:

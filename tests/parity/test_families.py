@@ -61,9 +61,12 @@ def differences(rank: int, cases: list[tuple[dict[str, Any], dict[str, dict[str,
                 chunks = build_model(arch, policy)
             actual, expected = set(), set()
             for number, chunk in enumerate(chunks):
-                slots = layout_of(arch, place(chunk))
+                local_parameters = layout_of(arch, place(chunk))
                 actual |= {(number, name, tuple(p.shape)) for name, p in chunk.named_parameters()}
-                expected |= {(number, name, slot.shape) for name, slot in slots.items()}
+                expected |= {
+                    (number, name, local_parameter.shape)
+                    for name, local_parameter in local_parameters.items()
+                }
             found.append((layout, model, sorted(actual ^ expected), len(actual)))
         parallel_state.destroy_model_parallel()
     return found

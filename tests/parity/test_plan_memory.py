@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import Config
-from dapo_megatron.plan import Part
+from dapo_megatron.plan import MemoryItem
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.layout import data_parallel
 from dapo_megatron.plan.phases import fullest
@@ -123,7 +123,7 @@ def measure(rank: int, models: Path, root: Path, case: str) -> dict[str, Any]:
     found["logprobs"] = peak.peak_bytes
     folder = root / case
     folder.mkdir(parents=True, exist_ok=True)
-    policy.snapshot()(folder)
+    policy.snapshot().write(folder)
     exchange.barrier()
     policy.close()
     return found | {"files": on_disk(folder, rank)}
@@ -182,7 +182,7 @@ def measured(case: str, measure_all: Callable[[bool], Measured]) -> Measured:
     return measure_all(case in EVERY_DAY)
 
 
-def of_stage(plan: MemoryEstimate, phase: str, rank: int) -> dict[str, Part]:
+def of_stage(plan: MemoryEstimate, phase: str, rank: int) -> dict[str, MemoryItem]:
     """The parts of this rank at the phase's fullest moment; without pipeline stages all have the
     same."""
     kinds = list(plan.kinds.values())

@@ -112,7 +112,7 @@ def rank_main(
     from dapo_megatron.bridge.verify import canary_batch, canary_sequences
     from dapo_megatron.cluster.ranks import Ranks
     from dapo_megatron.engine.engine import VllmEngine
-    from dapo_megatron.model import engine_pieces
+    from dapo_megatron.model import engine_slices
     from dapo_megatron.policy.policy import MegatronPolicy
     from dapo_megatron.run import build
 
@@ -149,7 +149,7 @@ def rank_main(
             "bytes": sync.bytes_received,
             "bound": sync.plan.missing,
         }
-        table = engine_pieces(
+        table = engine_slices(
             policy.architecture,
             rank % engine["tensor_parallel"],
             engine["tensor_parallel"],

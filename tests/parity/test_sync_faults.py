@@ -22,7 +22,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 GATE = "model.layers.0.mlp.experts.{}.gate_proj.weight"
 FAULTY_RANK = 1
 FINGERPRINT, COVERAGE, VERSION, CANARY = (
-    "fingerprints differ", "given to the engine", "its engine has", "on fixed sequences",
+    "fingerprints differ", "given to the engine", "its engine has", "on canary sequences",
 )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
 
 @fault("a policy rank whose weights drifted")
 def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
-    [shard] = [shard for shard in policy.shards() if shard.piece.name == NORM]
+    [shard] = [shard for shard in policy.shards() if shard.tensor_slice.name == NORM]
     before = shard.view.clone()
     shard.view[0] += 1e-3
     yield

@@ -13,7 +13,7 @@ from torch import Tensor
 from dapo_megatron.bridge.plan import make_plan
 from dapo_megatron.bridge.transfer import Transfer, gather_whole
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.types import Piece, Region, Shard, whole
+from dapo_megatron.types import Region, Shard, TensorSlice, whole
 from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 4
@@ -25,8 +25,8 @@ BUCKET_BYTES = 4096  # several rounds, and some tensors larger than a bucket
 class Layout:
     """What every rank holds and wants of every tensor."""
 
-    held: list[list[Piece]]
-    wanted: list[list[Piece]]
+    held: list[list[TensorSlice]]
+    wanted: list[list[TensorSlice]]
 
 
 def cut(shape: tuple[int, ...], num: int, dim: int, rng: random.Random) -> list[Region]:
@@ -50,40 +50,40 @@ def random_layout(num_tensors: int = 40, seed: int = 0) -> Layout:
         dtype = rng.choice([torch.float32, torch.bfloat16])
         name = f"model.layers.{number // 4}.part_{number}.weight"
 
-        def deal(pieces: list[list[Piece]], ranks: list[int], num: int) -> None:
+        def deal(tensor_slices: list[list[TensorSlice]], ranks: list[int], num: int) -> None:
             """Slabs dealt to `num` of `ranks` and repeated by the others."""
             rng.shuffle(ranks)
             dim = rng.randrange(len(shape)) if shape else 0  # noqa: B023
             regions = cut(shape, num, dim, rng) if shape else [whole(())]  # noqa: B023
             for position, rank in enumerate(ranks):
                 region = regions[position % len(regions)]
-                pieces[rank].append(Piece(name, shape, dtype, region))  # noqa: B023
+                tensor_slices[rank].append(TensorSlice(name, shape, dtype, region))  # noqa: B023
 
         deal(layout.held, [0, 1, 2], rng.randint(1, 3))
         deal(layout.wanted, [1, 2, 3], rng.randint(1, 3))
     return layout
 
 
-def contents(piece: Piece, version: int) -> Tensor:
+def contents(tensor_slice: TensorSlice, version: int) -> Tensor:
     """The elements of the whole tensor at this version, in any process."""
-    generator = torch.Generator().manual_seed(sum(map(ord, piece.name)) + 1000 * version)
-    return torch.randn(piece.global_shape, generator=generator).to(piece.dtype)
+    generator = torch.Generator().manual_seed(sum(map(ord, tensor_slice.name)) + 1000 * version)
+    return torch.randn(tensor_slice.global_shape, generator=generator).to(tensor_slice.dtype)
 
 
-def make_shards(pieces: list[Piece]) -> list[Shard]:
+def make_shards(tensor_slices: list[TensorSlice]) -> list[Shard]:
     """Shards in memory that is NaN all around them; every other one stored with gaps."""
     shards = []
-    for number, piece in enumerate(pieces):
-        numel, gap = piece.region.numel, 1 + number % 2
-        memory = torch.full((16 + gap * numel + 16,), torch.nan, dtype=piece.dtype)
-        shards.append(Shard(piece, memory[16 : 16 + gap * numel : gap]))
+    for number, tensor_slice in enumerate(tensor_slices):
+        numel, gap = tensor_slice.region.numel, 1 + number % 2
+        memory = torch.full((16 + gap * numel + 16,), torch.nan, dtype=tensor_slice.dtype)
+        shards.append(Shard(tensor_slice, memory[16 : 16 + gap * numel : gap]))
     return shards
 
 
 def fill(shards: list[Shard], version: int) -> None:
     """Write the elements of this version; nobody else's memory changes."""
     for shard in shards:
-        shard.write(contents(shard.piece, version)[shard.piece.region.slices])
+        shard.write(contents(shard.tensor_slice, version)[shard.tensor_slice.region.slices])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -104,11 +104,14 @@ def carry(rank: int) -> dict[str, object]:
     wrong: list[str] = []
     for version in (1, 2):
         fill(shards, version)
-        left = {(piece.name, piece.region): piece for piece in layout.wanted[rank]}
+        left = {
+            (tensor_slice.name, tensor_slice.region): tensor_slice
+            for tensor_slice in layout.wanted[rank]
+        }
         kept = [(name, found) for name, regions in transfer for found in [(name, *regions[0])]]
         for name, (_, region, tensor) in kept:  # after the last round: buffers are not reused
-            piece = left.pop((name, region))
-            if not same_bits(tensor, contents(piece, version)[region.slices]):
+            tensor_slice = left.pop((name, region))
+            if not same_bits(tensor, contents(tensor_slice, version)[region.slices]):
                 wrong.append(f"{name} {region} at version {version}")
         wrong += [f"{name} {region} not brought" for name, region in left]
     return {
@@ -138,7 +141,11 @@ def gather(rank: int) -> dict[str, list[str]]:
     layout = random_layout(seed=1)
     shards = make_shards(layout.held[rank])
     fill(shards, 1)
-    pieces = {piece.name: piece for pieces in layout.held for piece in pieces}
+    tensor_slices = {
+        tensor_slice.name: tensor_slice
+        for tensor_slices in layout.held
+        for tensor_slice in tensor_slices
+    }
     found = {}
     for case, options in {
         "all": {},
@@ -148,7 +155,7 @@ def gather(rank: int) -> dict[str, list[str]]:
     }.items():
         tensors = gather_whole(shards, Ranks(rank, NUM_RANKS, rank), CPU, **options)  # type: ignore[arg-type]
         found[case] = [
-            name for name, tensor in tensors if same_bits(tensor, contents(pieces[name], 1))
+            name for name, tensor in tensors if same_bits(tensor, contents(tensor_slices[name], 1))
         ]
     return found
 
@@ -156,8 +163,8 @@ def gather(rank: int) -> dict[str, list[str]]:
 def test_gather_whole() -> None:
     found = run_ranks(gather, NUM_RANKS)
     nbytes = {
-        piece.name: math.prod(piece.global_shape) * piece.dtype.itemsize
-        for piece in random_layout(seed=1).held[0]
+        tensor_slice.name: math.prod(tensor_slice.global_shape) * tensor_slice.dtype.itemsize
+        for tensor_slice in random_layout(seed=1).held[0]
     }
     names = sorted(nbytes)
     assert len(names) == 40
@@ -172,17 +179,19 @@ def test_gather_whole() -> None:
 
 
 def test_one_process_needs_no_process_group() -> None:
-    piece = Piece("head", (4, 6), torch.float32, whole((4, 6)))
-    rows = [Piece("head", (4, 6), torch.float32, Region((start, 0), (2, 6))) for start in (0, 2)]
-    shards = make_shards([piece])
+    tensor_slice = TensorSlice("head", (4, 6), torch.float32, whole((4, 6)))
+    rows = [
+        TensorSlice("head", (4, 6), torch.float32, Region((start, 0), (2, 6))) for start in (0, 2)
+    ]
+    shards = make_shards([tensor_slice])
     fill(shards, 1)
-    plan = make_plan([[piece]], [rows])
+    plan = make_plan([[tensor_slice]], [rows])
     [(name, regions)] = Transfer(plan, shards, rows, 0, CPU)
     assert name == "head"
     for row, (region, tensor) in zip(rows, regions, strict=True):
         assert region == row.region
-        assert same_bits(tensor, contents(piece, 1)[region.slices])
+        assert same_bits(tensor, contents(tensor_slice, 1)[region.slices])
         memory = shards[0].view.untyped_storage()
         assert tensor.untyped_storage().data_ptr() == memory.data_ptr()  # no copy
     [(name, tensor)] = gather_whole(shards, Ranks(0, 1, 0), CPU)
-    assert same_bits(tensor, contents(piece, 1))
+    assert same_bits(tensor, contents(tensor_slice, 1))

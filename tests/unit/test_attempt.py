@@ -11,8 +11,8 @@ from dapo_megatron.cluster.attempt import (
     MAX_CRASHES,
     MAX_CUT_SHORT,
     attempt,
-    begin_attempt,
     end_attempt,
+    start_attempt,
 )
 from dapo_megatron.types import ConfigError
 
@@ -38,7 +38,7 @@ def record_start(
     attempts_file: Path, restart: int, end: str | None, *, step: int = 20, job: str = "7"
 ) -> None:
     environ = slurm(restart, job)
-    begin_attempt(attempts_file, step, environ)
+    start_attempt(attempts_file, step, environ)
     if end is not None:
         end_attempt(attempts_file, end, environ)
 
@@ -72,7 +72,7 @@ def test_without_slurm_restarts_are_not_limited(tmp_path: Path) -> None:
     attempts_file = tmp_path / "attempts.jsonl"
     for number in range(10):
         environ = {"DAPO_MEGATRON_ATTEMPT": str(number)}
-        begin_attempt(attempts_file, 0, environ)
+        start_attempt(attempts_file, 0, environ)
         end_attempt(attempts_file, "crashed", environ)
 
 

@@ -23,7 +23,7 @@ from pyarrow import parquet
 from dapo_megatron.config import FileSource, ReasoningGymSource
 from dapo_megatron.data import rows
 from dapo_megatron.data.prompts import load_source
-from dapo_megatron.data.rows import Row, checked_row, read_jsonl, read_parquet
+from dapo_megatron.data.rows import PromptRow, checked_row, read_jsonl, read_parquet
 from dapo_megatron.types import DataError
 from tests.helpers.words import Words
 
@@ -43,7 +43,7 @@ def with_extra(text: bytes) -> bytes:
     return LINE.replace(b'"index": "1"', b'"index": "1", ' + text)
 
 
-def rows_of(path: Path) -> list[Row]:
+def rows_of(path: Path) -> list[PromptRow]:
     """Return the rows of a file, after checking that training and prepare_data.py read the same."""
     read_rows = read_parquet if path.suffix == ".parquet" else read_jsonl
     in_preparation = [row for _, batch in read(path) for row in batch]

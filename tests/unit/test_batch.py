@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import OverlongConfig
-from dapo_megatron.data.batch import assemble, fresh_mask, inspect, split, valid_completions
+from dapo_megatron.data.batch import assemble, diagnose, fresh_mask, split, valid_completions
 from dapo_megatron.types import (
     Completion,
     Finish,
@@ -205,7 +205,7 @@ def test_diagnostics_cover_the_response_tokens_of_each_sequence() -> None:
     # The gap to the engine grows with the position. Prompt positions must not count.
     offsets = torch.arange(batch.tokens.numel()) / 64
     policy = LogProbs(batch.engine_logprobs + offsets, 10 + offsets)
-    sequences = list(inspect(groups, batch, policy, overlong=overlong(filter=True)))
+    sequences = list(diagnose(groups, batch, policy, overlong=overlong(filter=True)))
     first, _, third = sequences
     assert [(sequence.ticket, sequence.sample) for sequence in sequences] == [
         (7, 0),
@@ -223,7 +223,7 @@ def test_a_response_without_a_token_has_no_gap() -> None:
     groups = [group(7, completion(0, 0, WRONG), completion(1, 2, RIGHT))]
     batch = assembled(*groups)
     policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
-    empty, other = inspect(groups, batch, policy, overlong=overlong())
+    empty, other = diagnose(groups, batch, policy, overlong=overlong())
     assert math.isnan(empty.gap_mean)
     assert math.isnan(empty.gap_max)
     assert empty.logprobs.tolist() == []
@@ -236,7 +236,7 @@ def test_diagnostics_reject_groups_that_do_not_match_the_batch() -> None:
     policy = LogProbs(batch.engine_logprobs, batch.engine_logprobs)
     other = replace(groups[0], completions=groups[0].completions[:1])
     with pytest.raises(ValueError, match="longer than"):
-        list(inspect([other], batch, policy, overlong=overlong()))
+        list(diagnose([other], batch, policy, overlong=overlong()))
 
 
 def test_a_completion_with_fewer_logprobs_than_tokens_is_rejected() -> None:

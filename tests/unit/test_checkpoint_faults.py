@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dapo_megatron.checkpoints import Checkpoints, fault_of, read_state
+from dapo_megatron.checkpoints import CheckpointSaver, fault_of, read_state
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.types import CheckpointError, Fenced
 from tests.helpers.configs import tiny_config
@@ -41,7 +41,7 @@ for line in sys.stdin:
     run = Run(Path(line.strip()), keep=1)
     run.save(1)
     run.part = part(64 * MIB)
-    start = run.checkpoints.save(2, {"step": 2})
+    start = run.checkpoints.commit(2, {"step": 2})
     print(os.getpid(), flush=True)
     start()
     run.checkpoints.wait()
@@ -137,7 +137,7 @@ def test_a_failed_write_loses_only_that_checkpoint(
     with pytest.raises(CheckpointError):  # the failure stays until a later save succeeds
         run.checkpoints.wait()
     run.part = None
-    run.checkpoints.save(3, {})()  # the run continues and saves again
+    run.checkpoints.commit(3, {})()  # the run continues and saves again
     run.checkpoints.wait()
     assert names(run.folder.checkpoints) == ["step_000001", "step_000003"]
 
@@ -218,7 +218,7 @@ def fill():
 
 def save(step, part):
     run.part = part
-    run.checkpoints.save(step, {})()
+    run.checkpoints.commit(step, {})()
 
 fill()
 try:
@@ -298,7 +298,7 @@ def test_an_attempt_that_lost_the_run_publishes_nothing(
     first.save(1)
     started_writing, go_on = threading.Event(), threading.Event()
     first.part = OnTheWay(lambda: started_writing.set() or go_on.wait())
-    start = first.checkpoints.save(2, {"of": "7.0"})
+    start = first.checkpoints.commit(2, {"of": "7.0"})
     if is_writing:  # the new owner deletes the partial checkpoint
         start()
         assert started_writing.wait(60)
@@ -326,14 +326,14 @@ def save_three_steps(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     name = f"rank_{rank:05d}.safetensors"
     outcomes: dict[str, Any] = {}
     parts: list[Any] = []
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointSaver(
         tiny_config(checkpoint__keep=3), root, ranks, ranks.second(), snapshot=lambda: parts[-1]
     )
     for step in (1, 2, 3):
         parts.append(part(name=name))
         if step == 2 and rank == 1:
             parts.append(OnTheWay(fail, part(name=name)))
-        checkpoints.save(step, {"step": step})()
+        checkpoints.commit(step, {"step": step})()
         ranks.all_gather(step, int)  # meanwhile the run uses its own exchange
         try:
             checkpoints.wait()

@@ -42,7 +42,7 @@ def test_a_checkpoint_appears_only_when_it_is_completely_written(tmp_path: Path)
     started_writing, go_on = threading.Event(), threading.Event()
     run.part = OnTheWay(lambda: started_writing.set() or go_on.wait())
     state = {"coordinator": {"position": 3}, "seconds": 0.1}
-    start = run.checkpoints.save(3, state)
+    start = run.checkpoints.commit(3, state)
     state["seconds"] = 0.2  # changed by the next step
     assert not half_written(run)
     start()
@@ -63,7 +63,7 @@ def test_a_checkpoint_appears_only_when_it_is_completely_written(tmp_path: Path)
 def test_a_snapshot_is_a_copy_and_the_file_contains_it(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from dapo_megatron.policy.checkpoint import Snapshot
+    from dapo_megatron.policy.checkpoint import PolicySnapshot
 
     tensors = {
         "a": torch.rand(3, 5),
@@ -75,16 +75,16 @@ def test_a_snapshot_is_a_copy_and_the_file_contains_it(tmp_path: Path) -> None:
         "wide": torch.rand(2, dtype=torch.float64),
     }
     original = {name: value.clone() for name, value in tensors.items()}
-    snapshot = Snapshot("x.safetensors", tensors, {"layout": "{}"})
+    snapshot = PolicySnapshot("x.safetensors", tensors, {"layout": "{}"})
     for value in tensors.values():
         value.zero_()
-    snapshot(tmp_path)
+    snapshot.write(tmp_path)
     path = tmp_path / "x.safetensors"
     loaded = load_file(path)
     assert loaded.keys() == original.keys()
     assert all(torch.equal(loaded[name], original[name]) for name in original)
     assert snapshot.num_bytes == path.stat().st_size
-    assert snapshot.sums == {"x.safetensors": hashlib.sha256(path.read_bytes()).hexdigest()}
+    assert snapshot.checksums == {"x.safetensors": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 @pytest.mark.parametrize("name", ["../key", "/etc/passwd", "hf/../../key", "a\0b", ""])
@@ -120,7 +120,7 @@ def test_a_save_waits_for_the_previous_write(
     run = Run(tmp_path / "x", keep=3)
     go_on = threading.Event()
     run.part = OnTheWay(go_on.wait)
-    run.checkpoints.save(1, {})()
+    run.checkpoints.commit(1, {})()
     join = threading.Thread.join
 
     def join_released(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -130,7 +130,7 @@ def test_a_save_waits_for_the_previous_write(
     monkeypatch.setattr(threading.Thread, "join", join_released)
     run.part = None
     assert names(run.folder.checkpoints) == []
-    start = run.checkpoints.save(2, {})
+    start = run.checkpoints.commit(2, {})
     assert names(run.folder.checkpoints) == ["step_000001"]
     start()
     run.checkpoints.wait()
@@ -204,7 +204,7 @@ def test_a_mid_step_checkpoint_is_kept_until_there_is_a_newer_one(tmp_path: Path
     run = Run(tmp_path / "x", keep=1)
     original = run.save(2, of="step 2")
     for number in range(2):
-        run.checkpoints.save(2, {"number": number}, is_open=True)()
+        run.checkpoints.commit(2, {"number": number}, is_open=True)()
         run.checkpoints.wait()
         path = newest(run.folder.checkpoints)
         assert path == run.folder.checkpoints / "step_000002_open"
@@ -214,7 +214,7 @@ def test_a_mid_step_checkpoint_is_kept_until_there_is_a_newer_one(tmp_path: Path
     run.unlock()
     run = Run(tmp_path / "x", keep=1)
     assert run.source == path
-    run.checkpoints.save(3, {}, is_open=True)()
+    run.checkpoints.commit(3, {}, is_open=True)()
     run.checkpoints.wait()
     assert names(run.folder.checkpoints) == ["step_000002", "step_000003_open"]
     run.save(4)
@@ -224,7 +224,7 @@ def test_a_mid_step_checkpoint_is_kept_until_there_is_a_newer_one(tmp_path: Path
 def test_a_damaged_mid_step_checkpoint_loses_only_that_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "x")
     original = run.save(2)
-    run.checkpoints.save(2, {}, is_open=True)()
+    run.checkpoints.commit(2, {}, is_open=True)()
     run.checkpoints.wait()
     run.unlock()
     flip_bit(run.folder.checkpoints / "step_000002_open" / RANK_FILE, 1000)

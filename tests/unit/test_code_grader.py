@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.rewards.code import Case, grade, last_program, read_tests
+from dapo_megatron.rewards.code import ProgramTest, grade, last_program, read_tests
 from dapo_megatron.types import Grade
 from tests.helpers.sandboxes import needs_sandbox
 
@@ -57,7 +57,7 @@ def test_a_long_hostile_response_is_parsed_quickly() -> None:
     assert time.thread_time() - started < 5.0
 
 
-TESTS = [Case("1\n", "2"), Case("a\nb", "c")]
+TESTS = [ProgramTest("1\n", "2"), ProgramTest("a\nb", "c")]
 
 
 @pytest.mark.parametrize(

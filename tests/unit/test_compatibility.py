@@ -14,7 +14,7 @@ from dapo_megatron.files import read_json
 from dapo_megatron.model import FAMILIES, Architecture, architecture
 from dapo_megatron.plan.compatibility import RULES, check, find
 from dapo_megatron.plan.compatibility.__main__ import page
-from dapo_megatron.plan.compatibility.rule import Action, Machine, Rule, Run
+from dapo_megatron.plan.compatibility.rule import Action, CompatibilityRule, Machine, RunFacts
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY, TINY
 from tests.helpers.published import PUBLISHED
@@ -47,24 +47,24 @@ def config_of(*overrides: str) -> Config:
     return load_config(TINY, ["policy.tensor_parallel=1", *overrides])
 
 
-def model_of(rule: Rule) -> Architecture:
+def model_of(rule: CompatibilityRule) -> Architecture:
     models = (QWEN3, architecture(QWEN3_HF | EXPERTS), DEEPSEEK)
     return next(model for model in models if model.family in rule.families)
 
 
-def rule_names(run: Run) -> set[str]:
+def rule_names(run: RunFacts) -> set[str]:
     return {finding.rule.name for finding in find(run)}
 
 
-def by_name(name: str) -> Rule:
+def by_name(name: str) -> CompatibilityRule:
     return next(rule for rule in RULES if rule.name == name)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_rule_applies_to_its_example(rule: Rule) -> None:
+def test_every_rule_applies_to_its_example(rule: CompatibilityRule) -> None:
     config = config_of(*rule.example)
     model = model_of(rule)
-    run = Run(config, model, rule.example_machine)
+    run = RunFacts(config, model, rule.example_machine)
     assert rule.name in rule_names(run)
     (text,) = [str(finding) for finding in find(run) if finding.rule is rule]
     keys = [key for key in rule.keys if "." in key]
@@ -78,14 +78,14 @@ def test_every_rule_applies_to_its_example(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_rule_does_not_apply_to_a_plain_config(rule: Rule) -> None:
+def test_a_rule_does_not_apply_to_a_plain_config(rule: CompatibilityRule) -> None:
     assert rule.example
-    plain = Run(config_of(), model_of(rule))
+    plain = RunFacts(config_of(), model_of(rule))
     assert rule.name not in rule_names(plain)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_keys_of_rules_exist_in_the_config(rule: Rule) -> None:
+def test_keys_of_rules_exist_in_the_config(rule: CompatibilityRule) -> None:
     for key in (key for key in rule.keys if "." in key):
         section, *path = key.split(".")
         model: Any = Config.model_fields[section].annotation
@@ -165,7 +165,7 @@ def test_fp8_needs_dimensions_divisible_by_its_block_size(
         "policy.precision=bfloat16",
         f"policy.tensor_parallel={tensor_parallel}",
     )
-    findings = find(Run(config, architecture(QWEN3_HF | changed)))
+    findings = find(RunFacts(config, architecture(QWEN3_HF | changed)))
     texts = [str(finding) for finding in findings if finding.detail]
     assert bool(texts) == bool(dimension)
     assert all(dimension in text for text in texts)
@@ -173,14 +173,14 @@ def test_fp8_needs_dimensions_divisible_by_its_block_size(
 
 def test_kernels_auto_depends_on_the_installed_packages() -> None:
     rope = config_of("policy.fused_rope=true", "policy.precision=bfloat16")
-    assert "rope-kernels" not in rule_names(Run(rope, QWEN3, H100))
-    assert "rope-kernels" in rule_names(Run(rope, QWEN3, Machine((9, 0), (13, 0))))
-    assert "rope-kernels" in rule_names(Run(rope, QWEN3, NO_GPU))
+    assert "rope-kernels" not in rule_names(RunFacts(rope, QWEN3, H100))
+    assert "rope-kernels" in rule_names(RunFacts(rope, QWEN3, Machine((9, 0), (13, 0))))
+    assert "rope-kernels" in rule_names(RunFacts(rope, QWEN3, NO_GPU))
 
 
 def test_kernels_auto_means_local_for_latent_attention() -> None:
     latent, auto = DEEPSEEK, config_of("policy.precision=bfloat16")
-    assert not Run(auto, latent, H100).fused
+    assert not RunFacts(auto, latent, H100).fused
     assert check(auto, latent, NO_GPU) == []
     local = config_of("policy.precision=bfloat16", "policy.kernels=local")
     assert check(auto, latent, H100) == check(local, latent, H100) != []
@@ -221,7 +221,7 @@ def test_an_allocator_that_breaks_engine_sleep_is_refused(
     variable: str, value: str, is_refused: bool
 ) -> None:
     def is_found(config: Config, machine: Machine) -> bool:
-        return "engine-sleep-allocator" in rule_names(Run(config, QWEN3, machine))
+        return "engine-sleep-allocator" in rule_names(RunFacts(config, QWEN3, machine))
 
     machine = replace(H100, environment={variable: value})
     assert is_found(config_of(), machine) == is_refused
@@ -244,8 +244,8 @@ def test_features_that_the_machine_lacks_are_refused(
     machine: Machine, rule: str, overrides: tuple[str, ...]
 ) -> None:
     config = config_of("policy.precision=bfloat16", *overrides)
-    assert rule in rule_names(Run(config, QWEN3, machine))
-    assert rule not in rule_names(Run(config, QWEN3, H100))
+    assert rule in rule_names(RunFacts(config, QWEN3, machine))
+    assert rule not in rule_names(RunFacts(config, QWEN3, H100))
     with pytest.raises(ConfigError):
         check(config, QWEN3, machine)
 
@@ -259,5 +259,5 @@ def test_this_machine_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.capability == (9, 0) and here.cuda == (13, 0)
     assert here.environment["TRITON_INTERPRET"] == "1"
     assert "head-machine" not in rule_names(
-        Run(config_of("policy.logprob_head=triton"), QWEN3, here)
+        RunFacts(config_of("policy.logprob_head=triton"), QWEN3, here)
     )

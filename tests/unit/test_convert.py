@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from dapo_megatron.checkpoints.formats.open import open_store
-from dapo_megatron.model import Place
+from dapo_megatron.model import ChunkPlace
 from tests.helpers.checkpoints import (
     CONFIGS,
     config_of,
@@ -175,7 +175,9 @@ def test_a_snapshot_of_the_hugging_face_cache_is_copied(hf: Path, tmp_path: Path
 
 def test_a_training_checkpoint_is_converted_to_hf(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("qwen2"), torch.float32))
-    places = {rank: [Place(rank % 3, 3, rank // 3, 1, rank < 3, rank >= 3)] for rank in range(6)}
+    places = {
+        rank: [ChunkPlace(rank % 3, 3, rank // 3, 1, rank < 3, rank >= 3)] for rank in range(6)
+    }
     step = training_checkpoint(source, tmp_path / "run" / "step_000040", places)
     assert invoke("megatron-to-hf", step, tmp_path / "out")[0] == 0
     assert invoke("verify", tmp_path / "hf", tmp_path / "out")[0] == 0
@@ -193,7 +195,7 @@ def test_a_training_checkpoint_is_converted_to_hf(tmp_path: Path) -> None:
 def test_a_checkpoint_whose_replicas_differ_is_rejected(tmp_path: Path) -> None:
     """If replicas drifted apart in training, it is unknown which one is right."""
     source = open_store(write_random(tmp_path / "hf", config_of("qwen2"), torch.float32))
-    places = {rank: [Place(rank % 3, 3, 0, 2, True, True)] for rank in range(6)}
+    places = {rank: [ChunkPlace(rank % 3, 3, 0, 2, True, True)] for rank in range(6)}
     step = training_checkpoint(source, tmp_path / "step_000040", places)
     flip_bit(step / "rank_00004.safetensors", "model/decoder.layers.0.mlp.linear_fc1.weight")
     code, output = invoke("megatron-to-hf", step, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups a step trains on, the fate of the others, and exact resuming."""
+"""Dynamic sampling: which groups a step trains on, the outcome of the others, and exact resuming."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dapo_megatron.types import (
     CheckpointError,
     Collected,
     DapoError,
-    Fate,
     Finish,
+    Outcome,
     StarvedError,
     Stopped,
 )
@@ -51,8 +51,8 @@ def trained(collected: Collected) -> list[int]:
     return [group.ticket for group in collected.train]
 
 
-def fates_of(collected: Collected) -> dict[int, Fate]:
-    return {group.ticket: fate for group, fate in collected.ended}
+def fates_of(collected: Collected) -> dict[int, Outcome]:
+    return {group.ticket: outcome for group, outcome in collected.ended}
 
 
 # ---------------------------------------------------------------------------- trained groups
@@ -65,8 +65,9 @@ def test_the_first_mixed_groups_are_trained_and_the_rest_gets_a_fate() -> None:
     assert trained(first) == [0, 3, 6, 9]
     ended = fates_of(first)
     assert [ended[ticket] for ticket in range(10)] == [
-        Fate.TRAINED, Fate.ALL_WRONG, Fate.ALL_CORRECT, Fate.TRAINED, Fate.ALL_CORRECT,
-        Fate.ALL_WRONG, Fate.TRAINED, Fate.ALL_WRONG, Fate.ALL_CORRECT, Fate.TRAINED,
+        Outcome.TRAINED, Outcome.ALL_WRONG, Outcome.ALL_CORRECT, Outcome.TRAINED,
+        Outcome.ALL_CORRECT, Outcome.ALL_WRONG, Outcome.TRAINED, Outcome.ALL_WRONG,
+        Outcome.ALL_CORRECT, Outcome.TRAINED,
     ]  # fmt: skip
     assert first.counts["issued"] == len(first.ended)
     assert first.counts["carried"] == 0
@@ -124,9 +125,9 @@ def test_a_group_with_an_ungraded_completion_abstains() -> None:
     driver = ScriptedDriver(by_ticket(lambda ticket: "n" if ticket == 1 else "m"))
     collected = collect(make_coordinator(driver, on_policy=True), driver, 0)
     assert trained(collected) == [0, 2, 3, 4]
-    assert fates_of(collected)[1] is Fate.ABSTAINED
-    assert collected.outcomes["sums", "timeout"] == 1
-    assert collected.outcomes["sums", "graded"] >= 9
+    assert fates_of(collected)[1] is Outcome.ABSTAINED
+    assert collected.gradings["sums", "timeout"] == 1
+    assert collected.gradings["sums", "graded"] >= 9
 
 
 TRUNCATED = {
@@ -137,21 +138,21 @@ TRUNCATED = {
 
 
 @pytest.mark.parametrize(
-    ("overlong_samples", "overlong", "fate"),
+    ("overlong_samples", "overlong", "outcome"),
     [
-        ("both", {"filter": False}, Fate.TRAINED),
-        ("one", {"filter": True, "filtered_in_mean": True}, Fate.TRAINED),
-        ("both", {"filter": True, "filtered_in_mean": True}, Fate.OVERLONG),
-        ("one", {"filter": True, "filtered_in_mean": False}, Fate.OVERLONG),
-        ("both", {"filter": True, "filtered_in_mean": False}, Fate.OVERLONG),
+        ("both", {"filter": False}, Outcome.TRAINED),
+        ("one", {"filter": True, "filtered_in_mean": True}, Outcome.TRAINED),
+        ("both", {"filter": True, "filtered_in_mean": True}, Outcome.OVERLONG),
+        ("one", {"filter": True, "filtered_in_mean": False}, Outcome.OVERLONG),
+        ("both", {"filter": True, "filtered_in_mean": False}, Outcome.OVERLONG),
     ],
 )
 def test_overlong_filtering_decides_whether_a_group_is_trained(
-    overlong_samples: str, overlong: dict[str, Any], fate: Fate
+    overlong_samples: str, overlong: dict[str, Any], outcome: Outcome
 ) -> None:
     driver = ScriptedDriver(mixed_every(1), TRUNCATED[overlong_samples])
     coordinator = make_coordinator(driver, on_policy=True, overlong=overlong)
-    assert fates_of(collect(coordinator, driver, 0))[1] is fate
+    assert fates_of(collect(coordinator, driver, 0))[1] is outcome
 
 
 # ---------------------------------------------------------------------------- issued prompts
@@ -403,12 +404,12 @@ class History:
             assert all(ticket > tickets[-1] for ticket in self.coordinator.groups)
 
     def check_totals(self) -> None:
-        ended = [(group.ticket, fate) for step in self.steps for group, fate in step.ended]
+        ended = [(group.ticket, outcome) for step in self.steps for group, outcome in step.ended]
         tickets = [ticket for ticket, _ in ended]
         assert len(set(tickets)) == len(tickets)
         issued = set(range(self.coordinator.ledger.next_ticket))
         assert issued == set(tickets) | set(self.coordinator.groups)
-        counted: Counter[str] = Counter(fate.value for _, fate in ended)
+        counted: Counter[str] = Counter(outcome.value for _, outcome in ended)
         assert counted == self.coordinator.ledger.totals
         assert sum(step.counts["issued"] for step in self.steps) == len(issued)
         if not self.run["on_policy"]:
@@ -528,7 +529,9 @@ def test_a_finished_group_that_waits_too_long_expires_and_is_counted() -> None:
     waiting = [group.ticket for group in coordinator.groups.values() if group.is_ready]
     assert waiting
     late = collect(coordinator, driver, 2)  # two versions later
-    assert [ticket for ticket in waiting if fates_of(late).get(ticket) is Fate.EXPIRED] == waiting
+    assert [
+        ticket for ticket in waiting if fates_of(late).get(ticket) is Outcome.EXPIRED
+    ] == waiting
 
 
 def test_a_group_of_exactly_max_age_does_not_expire() -> None:
@@ -538,7 +541,7 @@ def test_a_group_of_exactly_max_age_does_not_expire() -> None:
     waiting = {group.ticket for group in coordinator.groups.values() if group.is_ready}
     assert waiting
     collected = collect(coordinator, driver, 2)  # max_age versions later
-    assert not {ticket for ticket in waiting if fates_of(collected).get(ticket) is Fate.EXPIRED}
+    assert not {ticket for ticket in waiting if fates_of(collected).get(ticket) is Outcome.EXPIRED}
 
 
 def test_a_group_missing_from_the_coordinator_stops_the_run() -> None:
@@ -597,4 +600,4 @@ def test_a_running_group_never_expires() -> None:
     ]
     assert running
     late = collect(coordinator, driver, 20)
-    assert not any(fates_of(late).get(ticket) is Fate.EXPIRED for ticket in running)
+    assert not any(fates_of(late).get(ticket) is Outcome.EXPIRED for ticket in running)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dapo_megatron import __main__ as command_line
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.doctor.layouts import check_options
-from dapo_megatron.doctor.matrix import Case, layout_name, matrix, reference, smallest_world
+from dapo_megatron.doctor.matrix import LayoutCase, layout_name, matrix, reference, smallest_world
 from dapo_megatron.doctor.measure import (
     LENGTHS,
     NO_LOSS,
@@ -29,7 +29,7 @@ from dapo_megatron.doctor.measure import (
     with_old_logprobs,
 )
 from dapo_megatron.doctor.shrink import shrink, write_random_model
-from dapo_megatron.doctor.table import TOLERANCES, CaseTable, Row
+from dapo_megatron.doctor.table import TOLERANCES, CaseResult, CaseTable
 from dapo_megatron.model import Architecture, architecture, read_architecture
 from dapo_megatron.plan.layout import check_layout
 from dapo_megatron.types import ConfigError
@@ -235,7 +235,7 @@ def test_the_reference_is_one_process_in_float64_without_packing() -> None:
 
 @given(ranks=st.integers(1, 5), lengths=st.lists(st.integers(1, 300), min_size=2, max_size=20))
 def test_a_skewed_plan_contains_every_sequence_once(ranks: int, lengths: list[int]) -> None:
-    plan = Case(policy(), ranks, "skewed", packed=True).planner(tiny_config())(lengths, ranks)
+    plan = LayoutCase(policy(), ranks, "skewed", packed=True).planner(tiny_config())(lengths, ranks)
     assert {len(micros) for micros in plan} == {2}
     assert sorted(i for micros in plan for micro in micros for i in micro) == list(
         range(len(lengths))
@@ -302,12 +302,12 @@ def test_a_distance_is_relative_and_euclidean(scale: float, seed: int) -> None:
 
 
 def test_the_report_and_its_json_name_the_failures() -> None:
-    case = Case(policy(tensor_parallel=2), 4, "skewed", packed=False)
+    case = LayoutCase(policy(tensor_parallel=2), 4, "skewed", packed=False)
     report, out = report_of(case)
-    report.add(Row(case, Differences(2e-16, "w", *[0.0] * 6), 1.0, []))
+    report.add(CaseResult(case, Differences(2e-16, "w", *[0.0] * 6), 1.0, []))
     assert report.ok
     worst = Differences(0.5, "lm_head.weight", *[math.inf] * 6)
-    report.add(Row(case, worst, 1.0, ["gradient"]))
+    report.add(CaseResult(case, worst, 1.0, ["gradient"]))
     assert not report.ok
     report.verdict("not tried: yours")
     printed = out.getvalue()
@@ -323,7 +323,7 @@ def test_the_report_and_its_json_name_the_failures() -> None:
     assert body["yours_tried"] is False
 
 
-def report_of(*cases: Case) -> tuple[CaseTable, io.StringIO]:
+def report_of(*cases: LayoutCase) -> tuple[CaseTable, io.StringIO]:
     out = io.StringIO()
     return CaseTable(out, cases), out
 

@@ -18,9 +18,15 @@ from dapo_megatron.doctor.env import (
     render,
     run_probe,
 )
-from dapo_megatron.doctor.machine import GIB, Machine, check_machine, check_variables, this_machine
+from dapo_megatron.doctor.machine import (
+    GIB,
+    MachineResources,
+    check_machine,
+    check_variables,
+    this_machine,
+)
 
-MACHINE = Machine(
+MACHINE = MachineResources(
     python=(3, 11),
     memory_bytes=16 * GIB,
     cores=4,
@@ -72,7 +78,7 @@ def probe_of(torch: tuple[str, str | None, bool]) -> Callable[[str], Probe]:
 
 def check_all(
     installed: FakeInstalled,
-    machine: Machine = MACHINE,
+    machine: MachineResources = MACHINE,
     torch: tuple[str, str | None, bool] = CPU_TORCH,
     **environ: str,
 ) -> list[Check]:
@@ -91,7 +97,7 @@ def problems(checks: Iterable[Check]) -> dict[str, Check]:
     ids=["cpu", "gpu"],
 )
 def test_a_correct_environment_has_no_problem(
-    installed: FakeInstalled, machine: Machine, torch: tuple[str, str | None, bool]
+    installed: FakeInstalled, machine: MachineResources, torch: tuple[str, str | None, bool]
 ) -> None:
     checks = check_all(installed, machine, torch)
     assert problems(checks) == {}
@@ -180,7 +186,7 @@ ACCELERATORS = {
 )
 def test_torch_vllm_and_machine_must_agree_on_the_device(
     installed: FakeInstalled,
-    machine: Machine,
+    machine: MachineResources,
     torch: tuple[str, str | None, bool],
     status: str,
     remedy: str,
@@ -205,7 +211,7 @@ INSUFFICIENT = {
 
 @pytest.mark.parametrize(("machine", "name", "status"), INSUFFICIENT.values(), ids=INSUFFICIENT)
 def test_an_insufficient_machine_is_reported_with_a_remedy(
-    machine: Machine, name: str, status: str
+    machine: MachineResources, name: str, status: str
 ) -> None:
     reported = problems(check_machine(machine))
     assert reported.keys() == {name}

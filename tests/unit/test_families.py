@@ -26,17 +26,17 @@ from dapo_megatron.engine.device import check_config, has_cuda
 from dapo_megatron.files import read_json
 from dapo_megatron.model import (
     Architecture,
+    ChunkPlace,
     GroupedRouting,
     Latent,
-    Place,
     Rope,
     architecture,
-    engine_pieces,
+    engine_slices,
     hf_tensors,
     layout_of,
 )
 from dapo_megatron.policy.shards import shards_of
-from dapo_megatron.types import ConfigError, Piece, Region
+from dapo_megatron.types import ConfigError, Region, TensorSlice
 from tests.helpers.configs import tiny_config
 from tests.helpers.models import FAMILIES, make_random_model
 from tests.helpers.published import PUBLISHED
@@ -61,12 +61,12 @@ class Layout:
     first_layers: int | None = None
     fused: bool = False  # Transformer Engine's names
 
-    def places(self, arch: Architecture) -> Iterator[Place]:
+    def places(self, arch: Architecture) -> Iterator[ChunkPlace]:
         """Yield each rank's chunk, in Megatron's order of ranks."""
         cuts = sorted({0, self.first_layers or 0, arch.num_layers})
         for first, last in pairwise(cuts):
             for rank in range(self.tp * self.dp):
-                yield Place(
+                yield ChunkPlace(
                     tp_rank=rank % self.tp,
                     tp_size=self.tp,
                     first_layer=first,
@@ -119,13 +119,16 @@ def checkpoint_of(arch: Architecture) -> dict[str, Tensor]:
 
 
 def filled(
-    arch: Architecture, place: Place, fused: bool, checkpoint: Mapping[str, Tensor]
+    arch: Architecture, place: ChunkPlace, fused: bool, checkpoint: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a chunk's parameters, with NaN where the checkpoint has no value."""
-    slots = layout_of(arch, place, fused=fused)
-    params = {name: torch.full(slot.shape, torch.nan) for name, slot in slots.items()}
+    local_parameters = layout_of(arch, place, fused=fused)
+    params = {
+        name: torch.full(local_parameter.shape, torch.nan)
+        for name, local_parameter in local_parameters.items()
+    }
     for shard in shards_of(params, arch, place):
-        shard.write(checkpoint[shard.piece.name][shard.piece.region.slices])
+        shard.write(checkpoint[shard.tensor_slice.name][shard.tensor_slice.region.slices])
     return params
 
 
@@ -166,13 +169,13 @@ def test_all_ranks_together_hold_exactly_the_checkpoint(
         params = filled(arch, place, layout.fused, checkpoint)
         shards = shards_of(params, arch, place)
         for shard in shards:
-            rebuilt[shard.piece.name][shard.piece.region.slices] = shard.read()
-            copies[shard.piece.name][shard.piece.region.slices] += 1
+            rebuilt[shard.tensor_slice.name][shard.tensor_slice.region.slices] = shard.read()
+            copies[shard.tensor_slice.name][shard.tensor_slice.region.slices] += 1
         for name, param in params.items():
             assert "embedding" in name or "output" in name or not param.isnan().any(), name
         # Each rank has each element once, and every parameter element is used except padding.
         padding = sum(int(param.isnan().sum()) for param in params.values())
-        num_elements = sum(shard.piece.region.numel for shard in shards)
+        num_elements = sum(shard.tensor_slice.region.numel for shard in shards)
         assert num_elements == sum(param.numel() for param in params.values()) - padding
     for name, tensor in checkpoint.items():
         assert torch.equal(rebuilt[name], tensor), name
@@ -262,7 +265,7 @@ def test_experts_have_local_numbers_and_are_replicated_over_data_parallel_ranks(
 
 
 def test_transformer_engine_fuses_norms_into_the_following_linear_layers() -> None:
-    place = Place(0, 1, 0, 1, False, False)
+    place = ChunkPlace(0, 1, 0, 1, False, False)
     names = {
         (family, fused): {
             name.removeprefix("decoder.layers.0.")
@@ -331,11 +334,11 @@ def test_a_missing_or_misshapen_parameter_is_rejected_with_its_name() -> None:
 def test_dimensions_that_ranks_cannot_divide_are_rejected() -> None:
     arch = architecture(config("llama", num_attention_heads=9, num_key_value_heads=3))
     with pytest.raises(ConfigError, match=r"query-key-value.*by 4"):
-        layout_of(arch, Place(0, 4, 0, 4, True, True))
+        layout_of(arch, ChunkPlace(0, 4, 0, 4, True, True))
     with pytest.raises(ConfigError, match=r"9 \(attention heads\).*by 2"):
-        engine_pieces(arch, 0, 2, torch.float32)
+        engine_slices(arch, 0, 2, torch.float32)
     with pytest.raises(ConfigError, match=r"8 experts.*by 3"):
-        layout_of(architecture(config()), Place(0, 1, 0, 4, True, True, 0, 3))
+        layout_of(architecture(config()), ChunkPlace(0, 1, 0, 4, True, True, 0, 3))
 
 
 # -------------------------------------------------------------------------------- the engine
@@ -347,14 +350,16 @@ def engine_regions(
     """Return the region of each tensor, per rank. No rank may list a tensor twice."""
     ranks = []
     for rank in range(tp):
-        pieces: list[Piece] = engine_pieces(
+        tensor_slices: list[TensorSlice] = engine_slices(
             arch, rank, tp, torch.bfloat16, expert_parallel=expert_parallel
         )
         shapes = hf_tensors(arch)
-        assert all(piece.global_shape == shapes[piece.name] for piece in pieces)
-        assert all(piece.dtype == torch.bfloat16 for piece in pieces)
-        assert max(Counter(piece.name for piece in pieces).values()) == 1
-        ranks.append({piece.name: piece.region for piece in pieces})
+        assert all(
+            tensor_slice.global_shape == shapes[tensor_slice.name] for tensor_slice in tensor_slices
+        )
+        assert all(tensor_slice.dtype == torch.bfloat16 for tensor_slice in tensor_slices)
+        assert max(Counter(tensor_slice.name for tensor_slice in tensor_slices).values()) == 1
+        ranks.append({tensor_slice.name: tensor_slice.region for tensor_slice in tensor_slices})
     return ranks
 
 
@@ -368,8 +373,8 @@ def test_the_ranks_of_an_engine_hold_every_element_with_the_expected_copies(
     arch = data.draw(models(family, tied, tp))
     expert_parallel = data.draw(st.booleans())
     copies = {name: torch.zeros(shape) for name, shape in hf_tensors(arch).items()}
-    for pieces in engine_regions(arch, tp, expert_parallel):
-        for name, region in pieces.items():
+    for tensor_slices in engine_regions(arch, tp, expert_parallel):
+        for name, region in tensor_slices.items():
             copies[name][region.slices] += 1
     for name, count in copies.items():
         if is_replicated(name):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.config import PolicyConfig
-from dapo_megatron.model import Place, architecture, layout_of
+from dapo_megatron.model import ChunkPlace, architecture, layout_of
 from dapo_megatron.policy.shards import shards_of
 from tests.helpers.published import PUBLISHED
 
-PLACE = Place(0, 2, first_layer=0, num_layers=2, has_embedding=True, has_head=True)
+PLACE = ChunkPlace(0, 2, first_layer=0, num_layers=2, has_embedding=True, has_head=True)
 
 
 def policy(**fp8: Any) -> PolicyConfig:
@@ -73,22 +73,24 @@ def test_shards_of_a_quantized_parameter_are_its_dequantized_values() -> None:
     arch = architecture(published | sizes)
     generator = torch.Generator().manual_seed(0)
     params: dict[str, Tensor] = {
-        name: torch.randn(slot.shape, generator=generator).bfloat16()
-        for name, slot in layout_of(arch, PLACE).items()
+        name: torch.randn(local_parameter.shape, generator=generator).bfloat16()
+        for name, local_parameter in layout_of(arch, PLACE).items()
     }
     name = "decoder.layers.1.self_attention.linear_qkv.weight"
     exact = params[name].float()
     quantized = FakeQuantized(exact)
-    plain = {shard.piece: shard for shard in shards_of(params, arch, PLACE)}
+    plain = {shard.tensor_slice: shard for shard in shards_of(params, arch, PLACE)}
     mixed = shards_of(params | {name: quantized}, arch, PLACE)
     rounded = [shard for shard in mixed if shard.view is quantized]
     assert len(rounded) == 3 * arch.num_kv_heads // PLACE.tp_size
 
     def largest_difference() -> float:
         # Shards are read again each time, because the parameter changes.
-        assert all(shard.read().shape == shard.piece.region.shape for shard in rounded)
+        assert all(shard.read().shape == shard.tensor_slice.region.shape for shard in rounded)
         assert {shard.read().dtype for shard in rounded} == {torch.bfloat16}
-        differences = [(shard.read() - plain[shard.piece].read()).abs().max() for shard in rounded]
+        differences = [
+            (shard.read() - plain[shard.tensor_slice].read()).abs().max() for shard in rounded
+        ]
         return float(max(differences))
 
     assert 0.0 < largest_difference() < 0.02
@@ -96,8 +98,8 @@ def test_shards_of_a_quantized_parameter_are_its_dequantized_values() -> None:
     assert largest_difference() > 1.0
     quantized.become(-exact)
     assert largest_difference() < 0.02
-    with pytest.raises(TypeError, match=r"k_proj.*piece by piece"):
-        next(shard for shard in rounded if "k_proj" in shard.piece.name).write(exact)
+    with pytest.raises(TypeError, match=r"k_proj.*slice by slice"):
+        next(shard for shard in rounded if "k_proj" in shard.tensor_slice.name).write(exact)
 
 
 @pytest.fixture

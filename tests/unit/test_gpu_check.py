@@ -19,7 +19,7 @@ from tests.helpers.configs import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
 import gpu_check
-from gpu_checks.catalogue import BY_NAME, CHECKS, SHOWN, Check
+from gpu_checks.catalog import BY_NAME, CHECKS, SHOWN, Check
 from gpu_checks.figures import Figure, at_least, at_most
 
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -63,7 +63,7 @@ def test_an_unknown_check_is_rejected() -> None:
     assert completed.returncode == 2 and "bf17: see --list" in completed.stderr
 
 
-def test_every_entry_of_the_catalogue_can_be_imported() -> None:
+def test_every_entry_of_the_catalog_can_be_imported() -> None:
     assert len(BY_NAME) == len(CHECKS)
     for check in CHECKS:
         assert callable(check.run())
@@ -91,10 +91,10 @@ def test_the_worst_figure_is_the_verdict() -> None:
     fine, missed_target = at_most("a", 1.0, 2.0), at_least("b", 1.0, 2.0)
     assert (fine.verdict, missed_target.verdict) == ("ok", "short")
     assert at_most("a", 3.0, 2.0, binding=False).verdict == "not judged"
-    assert gpu_check.Outcome(check, [fine]).verdict == "ok"
-    assert gpu_check.Outcome(check, [fine, missed_target]).verdict == "short"
-    assert gpu_check.Outcome(check, [fine], failed=True).verdict == "failed"
-    assert gpu_check.Outcome(check, reason="no").verdict == "skipped"
+    assert gpu_check.CheckResult(check, [fine]).verdict == "ok"
+    assert gpu_check.CheckResult(check, [fine, missed_target]).verdict == "short"
+    assert gpu_check.CheckResult(check, [fine], failed=True).verdict == "failed"
+    assert gpu_check.CheckResult(check, reason="no").verdict == "skipped"
     assert Figure("a", 1.0).target == ""
 
 

@@ -20,7 +20,7 @@ from tests.helpers.configs import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
 from gpu_checks import fp8, rig, shapes, states, steps, training
-from gpu_checks.catalogue import SHOWN
+from gpu_checks.catalog import SHOWN
 from gpu_checks.rig import Setting
 
 HOPPER = Machine(capability=(9, 0), cuda=(13, 0), packages=frozenset(PACKAGES))

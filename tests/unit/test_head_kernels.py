@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.heads import (
     Head,
-    Outcome,
+    HeadResult,
     assert_equal,
     make_head,
     ours,
@@ -43,8 +43,8 @@ def on_device(head: Head) -> Head:
     return replace(head, **{name: getattr(head, name).to(DEVICE) for name in names})
 
 
-def on_cpu(actual: Outcome) -> Outcome:
-    return Outcome(*(getattr(actual, name).cpu() for name in Outcome.__dataclass_fields__))
+def on_cpu(actual: HeadResult) -> HeadResult:
+    return HeadResult(*(getattr(actual, name).cpu() for name in HeadResult.__dataclass_fields__))
 
 
 @runs
@@ -125,7 +125,7 @@ def test_bfloat16_gives_float32_values_and_bfloat16_gradients() -> None:
         assert float((left - right).norm() / right.norm()) < 2**-8, name
 
 
-def shard_outcome(rank: int, head: Head, rows: int) -> Outcome:
+def shard_outcome(rank: int, head: Head, rows: int) -> HeadResult:
     padded_head = padded(head, 2 * rows - len(head.weight))
     shard = replace(padded_head, weight=padded_head.weight[rank * rows : (rank + 1) * rows])
     with tiles_of(3, 4):

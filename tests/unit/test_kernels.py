@@ -9,7 +9,7 @@ import pytest
 from dapo_megatron.config import PolicyConfig
 from dapo_megatron.config.file import load_config
 from dapo_megatron.model import Architecture, architecture
-from dapo_megatron.plan.compatibility.rule import Machine, Run
+from dapo_megatron.plan.compatibility.rule import Machine, RunFacts
 from dapo_megatron.plan.estimate import kernels_of
 from dapo_megatron.policy import kernels as module
 from dapo_megatron.policy.kernels import kernels, kernels_chosen
@@ -62,7 +62,7 @@ def test_policy_plan_and_compatibility_agree(
     chosen = kernels(config.policy, arch)
     assert kernels_of(config, arch, has_gpu=gpu) == chosen
     here = Machine((9, 0) if gpu else None, (13, 0), frozenset({"transformer_engine"}))
-    assert Run(config, arch, here).fused == (chosen == "transformer_engine")
+    assert RunFacts(config, arch, here).fused == (chosen == "transformer_engine")
     assert (chosen == "transformer_engine") == (gpu and setting == "auto" and family == "qwen3")
 
 

@@ -153,9 +153,9 @@ def test_a_failing_run_is_reported_with_its_error(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------ tables and plots
 
 
-def write_outcomes(directory: Path) -> dict[str, list[ladder.Outcome]]:
+def write_outcomes(directory: Path) -> dict[str, list[ladder.RungRun]]:
     """Write runs of two rungs with two seeds. Return their outcomes by rung."""
-    outcomes_by_rung: dict[str, list[ladder.Outcome]] = {}
+    outcomes_by_rung: dict[str, list[ladder.RungRun]] = {}
     for rung in (0, 5):
         for seed in (0, 1):
             seed_run = ladder_run(rung, seed)

@@ -14,7 +14,7 @@ import torch
 
 from dapo_megatron import loop
 from dapo_megatron.algo.mismatch import check_gap
-from dapo_megatron.rollout.partial_step import OpenStep
+from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.rollout.replay import NoSync
 from dapo_megatron.types import StarvedError, Stopped, SyncError, SyncReport
 from tests.helpers.configs import tiny_config
@@ -42,7 +42,7 @@ class Journal:
         assert num_tokens == 7
         return {}
 
-    def copy(self) -> None:
+    def stage(self) -> None:
         self.entries.append("copy")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -51,7 +51,7 @@ class Journal:
     def samples(self, step: int, groups: Any) -> None:
         self.entries.append(f"samples {step}")
 
-    def save(
+    def commit(
         self, step: int, state: Mapping[str, Any], *, is_open: bool = False
     ) -> Callable[[], None]:
         self.entries.append(f"save {step}" + (" open" if is_open else ""))
@@ -82,9 +82,9 @@ def train(
 ) -> Journal:
     journal = Journal(due)
 
-    def step(config: Any, parts: Any, number: int, open_step: OpenStep) -> Any:
+    def step(config: Any, parts: Any, number: int, partial_step: PartialStep) -> Any:
         journal.entries.append(f"step {number}")
-        open_step.begin([], {"accuracy/raw": 0.5})
+        partial_step.begin([], {"accuracy/raw": 0.5})
         if error is not None and number == error_at:
             raise error
         journal.samples(number, [])
@@ -97,7 +97,7 @@ def train(
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=4)
     try:
-        loop.train(config, parts, loop.Progress(step=done), OpenStep(), started=time.time())
+        loop.train(config, parts, loop.Progress(step=done), PartialStep(), started=time.time())
     except (StarvedError, Stopped) as raised:
         journal.entries.append(str(raised))
         assert type(raised) is type(error)

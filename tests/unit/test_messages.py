@@ -26,10 +26,10 @@ from dapo_megatron.types import (
     Fenced,
     Finish,
     Grade,
-    Piece,
     RankError,
     Region,
     Segment,
+    TensorSlice,
 )
 from tests.helpers.ranks import run_ranks
 
@@ -61,7 +61,7 @@ reports = st.builds(
 )
 regions = st.builds(Region, tokens, tokens)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-pieces = st.builds(Piece, texts, tokens, dtypes, regions)
+tensor_slices = st.builds(TensorSlice, texts, tokens, dtypes, regions)
 checks = st.builds(Check, texts, st.sampled_from(Status), texts, texts)
 states = st.builds(
     NodeState, st.lists(checks, max_size=3), st.dictionaries(texts, texts, max_size=3)
@@ -76,7 +76,7 @@ def typed(strategy: Any, expected_type: Any) -> Any:
 
 MESSAGES = st.one_of(
     typed(reports, RankReport),
-    typed(st.lists(pieces), list[Piece]),
+    typed(st.lists(tensor_slices), list[TensorSlice]),
     typed(st.tuples(texts, st.booleans(), states), tuple[str, bool, NodeState]),
     typed(st.tuples(st.none() | texts, errors), tuple[str | None, ErrorRecord | None]),
     typed(st.lists(paths), list[Path]),
@@ -108,7 +108,10 @@ def test_a_message_is_received_exactly_as_sent(message: tuple[Any, Any]) -> None
     assert exact_form(decode(encode(value), expected_type, 0)) == exact_form(value)
 
 
-@given(st.binary(max_size=200), st.sampled_from([RankReport, list[Piece], str | None, bool, Path]))
+@given(
+    st.binary(max_size=200),
+    st.sampled_from([RankReport, list[TensorSlice], str | None, bool, Path]),
+)
 def test_any_bytes_give_a_valid_value_or_an_error_with_the_rank(
     data: bytes, expected_type: Any
 ) -> None:

@@ -19,10 +19,10 @@ from dapo_megatron.rollout.metrics import (
 from dapo_megatron.types import (
     Collected,
     Completion,
-    Fate,
     Finish,
     Grade,
     Group,
+    Outcome,
     Prompt,
     Segment,
     StepStats,
@@ -56,11 +56,15 @@ UNGRADED = Group(2, PROMPT, (completion(0, [(5, 3)], False), completion(1, [(5, 
 def collected() -> Collected:
     return Collected(
         train=[MIXED],
-        ended=[(MIXED, Fate.TRAINED), (RIGHT, Fate.ALL_CORRECT), (UNGRADED, Fate.ABSTAINED)],
+        ended=[
+            (MIXED, Outcome.TRAINED),
+            (RIGHT, Outcome.ALL_CORRECT),
+            (UNGRADED, Outcome.ABSTAINED),
+        ],
         decided=[MIXED, RIGHT, UNGRADED],
         version=5,
         counts={"issued": 4, "trained": 1, "carried": 1},
-        outcomes=Counter({("sums", "graded"): 4, ("sums", "timeout"): 1, ("sums", "unparsed"): 1}),
+        gradings=Counter({("sums", "graded"): 4, ("sums", "timeout"): 1, ("sums", "unparsed"): 1}),
         keep_rate=0.25,
         interrupted=7,
         grade_seconds=0.5,
@@ -115,8 +119,8 @@ def test_failed_gradings_are_counted_by_cause_and_by_data_set() -> None:
 
 
 def test_failed_gradings_are_added_up_over_data_sets() -> None:
-    outcomes = Counter({("sums", "timeout"): 2, ("code", "timeout"): 3})
-    metrics = rollout_metrics(replace(collected(), outcomes=outcomes), overlong())
+    gradings = Counter({("sums", "timeout"): 2, ("code", "timeout"): 3})
+    metrics = rollout_metrics(replace(collected(), gradings=gradings), overlong())
     assert metrics["grading/timeout"] == 5.0
     assert (metrics["grading/sums/timeout"], metrics["grading/code/timeout"]) == (2.0, 3.0)
 

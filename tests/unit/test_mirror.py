@@ -25,12 +25,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.cluster.attempt import begin_attempt
+from dapo_megatron.cluster.attempt import start_attempt
 from dapo_megatron.config import Config
 from dapo_megatron.config.file import dump_config
 from dapo_megatron.tracking import mirror_state, mlflow_tracker
 from dapo_megatron.tracking.mirror import Mirror
-from dapo_megatron.tracking.mirror_state import LOG, MirrorState, Row, lock_holder, read_cursor
+from dapo_megatron.tracking.mirror_state import (
+    LOG,
+    MetricsRow,
+    MirrorState,
+    lock_holder,
+    read_cursor,
+)
 from dapo_megatron.tracking.mlflow_run import MAX_NAMES, metric_name
 from dapo_megatron.tracking.mlflow_tracker import (
     MlflowTracker,
@@ -128,7 +134,7 @@ class Run(CompositeTracker):
     ) -> None:
         folder = run_config.folder
         folder.mkdir(parents=True, exist_ok=True)
-        begin_attempt(folder / "attempts.jsonl", step)
+        start_attempt(folder / "attempts.jsonl", step)
         write(folder, "config.yaml", dump_config(run_config))
         write(folder, "provenance.json", json.dumps({"tags": run_tags(run_config, "4711.0")}))
         metrics = JsonlTracker(folder / "metrics.jsonl", step or -1, warn)
@@ -697,7 +703,7 @@ class FakeMlflow:
         if self.state.cursor.begun < self.state.number:
             self.state.begin()
 
-    def metrics(self, rows: Sequence[Row]) -> None:
+    def metrics(self, rows: Sequence[MetricsRow]) -> None:
         death = self.deaths.pop() if self.deaths else ""
         if death == "before":
             raise Killed

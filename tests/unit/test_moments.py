@@ -19,11 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.folder import copy_companions
 from dapo_megatron.checkpoints.formats.moments import open_state, read_range
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import Store, read_into
-from dapo_megatron.model import Place, layout_of
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
+from dapo_megatron.model import ChunkPlace, layout_of
 from dapo_megatron.policy.checkpoint import reshard
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import CheckpointError
@@ -43,11 +43,11 @@ class Layout:
     stages: tuple[tuple[range, ...], ...]
     expert: int = 1
 
-    def places(self, num_layers: int) -> list[list[Place]]:
+    def places(self, num_layers: int) -> list[list[ChunkPlace]]:
         """Return the chunks of each rank. Ranks are ordered by tensor, then data, then stage."""
         return [
             [
-                Place(
+                ChunkPlace(
                     tp_rank=index % self.tensor,
                     tp_size=self.tensor,
                     first_layer=layers.start,
@@ -108,10 +108,13 @@ def stores_by_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[
     }
 
 
-def local_tensors(store: Store, place: Place) -> dict[str, Tensor]:
+def local_tensors(store: Store, place: ChunkPlace) -> dict[str, Tensor]:
     """Return the parameters of one chunk, read from the store of one field."""
-    slots = layout_of(store.arch, place)
-    params = {name: torch.zeros(slot.shape) for name, slot in slots.items()}
+    local_parameters = layout_of(store.arch, place)
+    params = {
+        name: torch.zeros(local_parameter.shape)
+        for name, local_parameter in local_parameters.items()
+    }
     read_into(store, shards_of(params, store.arch, place))
     return params
 
@@ -202,8 +205,8 @@ def test_every_field_is_read_from_checkpoints_of_any_layout(
         if parameter.endswith("expert_bias"):
             continue
         start, stop = sorted(random.randint(0, value.numel()) for _ in range(2))
-        slot = layout_of(state.weights.arch, place)[parameter]
-        flat_range = read_range(state.fields["exp_avg"], slot, start, stop)
+        local_parameter = layout_of(state.weights.arch, place)[parameter]
+        flat_range = read_range(state.fields["exp_avg"], local_parameter, start, stop)
         assert torch.equal(flat_range, value.reshape(-1)[start:stop]), parameter
     shutil.rmtree(root)
 
@@ -322,7 +325,7 @@ def targets(dtype: torch.dtype, moments: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-LAST = Place(0, 1, 1, 1, has_embedding=False, has_head=True)
+LAST = ChunkPlace(0, 1, 1, 1, has_embedding=False, has_head=True)
 
 
 def test_a_rank_gets_its_share_of_a_checkpoint_of_another_layout(
@@ -342,7 +345,7 @@ def test_vocabulary_padding_is_zero(
     checkpoint: Path, stores_by_model: dict[str, dict[str, Store]]
 ) -> None:
     arch = stores_by_model["llama_tied"]["model"].arch
-    last = Place(2, 3, 0, 2, has_embedding=True, has_head=True)  # rows 26 to 38 of 37
+    last = ChunkPlace(2, 3, 0, 2, has_embedding=True, has_head=True)  # rows 26 to 38 of 37
     targets_of_rank = {"model/embedding.word_embeddings.weight": torch.full((13, 36), torch.nan)}
     reshard(checkpoint, targets_of_rank, [last], arch, ())
     [value] = targets_of_rank.values()

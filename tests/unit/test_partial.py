@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.engine.engine import joined, prompt_of, tokens_left
+from dapo_megatron.engine.engine import append_tokens, prompt_of, tokens_left
 from dapo_megatron.types import Completion, DapoError, Finish, Prompt, SampleRequest, Segment
 
 REQUEST = SampleRequest(
@@ -35,7 +35,7 @@ def test_parts_add_up(parts: list[tuple[int, int]]) -> None:
         if not history:
             continue
         before = request.so_far
-        completion = joined(request, tokens, [-0.5 * token for token in tokens], version)
+        completion = append_tokens(request, tokens, [-0.5 * token for token in tokens], version)
         if not num_tokens:
             assert completion is before
         request = replace(request, so_far=completion)
@@ -53,7 +53,7 @@ def test_parts_add_up(parts: list[tuple[int, int]]) -> None:
 
 def test_the_last_part_says_how_it_ended() -> None:
     so_far = Completion(3, (7,), (-1.0,), "", Finish.UNFINISHED, (Segment(4, 1),))
-    whole = joined(replace(REQUEST, so_far=so_far), [8, 9], [-2.0, -3.0], 5, Finish.STOP)
+    whole = append_tokens(replace(REQUEST, so_far=so_far), [8, 9], [-2.0, -3.0], 5, Finish.STOP)
     assert whole == Completion(
         3, (7, 8, 9), (-1.0, -2.0, -3.0), "", Finish.STOP, (Segment(4, 1), Segment(5, 2))
     )
@@ -62,7 +62,7 @@ def test_the_last_part_says_how_it_ended() -> None:
 
 def test_logprobs_that_do_not_fit_the_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ticket 12, sample 3: 1 log-probs for 2 new tokens"):
-        joined(REQUEST, [7, 8], [-1.0], 0)
+        append_tokens(REQUEST, [7, 8], [-1.0], 0)
 
 
 def test_nothing_left_to_sample_is_refused() -> None:

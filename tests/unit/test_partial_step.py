@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from dapo_megatron.rollout.partial_step import OpenStep
+from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.types import ConfigError, StepStats
 from tests.helpers.configs import tiny_config
 from tests.unit.test_batch import completion, group
@@ -17,7 +17,7 @@ STATS = StepStats(loss=0.5, grad_norm=2.0, lr=1e-6, num_tokens=6, means={"entrop
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_under_way_survives_a_checkpoint_to_the_last_bit(dtype: torch.dtype) -> None:
-    step = OpenStep()
+    step = PartialStep()
     assert step.state(tiny_config()) is None
     step.begin([group(3, completion(0, 4, None), completion(1, 2, None))], {"accuracy/raw": 0.25})
     # Every second one of a longer tensor that has a gradient: not contiguous, not plain.
@@ -25,7 +25,7 @@ def test_a_step_under_way_survives_a_checkpoint_to_the_last_bit(dtype: torch.dty
     step.updates = [STATS]
     config = tiny_config()
     state = json.loads(json.dumps(step.state(config)))
-    again = OpenStep.from_state(state, config)
+    again = PartialStep.from_state(state, config)
     assert again.train == step.train
     assert again.metrics == {"accuracy/raw": 0.25}
     assert again.updates == [STATS]
@@ -33,17 +33,17 @@ def test_a_step_under_way_survives_a_checkpoint_to_the_last_bit(dtype: torch.dty
     assert torch.equal(again.old_logprobs, step.old_logprobs)
     assert again.old_logprobs.dtype == dtype
     step.close()
-    assert step == OpenStep()
+    assert step == PartialStep()
 
 
 def test_a_step_without_old_logprobs_survives_and_none_is_none() -> None:
-    step, config = OpenStep(), tiny_config()
+    step, config = PartialStep(), tiny_config()
     metrics = {"accuracy/raw": 0.25}
     step.begin([], metrics)
     metrics["accuracy/raw"] = 1.0
-    again = OpenStep.from_state(json.loads(json.dumps(step.state(config))), config)
-    assert again == step == OpenStep(train=[], metrics={"accuracy/raw": 0.25})
-    assert OpenStep.from_state(None, config) == OpenStep()
+    again = PartialStep.from_state(json.loads(json.dumps(step.state(config))), config)
+    assert again == step == PartialStep(train=[], metrics={"accuracy/raw": 0.25})
+    assert PartialStep.from_state(None, config) == PartialStep()
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_a_step_without_old_logprobs_survives_and_none_is_none() -> None:
 )
 def test_a_step_cut_otherwise_is_refused_by_key(key: str, value: object) -> None:
     """Some of its sequences would be trained on twice."""
-    step, config = OpenStep(), tiny_config()
+    step, config = PartialStep(), tiny_config()
     step.begin([], {})
     state = json.loads(json.dumps(step.state(config)))
     section, name = key.split(".")
     begun = getattr(getattr(config, section), name)
     message = f"^{key}: the checkpoint is from the middle of a step that started with {begun!r};"
     with pytest.raises(ConfigError, match=message):
-        OpenStep.from_state(state, tiny_config(**{f"{section}__{name}": value}))
+        PartialStep.from_state(state, tiny_config(**{f"{section}__{name}": value}))

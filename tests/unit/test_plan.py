@@ -19,9 +19,9 @@ from dapo_megatron.bridge.plan import (
     TransferPlan,
     make_plan,
 )
-from dapo_megatron.types import Piece, Region, SyncError, whole
+from dapo_megatron.types import Region, SyncError, TensorSlice, whole
 
-Pieces = list[list[Piece]]
+Slices = list[list[TensorSlice]]
 
 
 @st.composite
@@ -47,25 +47,25 @@ def slabs(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Pieces, Pieces]:
+def situations(draw: st.DrawFn) -> tuple[Slices, Slices]:
     """What up to six ranks hold (boxes that may overlap, and slabs that cover the tensor) and want
     (disjoint slabs) of a few tensors."""
     num_ranks = draw(st.integers(1, 6))
-    held: Pieces = [[] for _ in range(num_ranks)]
-    wanted: Pieces = [[] for _ in range(num_ranks)]
+    held: Slices = [[] for _ in range(num_ranks)]
+    wanted: Slices = [[] for _ in range(num_ranks)]
     ranks = st.integers(0, num_ranks - 1)
     for number in range(draw(st.integers(1, 6))):
         shape = draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
         name = f"model.layers.{number // 2}.part_{number}"
         for region in draw(slabs(shape)):
-            held[draw(ranks)].append(Piece(name, shape, dtype, region))
+            held[draw(ranks)].append(TensorSlice(name, shape, dtype, region))
         for rank in draw(st.lists(ranks, max_size=6)):
-            held[rank].append(Piece(name, shape, dtype, draw(regions(shape))))
+            held[rank].append(TensorSlice(name, shape, dtype, draw(regions(shape))))
         for rank in draw(st.sets(ranks)):
             cuts = draw(slabs(shape))
             for region in draw(st.lists(st.sampled_from(cuts), unique=True)):
-                wanted[rank].append(Piece(name, shape, dtype, region))
+                wanted[rank].append(TensorSlice(name, shape, dtype, region))
     return held, wanted
 
 
@@ -84,7 +84,7 @@ def mask(shape: Sequence[int], found: Sequence[Region]) -> numpy.ndarray:
 
 
 @given(situations())
-def test_every_wanted_element_arrives_once_from_a_holder(situation: tuple[Pieces, Pieces]) -> None:
+def test_every_wanted_element_arrives_once_from_a_holder(situation: tuple[Slices, Slices]) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
     arriving: dict[tuple[int, str, Region], list[Region]] = defaultdict(list)
@@ -92,20 +92,22 @@ def test_every_wanted_element_arrives_once_from_a_holder(situation: tuple[Pieces
         for move, source in tensor.with_sources():
             arriving[move.target, tensor.name, move.region].append(move.box)
             assert any(
-                piece.name == tensor.name and piece.region.intersect(move.box) == move.box
-                for piece in held[source]
+                tensor_slice.name == tensor.name
+                and tensor_slice.region.intersect(move.box) == move.box
+                for tensor_slice in held[source]
             )
-    for rank, pieces in enumerate(wanted):
-        for piece in pieces:
-            boxes = arriving.pop((rank, piece.name, piece.region), [])
+    for rank, tensor_slices in enumerate(wanted):
+        for tensor_slice in tensor_slices:
+            boxes = arriving.pop((rank, tensor_slice.name, tensor_slice.region), [])
             assert (
-                mask(piece.global_shape, boxes) == mask(piece.global_shape, [piece.region])
+                mask(tensor_slice.global_shape, boxes)
+                == mask(tensor_slice.global_shape, [tensor_slice.region])
             ).all()
     assert not arriving
 
 
 @given(situations())
-def test_only_what_is_missing_moves(situation: tuple[Pieces, Pieces]) -> None:
+def test_only_what_is_missing_moves(situation: tuple[Slices, Slices]) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=64, ranks_per_node=2)
     received, sent = Counter[int](), Counter[int]()
@@ -114,20 +116,20 @@ def test_only_what_is_missing_moves(situation: tuple[Pieces, Pieces]) -> None:
             if source != move.target:
                 received[move.target] += move.nbytes
                 sent[source] += move.nbytes
-    for rank, pieces in enumerate(wanted):
+    for rank, tensor_slices in enumerate(wanted):
         missing = 0
-        for piece in pieces:
-            own = [one.region for one in held[rank] if one.name == piece.name]
-            wants = mask(piece.global_shape, [piece.region]) > 0
-            missing += int((wants & (mask(piece.global_shape, own) == 0)).sum()) * (
-                piece.dtype.itemsize
+        for tensor_slice in tensor_slices:
+            own = [one.region for one in held[rank] if one.name == tensor_slice.name]
+            wants = mask(tensor_slice.global_shape, [tensor_slice.region]) > 0
+            missing += int((wants & (mask(tensor_slice.global_shape, own) == 0)).sum()) * (
+                tensor_slice.dtype.itemsize
             )
         assert plan.missing[rank] == received[rank] == missing
         assert plan.sent[rank] == sent[rank]
 
 
 @given(situations(), st.integers(1, 200))
-def test_rounds_are_bounded(situation: tuple[Pieces, Pieces], bucket_bytes: int) -> None:
+def test_rounds_are_bounded(situation: tuple[Slices, Slices], bucket_bytes: int) -> None:
     held, wanted = situation
     plan = make_plan(held, wanted, bucket_bytes=bucket_bytes)
     for one in plan.rounds:
@@ -145,28 +147,28 @@ def test_rounds_are_bounded(situation: tuple[Pieces, Pieces], bucket_bytes: int)
         for one in plan.rounds
     ]
     assert sum(map(len, found)) == len(set().union(*found))  # what one rank wants is in one round
-    wanted_names = {piece.name for pieces in wanted for piece in pieces}
+    wanted_names = {tensor_slice.name for tensor_slices in wanted for tensor_slice in tensor_slices}
     assert plan.num_tensors == len(wanted_names)
 
 
 def test_one_tensor_for_many_is_sent_bucket_by_bucket() -> None:
-    plan = make_plan([[piece("t")], *[[]] * 9], [[piece("t")]] * 10, bucket_bytes=128)
+    plan = make_plan([[tensor_slice("t")], *[[]] * 9], [[tensor_slice("t")]] * 10, bucket_bytes=128)
     sent = [Counter(source for move, source in boxes_of(one) if move.target) for one in plan.rounds]
     assert sent == [{0: 2}, {0: 2}, {0: 2}, {0: 2}, {0: 1}]
     assert plan.num_tensors == 1
 
 
 @given(situations())
-def test_equal_lists_give_equal_plans(situation: tuple[Pieces, Pieces]) -> None:
+def test_equal_lists_give_equal_plans(situation: tuple[Slices, Slices]) -> None:
     held, wanted = situation
-    again = [[[*pieces] for pieces in ranks] for ranks in (held, wanted)]
+    again = [[[*tensor_slices] for tensor_slices in ranks] for ranks in (held, wanted)]
     assert make_plan(held, wanted) == make_plan(*again)
 
 
-def piece(name: str, first: int = 0, num: int = 8, **other: object) -> Piece:
+def tensor_slice(name: str, first: int = 0, num: int = 8, **other: object) -> TensorSlice:
     """Rows of a tensor of eight rows and four columns."""
     values: dict = {"global_shape": (8, 4), "dtype": torch.float32, **other}
-    return Piece(name, region=Region((first, 0), (num, 4)), **values)
+    return TensorSlice(name, region=Region((first, 0), (num, 4)), **values)
 
 
 def sources(plan: TransferPlan) -> list[list[int]]:
@@ -176,7 +178,7 @@ def sources(plan: TransferPlan) -> list[list[int]]:
 
 def test_sources_are_near_and_take_turns() -> None:
     names = [f"t{number}" for number in range(4)]
-    every = [piece(name) for name in names]
+    every = [tensor_slice(name) for name in names]
     plan = make_plan([every, every, [], every], [[], [], every, []], ranks_per_node=2)
     assert sources(plan) == [[3], [3], [3], [3]]  # rank 3 is on the node of rank 2
     plan = make_plan([every, every, [], every], [[], [], every, []], ranks_per_node=1)
@@ -187,7 +189,9 @@ def test_sources_are_near_and_take_turns() -> None:
 
 
 def test_what_the_rank_has_of_a_piece_stays() -> None:
-    plan = make_plan([[piece("t", 0, 5)], [piece("t", 2, 6)]], [[], [piece("t")]])
+    plan = make_plan(
+        [[tensor_slice("t", 0, 5)], [tensor_slice("t", 2, 6)]], [[], [tensor_slice("t")]]
+    )
     moves = [pair for one in plan.rounds for pair in boxes_of(one)]
     assert {(source, m.box.start[0], m.box.shape[0]) for m, source in moves} == {
         (1, 2, 6),
@@ -195,15 +199,15 @@ def test_what_the_rank_has_of_a_piece_stays() -> None:
     }
 
 
-def stage(layers: range, experts: int = 0) -> list[Piece]:
+def stage(layers: range, experts: int = 0) -> list[TensorSlice]:
     """The tensors of some layers."""
     parts = ["a", "b", *(f"experts.{number}" for number in range(experts))]
-    return [piece(f"model.layers.{layer}.{part}") for layer in layers for part in parts]
+    return [tensor_slice(f"model.layers.{layer}.{part}") for layer in layers for part in parts]
 
 
 def test_stages_send_side_by_side_and_layers_stay_together() -> None:
-    first = [piece("model.embed_tokens.weight"), *stage(range(3))]
-    second = [*stage(range(3, 6)), piece("lm_head.weight")]
+    first = [tensor_slice("model.embed_tokens.weight"), *stage(range(3))]
+    second = [*stage(range(3, 6)), tensor_slice("lm_head.weight")]
     held = [first, second]
     every = [*first, *second]
     plan = make_plan(held, [every, every], bucket_bytes=4 * 128)
@@ -234,35 +238,39 @@ def test_tensors_alike_share_their_boxes() -> None:
 @pytest.mark.parametrize(
     ("held", "wanted", "message"),
     [
-        ([[piece("t")], []], [[], [piece("t"), piece("u")]], "rank 1 wants u, which no rank holds"),
         (
-            [[piece("t", 0, 3)], [piece("t", 4, 4)]],
-            [[], [piece("t", 2, 4)]],
+            [[tensor_slice("t")], []],
+            [[], [tensor_slice("t"), tensor_slice("u")]],
+            "rank 1 wants u, which no rank holds",
+        ),
+        (
+            [[tensor_slice("t", 0, 3)], [tensor_slice("t", 4, 4)]],
+            [[], [tensor_slice("t", 2, 4)]],
             r"rank 1 wants \[3:4, 0:4\] of t, which no rank holds",
         ),
         (
-            [[piece("t")], [piece("t", global_shape=(9, 4))]],
-            [[], [piece("t")]],
+            [[tensor_slice("t")], [tensor_slice("t", global_shape=(9, 4))]],
+            [[], [tensor_slice("t")]],
             r"t is \[8, 4\] torch.float32 on rank 0, but \[9, 4\] torch.float32 on rank 1",
         ),
         (
-            [[piece("t")], []],
-            [[], [piece("t", dtype=torch.bfloat16)]],
+            [[tensor_slice("t")], []],
+            [[], [tensor_slice("t", dtype=torch.bfloat16)]],
             r"t is \[8, 4\] torch.float32 on rank 0, but \[8, 4\] torch.bfloat16 on rank 1",
         ),
         (
-            [[piece("t")], []],
-            [[], [piece("t", 0, 5), piece("t", 4, 4)]],
+            [[tensor_slice("t")], []],
+            [[], [tensor_slice("t", 0, 5), tensor_slice("t", 4, 4)]],
             r"rank 1 wants \[4:5, 0:4\] of t twice",
         ),
     ],
 )
-def test_failures_name_tensor_and_rank(held: Pieces, wanted: Pieces, message: str) -> None:
+def test_failures_name_tensor_and_rank(held: Slices, wanted: Slices, message: str) -> None:
     with pytest.raises(SyncError, match=message):
         make_plan(held, wanted)
 
 
 def test_what_nobody_wants_is_left_out() -> None:
-    plan = make_plan([[piece("t"), piece("u")]], [[piece("u", 0, 2)]])
+    plan = make_plan([[tensor_slice("t"), tensor_slice("u")]], [[tensor_slice("u", 0, 2)]])
     assert [route.name for one in plan.rounds for route in one] == ["u"]
-    assert make_plan([[piece("t")]], [[]]).num_rounds == 0
+    assert make_plan([[tensor_slice("t")]], [[]]).num_rounds == 0

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dapo_megatron.config import Config
 from dapo_megatron.model import architecture
-from dapo_megatron.plan import GIB, Part, activations
+from dapo_megatron.plan import GIB, MemoryItem, activations
 from dapo_megatron.plan.estimate import MemoryEstimate, NodeSpec, estimate_memory
 from dapo_megatron.plan.forecast import render, to_json
 from dapo_megatron.plan.phases import PHASES
@@ -44,7 +44,7 @@ def config_of(folder: Path, hf: dict[str, Any] = DENSE_HF, **overrides: Any) -> 
     return tiny_config(**settings | overrides)
 
 
-def part(of: MemoryEstimate, phase: str, name: str) -> Part:
+def part(of: MemoryEstimate, phase: str, name: str) -> MemoryItem:
     [found] = [one for one in of.fullest(phase)[1].parts if one.name == name]
     return found
 
@@ -166,7 +166,7 @@ def test_copies_in_fp8_are_there_until_something_leaves(
     stays = whole if offload == "[]" else 0
     for when in [("sync", "engine awake"), ("generate", "engine awake")]:
         assert found[when] == pytest.approx(stays, rel=0.001)
-    # Bfloat16 weights are quantised by the first pass.
+    # Bfloat16 weights are quantized by the first pass.
     assert (found["start", "policy made"] > 0) == ("parameters" in fp8)
 
 
@@ -209,7 +209,7 @@ def test_cache_holds_what_the_weights_leave(tmp_path: Path) -> None:
     assert found.sequences == cache // (36 * 2 * 4 * 128 * 2 * 22528)
 
 
-def test_quantised_engine_is_half(tmp_path: Path) -> None:
+def test_quantized_engine_is_half(tmp_path: Path) -> None:
     config = config_of(tmp_path, engine__quantization="fp8")
     weights = part(estimate_memory(config, 1), "generate", "engine weights").num_bytes
     rest = 2 * 151936 * 4096

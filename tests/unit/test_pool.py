@@ -177,17 +177,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("behaviour", BAD)
+@pytest.mark.parametrize("behavior", BAD)
 def test_a_bad_grading_costs_exactly_itself(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str, workers: int
+    make: Callable[..., GradingPool], pids: Path, behavior: str, workers: int
 ) -> None:
     responses = [f"ok {i}" for i in range(40)]
-    responses[5] = responses[39] = behaviour
+    responses[5] = responses[39] = behavior
     # The good ones are far below this limit even on a busy machine.
-    with make(workers, 1.5 if BAD[behaviour] == "timeout" else 20.0) as pool:
+    with make(workers, 1.5 if BAD[behavior] == "timeout" else 20.0) as pool:
         results = grade_all(pool, responses, pids)
     for key, response in enumerate(responses):
-        expected = (None, BAD[behaviour]) if response == behaviour else (
+        expected = (None, BAD[behavior]) if response == behavior else (
             Grade(1.0, True, response),
             "graded",
         )  # fmt: skip
@@ -195,12 +195,12 @@ def test_a_bad_grading_costs_exactly_itself(
     wait_until_dead(noted(pids))
 
 
-@pytest.mark.parametrize("behaviour", ["print", "big", "slow", "interrupt"])
+@pytest.mark.parametrize("behavior", ["print", "big", "slow", "interrupt"])
 def test_an_odd_grading_is_still_graded(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str
+    make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     with make() as pool:
-        results = grade_all(pool, ["ok", behaviour, "ok"], pids)
+        results = grade_all(pool, ["ok", behavior, "ok"], pids)
     assert [why for _, why in results.values()] == ["graded"] * 3
     assert len(noted(pids)) == 1
 
@@ -235,15 +235,15 @@ LAST_WORDS = {
 }
 
 
-@pytest.mark.parametrize("behaviour", LAST_WORDS)
+@pytest.mark.parametrize("behavior", LAST_WORDS)
 def test_the_last_words_of_a_grader_are_kept(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str
+    make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     with make(timeout_seconds=1.5) as pool:
         grade_all(pool, ["ok"], pids)
         assert pool.last_errors == {}
-        grade_all(pool, [behaviour, "ok"], pids)
-        assert pool.last_errors == {"task": LAST_WORDS[behaviour]}
+        grade_all(pool, [behavior, "ok"], pids)
+        assert pool.last_errors == {"task": LAST_WORDS[behavior]}
 
 
 def test_memory_that_a_grading_keeps_is_not_missing_in_the_next(
@@ -432,16 +432,16 @@ def test_a_stopped_worker_costs_its_limit_whatever_it_is_sent(
     wait_until_dead({worker})
 
 
-@pytest.mark.parametrize("behaviour", ["stopped", "full", "half a message"])
+@pytest.mark.parametrize("behavior", ["stopped", "full", "half a message"])
 def test_close_does_not_wait_for_a_worker_that_does_nothing(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str
+    make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     pool = make(timeout_seconds=1000.0)
     grade_all(pool, ["ok"], pids)
     (worker,) = noted(pids)
-    if behaviour != "half a message":
+    if behavior != "half a message":
         os.kill(worker, signal.SIGSTOP)
-    response = {"stopped": "x", "full": "x" * 3_000_000}.get(behaviour, "send 7b22")
+    response = {"stopped": "x", "full": "x" * 3_000_000}.get(behavior, "send 7b22")
     pool.submit(0, "task", response, "", {"pids": str(pids)})
     time.sleep(0.3)
     started = time.monotonic()
@@ -453,13 +453,13 @@ def test_close_does_not_wait_for_a_worker_that_does_nothing(
 # ------------------------------------------------------------------------ end
 
 
-@pytest.mark.parametrize("behaviour", ["hang", "hang_in_c", "slow"])
+@pytest.mark.parametrize("behavior", ["hang", "hang_in_c", "slow"])
 def test_close_is_prompt_and_leaves_no_process(
-    make: Callable[..., GradingPool], pids: Path, behaviour: str
+    make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     pool = make(workers=2, timeout_seconds=1000.0)
     for key in range(20):
-        pool.submit(key, "task", behaviour, "", {"pids": str(pids)})
+        pool.submit(key, "task", behavior, "", {"pids": str(pids)})
     while not pids.exists():
         time.sleep(0.02)
     started = time.monotonic()
@@ -472,15 +472,15 @@ def test_close_is_prompt_and_leaves_no_process(
     wait_until_dead(noted(pids))
 
 
-@pytest.mark.parametrize("behaviour", ["ok", "hang_in_c"])
-def test_workers_die_with_a_parent_that_was_killed(pids: Path, behaviour: str) -> None:
+@pytest.mark.parametrize("behavior", ["ok", "hang_in_c"])
+def test_workers_die_with_a_parent_that_was_killed(pids: Path, behavior: str) -> None:
     code = f"""
         import os, signal, sys, time
         sys.path.insert(0, {str(pids.parent)!r})
         from dapo_megatron.rewards import GradingPool
         pool = GradingPool({{"task": "pool_grader:act"}}, 2, 1000.0)
         for key in range(8):
-            pool.submit(key, "task", {behaviour!r}, "", {{"pids": {str(pids)!r}}})
+            pool.submit(key, "task", {behavior!r}, "", {{"pids": {str(pids)!r}}})
         while not os.path.exists({str(pids)!r}) or not os.path.getsize({str(pids)!r}):
             time.sleep(0.02)
         time.sleep(0.2)

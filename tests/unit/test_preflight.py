@@ -21,8 +21,8 @@ from dapo_megatron.doctor.node import (
     Port,
     check_infiniband,
     check_node,
+    check_with_timeout,
     compare_facts,
-    within,
 )
 from dapo_megatron.doctor.nodes import Findings, NodeFile, check_nodes
 from tests.helpers.configs import tiny_config
@@ -218,9 +218,9 @@ def test_a_look_that_hangs_or_fails_is_a_finding() -> None:
         raise OSError("stale file handle")
 
     start = time.monotonic()
-    [hung] = within(0.2, "disk", hangs)
+    [hung] = check_with_timeout(0.2, "disk", hangs)
     assert time.monotonic() - start < 2.0
-    [stale] = within(5.0, "disk", broken)
+    [stale] = check_with_timeout(5.0, "disk", broken)
     assert hung.status is stale.status is Status.FAIL
     assert "no answer in 0.2 s" in hung.finding and "stale file handle" in stale.finding
 

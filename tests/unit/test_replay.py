@@ -18,10 +18,10 @@ from dapo_megatron.types import (
     Completion,
     ConfigError,
     DataError,
-    Fate,
     Finish,
     Grade,
     Group,
+    Outcome,
     Prompt,
     Segment,
     SyncReport,
@@ -43,7 +43,7 @@ def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
     return Group(ticket, prompt, (right, wrong))
 
 
-def record(folder: Path, *steps: list[tuple[Group, Fate]]) -> Replay:
+def record(folder: Path, *steps: list[tuple[Group, Outcome]]) -> Replay:
     """A run's folder in which these groups ended in steps 1, 2, ..."""
     for step, ended in enumerate(steps, start=1):
         write_samples(folder / "samples", step, ended)
@@ -52,13 +52,13 @@ def record(folder: Path, *steps: list[tuple[Group, Fate]]) -> Replay:
 
 def test_a_step_trains_on_what_was_trained_in_it(tmp_path: Path) -> None:
     first = [
-        (group(0), Fate.ALL_WRONG),
-        (group(1), Fate.TRAINED),
-        (group(2), Fate.ABSTAINED),
-        (group(4), Fate.TRAINED),
-        (group(5), Fate.EXPIRED),
+        (group(0), Outcome.ALL_WRONG),
+        (group(1), Outcome.TRAINED),
+        (group(2), Outcome.ABSTAINED),
+        (group(4), Outcome.TRAINED),
+        (group(5), Outcome.EXPIRED),
     ]
-    second = [(group(3, step=2), Fate.TRAINED)]
+    second = [(group(3, step=2), Outcome.TRAINED)]
     replay = record(tmp_path, first, second)
     seen: list[int] = []
     one = replay.collect(0, seen.append)
@@ -79,7 +79,7 @@ def test_the_batch_is_the_recorded_one_to_the_last_bit(
 ) -> None:
     trained = [group(ticket, logprob=value) for ticket, value in enumerate(logprobs)]
     folder = tmp_path_factory.mktemp("run")
-    again = record(folder, [(one, Fate.TRAINED) for one in trained]).collect(0, lambda _: None)
+    again = record(folder, [(one, Outcome.TRAINED) for one in trained]).collect(0, lambda _: None)
     assert repr(again.train) == repr(trained)
     batches = [assemble(groups, overlong=OVERLONG, eps=1e-6) for groups in (again.train, trained)]
     for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs", "group_ids"):
@@ -87,7 +87,7 @@ def test_the_batch_is_the_recorded_one_to_the_last_bit(
 
 
 def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
-    replay = record(tmp_path, [(group(0), Fate.TRAINED)], [(group(1), Fate.TRAINED)])
+    replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
     with pytest.raises(DataError) as caught:
         replay.collect(2, lambda _: None)
     assert str(caught.value).startswith(f"{tmp_path}/samples/step_000003.jsonl: not recorded")
@@ -100,7 +100,7 @@ def test_a_run_that_recorded_nothing_says_so(tmp_path: Path) -> None:
 
 
 def test_a_step_without_trained_groups_is_named(tmp_path: Path) -> None:
-    replay = record(tmp_path, [(group(0), Fate.ALL_WRONG)])
+    replay = record(tmp_path, [(group(0), Outcome.ALL_WRONG)])
     with pytest.raises(DataError, match=r"step_000001.jsonl: no group was trained on"):
         replay.collect(0, lambda _: None)
 
@@ -118,7 +118,7 @@ def test_a_step_without_trained_groups_is_named(tmp_path: Path) -> None:
 )
 def test_a_line_that_is_no_group_is_named(tmp_path: Path, spoil: object) -> None:
     assert callable(spoil)
-    replay = record(tmp_path, [(group(0), Fate.TRAINED), (group(1), Fate.TRAINED)])
+    replay = record(tmp_path, [(group(0), Outcome.TRAINED), (group(1), Outcome.TRAINED)])
     path = tmp_path / "samples" / "step_000001.jsonl"
     first, second = path.read_text().splitlines()
     path.write_text(f"{first}\n{spoil(second)}\n")
@@ -133,8 +133,8 @@ def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
         ticket=1,
         completions=(replace(whole.completions[0], finish=Finish.UNFINISHED, grade=None),),
     )
-    replay = record(tmp_path, [(whole, Fate.TRAINED), (torn, Fate.EXPIRED)])
-    assert replay.collect(0, lambda _: None).ended[1] == (torn, Fate.EXPIRED)
+    replay = record(tmp_path, [(whole, Outcome.TRAINED), (torn, Outcome.EXPIRED)])
+    assert replay.collect(0, lambda _: None).ended[1] == (torn, Outcome.EXPIRED)
 
 
 def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
@@ -156,7 +156,7 @@ def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:
 
 def test_a_folder_without_rollouts_and_the_own_folder_are_refused(tmp_path: Path) -> None:
     recorded, own = tmp_path / "recorded", tmp_path / "own"
-    record(recorded, [(group(0), Fate.TRAINED)])
+    record(recorded, [(group(0), Outcome.TRAINED)])
     check_recorded(recorded, own)
     with pytest.raises(ConfigError, match=f"^run.name: {recorded} is the run to replay"):
         check_recorded(tmp_path / "own" / ".." / "recorded", recorded)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dapo_megatron.report.folder import read_run
 from dapo_megatron.report.page import Options, Payload, make_payload, packed
 from dapo_megatron.report.rollouts import Rollouts
+from dapo_megatron.report.run_data import read_run
 from dapo_megatron.types import ConfigError
 from tests.helpers.configs import REPOSITORY
 
@@ -187,7 +187,7 @@ def test_a_step_or_a_time_beyond_all_bounds(folder: Path) -> None:
         file.write('{"step": 1000000000000000, "policy/loss": 1}\n')
     changed(folder / "attempts.jsonl", lambda attempt: attempt.update(time=1e30, end=["x"]))
     for path in (folder / ".pulse").iterdir():
-        changed(path, lambda pulse: pulse.update(world_size=10**12))
+        changed(path, lambda heartbeat: heartbeat.update(world_size=10**12))
     [accuracy] = written(folder).data["charts"]["accuracy"]
     assert accuracy["data"][0]["x"][-1] == 40
 

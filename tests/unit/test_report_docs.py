@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dapo_megatron.report import charts
-from dapo_megatron.report.folder import StateWord
+from dapo_megatron.report.run_data import StateWord
 from tests.helpers.configs import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "report.md").read_text(encoding="utf-8")

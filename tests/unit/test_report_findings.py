@@ -16,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.config import Config
-from dapo_megatron.report import finding, rules, rules_work
+from dapo_megatron.report import finding, health_rules, work_rules
 from dapo_megatron.report.charts import CHARTS, chart_of
 from dapo_megatron.report.curves import ghost
 from dapo_megatron.report.finding import Finding, Track
-from dapo_megatron.report.folder import (
+from dapo_megatron.report.finding_rule import track
+from dapo_megatron.report.health_rules import findings
+from dapo_megatron.report.models import Attempt
+from dapo_megatron.report.run_data import (
     Evaluation,
     Metrics,
     RunData,
@@ -29,9 +32,6 @@ from dapo_megatron.report.folder import (
     frame_of,
     read_metrics,
 )
-from dapo_megatron.report.models import Attempt
-from dapo_megatron.report.rule import track
-from dapo_megatron.report.rules import findings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -94,10 +94,10 @@ Series = float | Sequence[float | None]
 
 
 def run_of(num_steps: int = 40, **changes: Any) -> RunData:
-    """A healthy run of constant series but for `series`; knobs by dotted key in `knobs`."""
+    """A healthy run of constant series but for `series`; settings by dotted key in `settings`."""
     series: dict[str, Series] = {**HEALTHY, **changes.pop("series", {})}
     config = {section: dict(values) for section, values in KNOBS.items()}
-    for key, value in changes.pop("knobs", {}).items():
+    for key, value in changes.pop("settings", {}).items():
         section, name = key.split(".")
         config[section][name] = value
     columns = {
@@ -362,9 +362,9 @@ def test_every_knob_in_the_sources_is_a_key() -> None:
     """Those that no series above brings, too."""
     named = set(re.findall(r'["; ]([a-z]+\.[a-z_]+)(?:: |; |")', sources()))
     sections = set(Config.model_fields)
-    knobs = {one for one in named if one.split(".")[0] in sections}
-    assert len(knobs) > 20
-    assert [one for one in sorted(knobs) if not is_key(one)] == []
+    settings = {one for one in named if one.split(".")[0] in sections}
+    assert len(settings) > 20
+    assert [one for one in sorted(settings) if not is_key(one)] == []
 
 
 @pytest.mark.parametrize("name", FIRES)
@@ -373,7 +373,7 @@ def test_it_is_found(name: str) -> None:
     found = [one for one in findings(run_of(series=series)) if re.search(title, one.title)]
     assert [(one.level, one.metric) for one in found] == [(level, metric)]
     assert found[0].text.endswith((".", "?"))
-    for key, way in found[0].knobs:
+    for key, way in found[0].settings:
         assert is_key(key), key
         assert not way.startswith(("or ", "and "))
 
@@ -447,9 +447,9 @@ NUMBERS = st.none() | st.floats(-1e100, 1e100)
 @settings(max_examples=150, deadline=None)
 def test_no_series_of_numbers_stops_a_report(made: tuple[int, dict[str, Any]], odd: Any) -> None:
     num_steps, series = made
-    knobs = {"sync.max_gap": odd, "optimizer.clip_grad": odd, "rollout.prompts_per_step": odd}
+    settings = {"sync.max_gap": odd, "optimizer.clip_grad": odd, "rollout.prompts_per_step": odd}
     plan = {"phases": {"update": 1e-300, "generate": "much"}}
-    for one in findings(run_of(num_steps, series=series, knobs=knobs, plan=plan)):
+    for one in findings(run_of(num_steps, series=series, settings=settings, plan=plan)):
         assert one.title
         assert one.level in ("good", "note", "warn", "bad")
 
@@ -528,7 +528,7 @@ def test_starts() -> None:
         for one in findings(run_of(attempts=starts("stopped", "stopped", None)))
         if "Started" in one.title
     ]
-    assert (stopped.level, stopped.knob) == ("note", None)
+    assert (stopped.level, stopped.setting) == ("note", None)
     assert "2 stopped" in stopped.text
     [crashed] = [
         one
@@ -549,7 +549,7 @@ def test_steps_without_a_line() -> None:
 def test_on_policy_expects_groups_to_expire() -> None:
     series = {"groups/expired": 8.0, "groups/issued": 48.0}
     assert any("expired" in one for one in titles(run_of(series=series)))
-    calm = titles(run_of(series=series, knobs={"rollout.on_policy": True}))
+    calm = titles(run_of(series=series, settings={"rollout.on_policy": True}))
     assert not any("expired" in one for one in calm)
 
 
@@ -697,13 +697,13 @@ def test_gaps_are_left_out() -> None:
 
 def sources() -> str:
     names = ("rules", "rules_work", "finding")
-    folder = Path(rules.__file__).parent
+    folder = Path(health_rules.__file__).parent
     return "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in names)
 
 
 def thresholds() -> dict[str, float]:
     """Return the constants of the rules by the names they have in docs/report.md."""
-    modules = (finding, rules, rules_work)
+    modules = (finding, health_rules, work_rules)
     return {
         name.lower().replace("_", ".", 1): value
         for module in modules

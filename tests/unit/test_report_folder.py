@@ -15,21 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.cluster import heartbeat
-from dapo_megatron.cluster.attempt import begin_attempt, end_attempt
-from dapo_megatron.cluster.heartbeat import Pulse, State
+from dapo_megatron.cluster.attempt import end_attempt, start_attempt
+from dapo_megatron.cluster.heartbeat import Heartbeat, RankState
 from dapo_megatron.cluster.watchdog import hang_file
 from dapo_megatron.report import curves
 from dapo_megatron.report.curves import evaluation_curves, stride_of, thin
-from dapo_megatron.report.folder import Metrics, StateWord, frame_of, read_metrics, read_run
+from dapo_megatron.report.run_data import Metrics, StateWord, frame_of, read_metrics, read_run
 from dapo_megatron.types import ConfigError
 
-A_PULSE = Pulse(
+A_HEARTBEAT = Heartbeat(
     rank=0,
     world_size=1,
     attempt="7.0",
     host="n1",
     pid=1,
-    state=State.RUNNING,
+    state=RankState.RUNNING,
     time=0.0,
     phase="generate",
     step=3,
@@ -64,10 +64,10 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert run.metrics.column("never") == [None, None]
     assert run.metrics.last("x") == 1.0
     (one,) = run.evaluations
-    assert (one.set, one.figure, one.step) == ("a/b", "avg@4", 0)
+    assert (one.set, one.metric, one.step) == ("a/b", "avg@4", 0)
     assert (one.value, one.low, one.high) == (0.4, 0.3, 0.5)
-    assert run.knob("train.rollout_steps") == 40
-    assert run.knob("train.x.y") is run.knob("train.rollout_steps.y") is None
+    assert run.setting("train.rollout_steps") == 40
+    assert run.setting("train.x.y") is run.setting("train.rollout_steps.y") is None
 
 
 def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
@@ -162,12 +162,12 @@ def test_without_any_sign_it_is_not_known(tmp_path: Path) -> None:
 def test_a_run_from_its_start_to_its_end(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     book = folder / "attempts.jsonl"
-    begin_attempt(book, 0, SLURM)
-    heartbeat.write(folder, replace(A_PULSE, time=time.time()))
+    start_attempt(book, 0, SLURM)
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
     running = read_run(folder).state
     assert running.word is StateWord.RUNNING
     assert not running.has_ended
-    heartbeat.write(folder, replace(A_PULSE, time=time.time() - 100))
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time() - 100))
     cut = read_run(folder).state
     assert cut.word is StateWord.CRASHED
     assert "100 s ago" in cut.text or "2 min ago" in cut.text
@@ -186,11 +186,11 @@ def test_a_run_that_said_how_it_ended_has_ended_though_its_ranks_still_live(
 ) -> None:
     """It writes its report before it lets go."""
     folder = write_run(tmp_path / "r")
-    heartbeat.write(folder, replace(A_PULSE, time=time.time()))
-    begin_attempt(folder / "attempts.jsonl", 0, SLURM)
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
+    start_attempt(folder / "attempts.jsonl", 0, SLURM)
     end_attempt(folder / "attempts.jsonl", end, SLURM)
     assert state(folder) == end
-    begin_attempt(folder / "attempts.jsonl", 1, {**SLURM, "SLURM_RESTART_COUNT": "1"})
+    start_attempt(folder / "attempts.jsonl", 1, {**SLURM, "SLURM_RESTART_COUNT": "1"})
     assert state(folder) is StateWord.RUNNING
     (folder / "summary.json").write_text(json.dumps({"steps": 40}))
     assert state(folder) is StateWord.FINISHED
@@ -200,15 +200,15 @@ def test_the_summary_of_a_shorter_run_is_not_the_end(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r", steps=80)
     (folder / "summary.json").write_text(json.dumps({"steps": 40}))
     assert state(folder) is StateWord.UNKNOWN
-    heartbeat.write(folder, replace(A_PULSE, time=time.time()))
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
     assert state(folder) is StateWord.RUNNING
 
 
-def test_pulses_of_another_version_are_no_pulses(tmp_path: Path) -> None:
+def test_heartbeats_of_another_version_are_no_heartbeats(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
-    heartbeat.write(folder, A_PULSE)
-    heartbeat.pulse_file(folder, 1).write_text('{"rank": 1}')
-    heartbeat.pulse_file(folder, 0).write_text('{"state": "running"}')
+    heartbeat.write_heartbeat(folder, A_HEARTBEAT)
+    heartbeat.heartbeat_file(folder, 1).write_text('{"rank": 1}')
+    heartbeat.heartbeat_file(folder, 0).write_text('{"state": "running"}')
     assert state(folder) is StateWord.UNKNOWN
 
 

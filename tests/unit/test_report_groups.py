@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.report.charts import CHARTS
-from dapo_megatron.report.folder import Metrics, RunData, RunState, StateWord, frame_of
 from dapo_megatron.report.groups import (
     DECIDED,
-    FATES,
     FORECAST,
     KEPT,
+    OUTCOMES,
     derived,
     note,
     totals,
     totals_table,
 )
-from dapo_megatron.rollout.ledger import Ledger, State
-from dapo_megatron.types import Fate
+from dapo_megatron.report.run_data import Metrics, RunData, RunState, StateWord, frame_of
+from dapo_megatron.rollout.ledger import Ledger, TicketState
+from dapo_megatron.types import Outcome
 
-NAMES = ("issued", *FATES, "carried", "carried_ready")
+NAMES = ("issued", *OUTCOMES, "carried", "carried_ready")
 
 # Of a real run: model_configs/tiny_cpu.yaml, seed 0, 40 steps. By step: NAMES, and its own
 # accuracy/perfect_fraction, of the groups decided in the step, which nothing here is made of.
@@ -73,14 +73,16 @@ REAL = """
 """
 
 
-def run_of(rows: list[dict[str, float]], steps: list[int] | None = None, **knobs: Any) -> RunData:
+def run_of(
+    rows: list[dict[str, float]], steps: list[int] | None = None, **settings: Any
+) -> RunData:
     columns: dict[str, list[float | None]] = {
         f"groups/{name}": [row.get(name) for row in rows] for name in NAMES
     }
     return RunData(
         path=Path("runs/made"),
         name="made",
-        config={"rollout": knobs},
+        config={"rollout": settings},
         config_text="",
         metrics=Metrics(frame_of(steps or range(1, len(rows) + 1), columns)),
         evaluations=[],
@@ -111,7 +113,7 @@ def test_the_real_runs_books_balance() -> None:
     assert found["issued"] == 1472
     assert found["trained"] == 40 * 32
     assert found["unaccounted"] == 0
-    assert found["issued"] == sum(found[fate] for fate in FATES) + found["open"]
+    assert found["issued"] == sum(found[outcome] for outcome in OUTCOMES) + found["open"]
 
 
 def test_the_totals_in_words_are_all_of_the_issued() -> None:
@@ -136,27 +138,27 @@ def steps_of_a_ledger(draw: st.DrawFn) -> tuple[list[dict[str, float]], list[tup
     ledger = Ledger()
     counts, truth = [], []
     for _ in range(draw(st.integers(1, 6))):
-        for ticket in [t for t, state in ledger.open.items() if state is State.READY]:
+        for ticket in [t for t, state in ledger.open.items() if state is TicketState.READY]:
             if draw(st.integers(0, 5)) == 0:  # at the begin of a step, for age
-                ledger.settle(ticket, Fate.EXPIRED)
+                ledger.close_ticket(ticket, Outcome.EXPIRED)
         ledger.issue(draw(st.integers(0, 8)))
         mixed = decided = 0
-        for ticket in [t for t, state in ledger.open.items() if state is not State.READY]:
-            ended = draw(st.sampled_from(["open", "ready", *Fate]))
-            if ended in ("open", Fate.TRAINED, Fate.EXPIRED):
+        for ticket in [t for t, state in ledger.open.items() if state is not TicketState.READY]:
+            ended = draw(st.sampled_from(["open", "ready", *Outcome]))
+            if ended in ("open", Outcome.TRAINED, Outcome.EXPIRED):
                 continue
-            ledger.move(ticket, State.RUNNING)
-            ledger.move(ticket, State.GRADING)
+            ledger.move(ticket, TicketState.RUNNING)
+            ledger.move(ticket, TicketState.GRADING)
             decided += 1
             if ended == "ready":
                 mixed += 1
-                ledger.move(ticket, State.READY)
+                ledger.move(ticket, TicketState.READY)
             else:
-                ledger.settle(ticket, Fate(ended))
-        for ticket in [t for t, state in ledger.open.items() if state is State.READY]:
+                ledger.close_ticket(ticket, Outcome(ended))
+        for ticket in [t for t, state in ledger.open.items() if state is TicketState.READY]:
             if draw(st.booleans()):
-                ledger.settle(ticket, Fate.TRAINED)
-        held = {ticket: state is State.READY for ticket, state in ledger.open.items()}
+                ledger.close_ticket(ticket, Outcome.TRAINED)
+        held = {ticket: state is TicketState.READY for ticket, state in ledger.open.items()}
         counts.append({name: float(count) for name, count in ledger.close_step(held).items()})
         truth.append((mixed, decided))
     return counts, truth
@@ -218,5 +220,5 @@ def test_a_lost_line_shows_in_the_totals() -> None:
 def test_charts_name_what_the_coordinator_counts() -> None:
     stacked = next(chart for chart in CHARTS if chart.id == "groups_fates")
     drawn = set(stacked.series)
-    assert drawn == {f"groups/{fate}" for fate in Fate} | {"groups/carried"}
-    assert set(FATES) == set(Fate)
+    assert drawn == {f"groups/{outcome}" for outcome in Outcome} | {"groups/carried"}
+    assert set(OUTCOMES) == set(Outcome)

@@ -24,17 +24,17 @@ from plotly import graph_objects
 
 from dapo_megatron.cluster import heartbeat
 from dapo_megatron.report import command, page
-from dapo_megatron.report.charts import CHARTS, chart_of, recorded
+from dapo_megatron.report.charts import CHARTS, chart_of, charts_with_data
 from dapo_megatron.report.command import parse_steps, report, watch
-from dapo_megatron.report.curves import GHOSTS, PALETTE, ghost, looks
-from dapo_megatron.report.folder import read_run
+from dapo_megatron.report.curves import GHOSTS, PALETTE, ghost, run_styles
 from dapo_megatron.report.page import Options, make_payload
 from dapo_megatron.report.provenance import headline
+from dapo_megatron.report.run_data import read_run
 from dapo_megatron.report.wording import span, visible
 from dapo_megatron.types import ConfigError
 from tests.helpers.made_run import MadeRun
 from tests.unit.test_files import room_for
-from tests.unit.test_report_folder import A_PULSE, write_run
+from tests.unit.test_report_folder import A_HEARTBEAT, write_run
 
 HOSTILE = "</script><script>bad()</script><img src=x onerror=bad()>{{ 7*7 }}"
 
@@ -275,7 +275,7 @@ def test_a_timeline_s_hosts_are_no_markup(tmp_path: Path) -> None:
 
 
 def test_what_never_occurs_is_left_out() -> None:
-    shown = recorded(CHARTS, {"policy/clip_fraction_low"}, {"pass@4"})
+    shown = charts_with_data(CHARTS, {"policy/clip_fraction_low"}, {"pass@4"})
     assert [one.id for one in shown] == ["evaluation_best_and_vote", "clipping"]
     assert list(shown[1].series.values()) == ["down"]
     assert chart_of("policy/clip_fraction_low", shown) == "clipping"
@@ -358,19 +358,19 @@ def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ several runs
 
 
-def _looks(room: Path, *names: str, **config: Any) -> list[tuple[str, list[int]]]:
+def _run_styles(room: Path, *names: str, **config: Any) -> list[tuple[str, list[int]]]:
     runs = [
         replace(read_run(write_run(room / str(at))), name=name, config=config)
         for at, name in enumerate(names)
     ]
-    return [(one.label, one.runs) for one in looks(runs)]
+    return [(one.label, one.runs) for one in run_styles(runs)]
 
 
 def test_repeats_are_runs_that_differ_in_their_seed(tmp_path: Path) -> None:
-    found = _looks(tmp_path, "1_a_seed0", "2_b_seed0", "1_a_seed1", "2_b.1", "c")
+    found = _run_styles(tmp_path, "1_a_seed0", "2_b_seed0", "1_a_seed1", "2_b.1", "c")
     assert found == [("1_a, 2 runs", [0, 2]), ("2_b, 2 runs", [1, 3]), ("c", [4])]
-    assert _looks(tmp_path, "a_seed0", "a_seed1") == [("a_seed0", [0]), ("a_seed1", [1])]
-    assert _looks(tmp_path, "a", "b") == [("a", [0]), ("b", [1])]
+    assert _run_styles(tmp_path, "a_seed0", "a_seed1") == [("a_seed0", [0]), ("a_seed1", [1])]
+    assert _run_styles(tmp_path, "a", "b") == [("a", [0]), ("b", [1])]
 
 
 def test_numbers_that_are_settings_make_no_repeats(tmp_path: Path) -> None:
@@ -379,12 +379,12 @@ def test_numbers_that_are_settings_make_no_repeats(tmp_path: Path) -> None:
         replace(run, name=f"batch_{size}", config={"seed": at, "run": {"name": at}, "batch": size})
         for at, size in enumerate((8, 8, 16))
     ]
-    assert [one.runs for one in looks(runs)] == [[0, 1], [2]]
+    assert [one.runs for one in run_styles(runs)] == [[0, 1], [2]]
 
 
 def test_no_two_of_many_runs_look_alike(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "r"))
-    found = looks([replace(run, name=chr(97 + at)) for at in range(24)])
+    found = run_styles([replace(run, name=chr(97 + at)) for at in range(24)])
     assert len({(one.color, one.width) for one in found}) == 24
     assert {one.color for one in found} == set(PALETTE)
 
@@ -457,29 +457,29 @@ def test_watch_writes_what_changes_and_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "r")
-    heartbeat.write(folder, replace(A_PULSE, time=time.time()))
-    looks = 0
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
+    num_looks = 0
     seen: list[tuple[int, float | None]] = []
 
     def sleep(seconds: float) -> None:
-        nonlocal looks
-        looks += 1
+        nonlocal num_looks
+        num_looks += 1
         text = (folder / "report.html").read_text()
         last = int(re.findall(r"up to step (\d+);", text)[0])
         seen.append((last, data_of(text)["refresh_seconds"]))
-        assert looks < 9
-        if looks < 4:
-            heartbeat.write(folder, replace(A_PULSE, time=time.time()))
-        if looks == 2:
+        assert num_looks < 9
+        if num_looks < 4:
+            heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
+        if num_looks == 2:
             write_run(folder, [{"step": 1}, {"step": 2}])
-        if looks == 4:
+        if num_looks == 4:
             (folder / "summary.json").write_text('{"steps": 40}')
-            heartbeat.write(folder, replace(A_PULSE, state=heartbeat.State.ENDED))
+            heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, state=heartbeat.RankState.ENDED))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     watch([folder], None, Options(), every=7.0)
     assert seen[:4] == [(1, 7.0), (1, 7.0), (2, 7.0), (2, 7.0)]
-    assert looks == 5
+    assert num_looks == 5
     assert data_of((folder / "report.html").read_text())["refresh_seconds"] is None
     assert capsys.readouterr().out.count("report  ") == 4  # first, step 2, the end twice
 

@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dapo_megatron.report import recorded, viewer_data
+from dapo_megatron.report import sample_files, viewer_data
 from dapo_megatron.report.choosing import ASKED, RANDOM, Pick, choose, frames
-from dapo_megatron.report.folder import read_run
 from dapo_megatron.report.models import StepIndex
 from dapo_megatron.report.rollouts import Rollouts, Row, rollouts
-from dapo_megatron.report.token_text import Pieces
+from dapo_megatron.report.run_data import read_run
+from dapo_megatron.report.token_text import TokenPieces
 from dapo_megatron.rollout.serialization import COMPLETION_COLUMNS, GROUP_COLUMNS
 from tests.helpers.configs import REPOSITORY
 from tests.helpers.made_run import MadeRun
 
 TINY = REPOSITORY / "model_configs" / "tiny_qwen3" / "tokenizer.json"
-FATES = ("trained", "all_correct", "abstained")
+OUTCOMES = ("trained", "all_correct", "abstained")
 
 
 # ---------------------------------------------------------------------------- choosing
@@ -42,7 +42,7 @@ def runs(draw: st.DrawFn) -> list[StepIndex]:
     for _ in range(draw(st.integers(1, 12))):
         groups, completions = [], []
         for place in range(chance.randint(0, 6)):
-            groups.append((100 * place, ticket, chance.choice("ab"), chance.choice(FATES), None))
+            groups.append((100 * place, ticket, chance.choice("ab"), chance.choice(OUTCOMES), None))
             ticket += 1
             completions += [completion(chance, place, sample) for sample in range(size)]
         made.append(index_of(groups, completions))
@@ -182,7 +182,7 @@ TINY_TOKENIZER = Tokenizer.from_file(str(TINY))
 @given(text=st.text(max_size=60))
 def test_pieces_of_a_text_add_up_to_it(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text).ids
-    pieces = Pieces(tokenizer).split(tokens)
+    pieces = TokenPieces(tokenizer).split(tokens)
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=False)
     if tokenizer is BYTE_LEVEL:
@@ -195,31 +195,31 @@ def test_pieces_of_any_tokens_add_up_to_what_the_tokenizer_makes_of_them(
 ) -> None:
     tokenizer = data.draw(st.sampled_from([BYTE_LEVEL, TINY_TOKENIZER]))
     tokens = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=80))
-    pieces = Pieces(tokenizer).split(tokens)
+    pieces = TokenPieces(tokenizer).split(tokens)
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def test_a_character_of_several_tokens_stands_in_the_last_of_them() -> None:
     tokens = BYTE_LEVEL.encode("é").ids
-    assert Pieces(BYTE_LEVEL).split(tokens)[-1] == "é"
+    assert TokenPieces(BYTE_LEVEL).split(tokens)[-1] == "é"
     letters = [BYTE_LEVEL.token_to_id(letter) for letter in ("Ã", "©", "h")]
-    assert Pieces(BYTE_LEVEL).split(letters) == ["", "é", "h"]
-    assert Pieces(BYTE_LEVEL).split(letters[:1]) == ["\N{REPLACEMENT CHARACTER}"]
+    assert TokenPieces(BYTE_LEVEL).split(letters) == ["", "é", "h"]
+    assert TokenPieces(BYTE_LEVEL).split(letters[:1]) == ["\N{REPLACEMENT CHARACTER}"]
 
 
 @pytest.mark.timeout(20)
 def test_bytes_that_are_no_text_cost_no_more_than_others() -> None:
     broken = Tokenizer(models.WordLevel({"<0x80>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
     broken.decoder = decoders.ByteFallback()
-    pieces = Pieces(broken).split([0] * 20_000)
+    pieces = TokenPieces(broken).split([0] * 20_000)
     assert len(pieces) == 20_000
     assert set("".join(pieces)) == {"\N{REPLACEMENT CHARACTER}"}
-    assert Pieces(broken).split([1, 0]) == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert TokenPieces(broken).split([1, 0]) == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_special_tokens_are_told_apart() -> None:
-    assert {TINY_TOKENIZER.id_to_token(token) for token in Pieces(TINY_TOKENIZER).special} == {
+    assert {TINY_TOKENIZER.id_to_token(token) for token in TokenPieces(TINY_TOKENIZER).special} == {
         "<pad>",
         "<eos>",
         "<unk>",
@@ -299,7 +299,7 @@ def test_policy_values_and_advantages_are_those_recorded(folder: Path, tmp_path:
     row = next(row for row in kept.rows if row["fate"] == "trained")
     blob, one = opened(kept, row)
     path = run / "samples" / "policy" / f"step_{row['step']:06d}.jsonl"
-    policy = recorded.policy_of(path, row["ticket"])[one["sample"]]
+    policy = sample_files.policy_of(path, row["ticket"])[one["sample"]]
     assert row["advantage"] == pytest.approx(policy["advantage"], abs=1e-4)
     assert row["gap_max"] == pytest.approx(policy["gap_max"], rel=1e-3)
     assert one["entropy"] == [round(value, 3) for value in policy["entropy"]]
@@ -388,9 +388,9 @@ def test_a_run_without_an_index_or_policy_values_shows_the_same_completions(
 
 def test_the_index_made_of_samples_is_the_one_that_a_run_records(folder: Path) -> None:
     samples = folder / "samples"
-    for step, path in recorded.step_files(samples, ".jsonl").items():
-        index = recorded.read_index(samples / "index" / f"step_{step:06d}.json")
-        assert index is not None and index == recorded.index_of_samples(path, step)
+    for step, path in sample_files.step_files(samples, ".jsonl").items():
+        index = sample_files.read_index(samples / "index" / f"step_{step:06d}.json")
+        assert index is not None and index == sample_files.index_of_samples(path, step)
 
 
 def test_of_too_many_samples_without_an_index_some_steps_are_read(
@@ -467,5 +467,5 @@ def test_no_bytes_in_place_of_an_index_stop_a_report(
 ) -> None:
     path = tmp_path_factory.mktemp("junk") / "step_000001.json"
     path.write_bytes(junk)
-    assert recorded.read_index(path) is None
-    assert recorded.policy_of(path, 1) == {}
+    assert sample_files.read_index(path) is None
+    assert sample_files.policy_of(path, 1) == {}

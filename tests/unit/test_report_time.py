@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.report import charts, phases, timeline
 from dapo_megatron.report.curves import PALETTE
-from dapo_megatron.report.folder import Metrics, RunData, RunState, StateWord, frame_of
+from dapo_megatron.report.run_data import Metrics, RunData, RunState, StateWord, frame_of
 
 
 def run_of(

@@ -18,7 +18,7 @@ from dapo_megatron.config import FileSource
 from dapo_megatron.data.prompts import load_source
 from dapo_megatron.rewards import resolve
 from dapo_megatron.rewards.dapo_math import INVALID, grade
-from dapo_megatron.rewards.registry import check
+from dapo_megatron.rewards.registry import check_grader
 from dapo_megatron.types import ConfigError, DataError, Grade
 from tests.helpers.words import Words
 
@@ -308,7 +308,7 @@ def test_a_signature_that_is_not_plain_is_refused_before_the_run(
     monkeypatch.syspath_prepend(tmp_path)
     parameters, message = REFUSED[case]
     name = with_signature(tmp_path, parameters, "return True")
-    for refuse in (check, resolve):
+    for refuse in (check_grader, resolve):
         with pytest.raises(ConfigError, match=f"{name}.*{message}.*write it as `def grade"):
             refuse(name)
 
@@ -353,4 +353,4 @@ def test_importing_rewards_is_light() -> None:
         "assert not {'torch', 'pydantic', 'math_verify', 'sympy', 'reasoning_gym'} "
         "& set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check_grader=True)

@@ -33,7 +33,15 @@ from dapo_megatron.tracking.samples import (
     write_samples,
 )
 from dapo_megatron.tracking.trackers import CompositeTracker
-from dapo_megatron.types import Completion, Finish, Grade, Group, Inspected, Prompt, Segment
+from dapo_megatron.types import (
+    Completion,
+    Finish,
+    Grade,
+    Group,
+    Prompt,
+    Segment,
+    SequenceDiagnostics,
+)
 from tests.helpers.groups import GROUPS
 
 
@@ -262,9 +270,9 @@ def test_a_step_done_again_leaves_nothing_of_the_first_attempt_beside_it(tmp_pat
 # ---------------------------------------------------------------------------- policy
 
 
-def inspected(ticket: int, sample: int, **changes: Any) -> Inspected:
+def inspected(ticket: int, sample: int, **changes: Any) -> SequenceDiagnostics:
     values = torch.tensor([-0.12345678, -2.0])
-    one = Inspected(ticket, sample, 0.70710678, 1.23456e-7, 0.0004567891, values, -values)
+    one = SequenceDiagnostics(ticket, sample, 0.70710678, 1.23456e-7, 0.0004567891, values, -values)
     return replace(one, **changes)
 
 
@@ -305,10 +313,10 @@ def test_a_recorder_keeps_what_the_policy_said_of_so_many_groups(
     keeps = replace(recorder(tmp_path, out), inspected_groups=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(0))
-        keeps.inspected(1, [inspected(7, 0)])
+        keeps.sequence_diagnostics(1, [inspected(7, 0)])
     assert files_in(tmp_path) == []
     assert "WARNING: policy log-probs of step 1 were not written: " in out.getvalue()
-    keeps.inspected(2, [inspected(7, 0), inspected(8, 0)])
+    keeps.sequence_diagnostics(2, [inspected(7, 0), inspected(8, 0)])
     assert [one["logprobs"] is None for one in read_policy(tmp_path, 2)] == [False, True]
-    replace(keeps, samples_folder=None).inspected(3, [inspected(7, 0)])
+    replace(keeps, samples_folder=None).sequence_diagnostics(3, [inspected(7, 0)])
     assert files_in(tmp_path) == [policy_path(Path(), 2)]

@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.rewards import pool, sandbox, sandbox_root
-from dapo_megatron.rewards.sandbox import Run
+from dapo_megatron.rewards.sandbox import ProgramResult
 from dapo_megatron.rewards.sandbox_root import library_path
 from dapo_megatron.types import ConfigError
 from tests.helpers.graders import processes_with
 from tests.helpers.sandboxes import needs_sandbox
 
 
-def run(program: str, stdin: str = "", seconds: float = 20.0) -> Run:
+def run(program: str, stdin: str = "", seconds: float = 20.0) -> ProgramResult:
     return sandbox.run(textwrap.dedent(program), stdin, seconds)
 
 
@@ -244,7 +244,7 @@ def test_there_is_no_network() -> None:
 )
 def test_a_call_outside_the_list_is_refused(program: str) -> None:
     result = run(program + "\nprint('went through')")
-    assert result == Run(b"", "exit status 1")
+    assert result == ProgramResult(b"", "exit status 1")
 
 
 # Calls that Python has no function for: x86_64 numbers, and arguments that need no privilege.
@@ -339,7 +339,7 @@ def test_nothing_is_left_after_a_run(seconds: float) -> None:
         from dapo_megatron.rewards import sandbox
         from dapo_megatron.cluster.processes import adopt_orphans
         adopt_orphans()
-        sandbox.lacking()
+        sandbox.missing_layers()
         before = len(os.listdir("/proc/self/fd"))
         program = "import time; time.sleep({0 if seconds > 1 else 100})"
         assert bool(sandbox.run(program, "", {seconds}).failure) == {seconds < 1}
@@ -468,9 +468,9 @@ def startable(python: str) -> bool:
 
 @pytest.fixture
 def undecided() -> Iterator[None]:
-    sandbox.lacking.cache_clear()
+    sandbox.missing_layers.cache_clear()
     yield
-    sandbox.lacking.cache_clear()
+    sandbox.missing_layers.cache_clear()
 
 
 def test_without_bubblewrap_the_grader_is_refused_with_the_command(
@@ -510,7 +510,7 @@ def test_a_bubblewrap_that_is_refused_says_why(
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match=rf"grader 'code': .*{reason}.*docs/rewards\.md"):
-        sandbox.lacking()
+        sandbox.missing_layers()
 
 
 def test_a_bubblewrap_that_never_answers_is_given_up(
@@ -546,24 +546,24 @@ def test_without_a_new_proc_programs_still_run(
     """Containers hide parts of /proc, and then no new one can be mounted."""
     trial = sandbox._trial
 
-    def refuse_proc(has_proc: bool) -> Run:
+    def refuse_proc(has_proc: bool) -> ProgramResult:
         if has_proc:
             raise sandbox.SandboxError("Can't mount proc on /newroot/proc")
         return trial(has_proc)
 
     monkeypatch.setattr(sandbox, "_trial", refuse_proc)
-    assert sandbox.lacking() == {"/proc": "Can't mount proc on /newroot/proc"}
+    assert sandbox.missing_layers() == {"/proc": "Can't mount proc on /newroot/proc"}
     assert printed("import os; print(os.listdir('/proc'))") == "[]\n"
 
 
 def test_missing_parts_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def lacking() -> Mapping[str, str]:
+    def missing_layers() -> Mapping[str, str]:
         return {"/proc": "a container"}
 
-    monkeypatch.setattr(pool, "lacking", lacking)
-    monkeypatch.setattr(pool, "check", lambda name: None)
+    monkeypatch.setattr(pool, "missing_layers", missing_layers)
+    monkeypatch.setattr(pool, "check_grader", lambda name: None)
     with pool.GradingPool({"a": "code", "b": "code"}, workers=2, timeout_seconds=9.0):
         pass
     with pool.GradingPool({"a": "dapo_math"}, workers=1, timeout_seconds=9.0):

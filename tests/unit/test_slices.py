@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dapo_megatron.engine.slices import BoxView, ProxyTensor, check_used, locate
-from dapo_megatron.types import Piece, Region, SyncError, overlap, whole
+from dapo_megatron.types import Region, SyncError, TensorSlice, overlap, whole
 
 Cut = Callable[[Tensor], Tensor]
 
@@ -125,17 +125,17 @@ def test_overlap_is_found_where_an_element_is_in_two_boxes(regions: list[Region]
 
 
 def test_what_no_rank_takes_of_an_offer_is_named() -> None:
-    def piece(name: str, start: int, rows: int) -> Piece:
-        return Piece(name, (4, 3), torch.float32, Region((start, 0), (rows, 3)))
+    def tensor_slice(name: str, start: int, rows: int) -> TensorSlice:
+        return TensorSlice(name, (4, 3), torch.float32, Region((start, 0), (rows, 3)))
 
     offered = dict.fromkeys(("a", "b"), ((4, 3), torch.float32))
-    both = Piece("b", (4, 3), torch.float32, whole((4, 3)))
-    check_used(offered, [[piece("a", 0, 2), both], [piece("a", 2, 2), both]])
+    both = TensorSlice("b", (4, 3), torch.float32, whole((4, 3)))
+    check_used(offered, [[tensor_slice("a", 0, 2), both], [tensor_slice("a", 2, 2), both]])
     for halves, said in (
-        ([piece("a", 0, 2), piece("a", 2, 1)], "a: shape"),
-        ([piece("a", 0, 2), piece("a", 1, 2)], "a: shape"),
+        ([tensor_slice("a", 0, 2), tensor_slice("a", 2, 1)], "a: shape"),
+        ([tensor_slice("a", 0, 2), tensor_slice("a", 1, 2)], "a: shape"),
     ):
         with pytest.raises(SyncError, match=said):
             check_used(offered, [[halves[0], both], [halves[1], both]])
     with pytest.raises(SyncError, match=r"^b: the engine has no such tensor"):
-        check_used(offered, [[piece("a", 0, 4)], []])
+        check_used(offered, [[tensor_slice("a", 0, 4)], []])

@@ -21,7 +21,7 @@ from dapo_megatron.run.session import _conclude
 from dapo_megatron.types import Fenced, Stopped
 from tests.helpers.configs import REPOSITORY, tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.unit.test_watch import full_pipe
+from tests.unit.test_watchdog import full_pipe
 
 PROGRAM = """
 import sys, time

@@ -17,12 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from dapo_megatron.checkpoints.formats.compare import compare, compare_replicas
-from dapo_megatron.checkpoints.formats.file import TensorFile, TensorFileWriter, TensorInfo
 from dapo_megatron.checkpoints.formats.hf import HfWriter
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import blocks, read_into
-from dapo_megatron.model import Place, layout_of
+from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorFileWriter, TensorInfo
+from dapo_megatron.model import ChunkPlace, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.types import CheckpointError, Region, whole
 from tests.helpers.checkpoints import (
@@ -219,11 +219,14 @@ def test_shards_are_filled(sources: Mapping[str, Path], tmp_path: Path, name: st
     megatron = to_megatron(
         source, tmp_path / "m", MegatronLayout(1, (1, source.arch.num_layers - 1))
     )
-    place = Place(2, 3, 1, 2, False, source.arch.num_layers == 3)
+    place = ChunkPlace(2, 3, 1, 2, False, source.arch.num_layers == 3)
     filled = []
     for store in (source, megatron):
-        slots = layout_of(store.arch, place)
-        params = {key: torch.zeros(slot.shape) for key, slot in slots.items()}
+        local_parameters = layout_of(store.arch, place)
+        params = {
+            key: torch.zeros(local_parameter.shape)
+            for key, local_parameter in local_parameters.items()
+        }
         read_into(store, shards_of(params, store.arch, place))
         assert all(value.any() for value in params.values())
         filled.append(params)
@@ -258,10 +261,14 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- training
 
 
-def replicated() -> dict[int, list[Place]]:
+def replicated() -> dict[int, list[ChunkPlace]]:
     """TP 3 x PP 2 x DP 2, experts over all six ranks of a stage's replicas but two ways."""
     return {
-        rank: [Place(rank % 3, 3, 2 * (rank // 6), 2 - rank // 6, rank < 6, rank >= 6, rank % 2, 2)]
+        rank: [
+            ChunkPlace(
+                rank % 3, 3, 2 * (rank // 6), 2 - rank // 6, rank < 6, rank >= 6, rank % 2, 2
+            )
+        ]
         for rank in range(12)
     }
 
@@ -282,7 +289,7 @@ def test_interleaved_training_checkpoint(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config, torch.float32))
     places = {
         stage: [
-            Place(0, 1, 2 * chunk + stage, 1, stage + chunk == 0, stage + chunk == 2)
+            ChunkPlace(0, 1, 2 * chunk + stage, 1, stage + chunk == 0, stage + chunk == 2)
             for chunk in range(2)
         ]
         for stage in range(2)
@@ -294,7 +301,7 @@ def test_interleaved_training_checkpoint(tmp_path: Path) -> None:
 
 def test_replicas_that_differ_are_found(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("llama"), torch.float32))
-    places = {rank: [Place(0, 1, 0, 2, True, True)] for rank in range(2)}
+    places = {rank: [ChunkPlace(0, 1, 0, 2, True, True)] for rank in range(2)}
     folder = training_checkpoint(source, tmp_path / "step", places)
     key = "model/decoder.layers.1.mlp.linear_fc2.weight"
     flip_bit(folder / "rank_00001.safetensors", key)
@@ -305,7 +312,7 @@ def test_replicas_that_differ_are_found(tmp_path: Path) -> None:
 
 def test_ranks_of_two_layouts_are_refused(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("llama"), torch.float32))
-    places = {0: [Place(0, 1, 0, 2, True, True)], 1: [Place(1, 3, 0, 2, True, True)]}
+    places = {0: [ChunkPlace(0, 1, 0, 2, True, True)], 1: [ChunkPlace(1, 3, 0, 2, True, True)]}
     folder = training_checkpoint(source, tmp_path / "step", places)
     with pytest.raises(CheckpointError, match=r"rank_00000.* and rank_00001.* contain overlapping"):
         open_store(folder)
@@ -313,7 +320,7 @@ def test_ranks_of_two_layouts_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     source = open_store(write_random(tmp_path / "hf", config_of("llama"), torch.float32))
-    places = {rank: [Place(rank, 3, 0, 2, True, True)] for rank in range(2)}
+    places = {rank: [ChunkPlace(rank, 3, 0, 2, True, True)] for rank in range(2)}
     folder = training_checkpoint(source, tmp_path / "step", places)
     with pytest.raises(
         CheckpointError, match=r"only [\d,]+ of [\d,]+ elements of .* exist; a file of"

@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from dapo_megatron.checkpoints.formats.file import TensorFile, TensorFileWriter, TensorInfo
 from dapo_megatron.checkpoints.formats.megatron import MegatronLayout
 from dapo_megatron.checkpoints.formats.open import open_store
 from dapo_megatron.checkpoints.formats.store import read_into
-from dapo_megatron.types import CheckpointError, ConfigError, Piece, Shard, whole
+from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorFileWriter, TensorInfo
+from dapo_megatron.types import CheckpointError, ConfigError, Shard, TensorSlice, whole
 from tests.helpers.checkpoints import (
     config_of,
     differences,
@@ -183,7 +183,7 @@ TENSOR_DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] =
         lambda tensors: tensors.update({Q: tensors[Q][:-1].contiguous()}),
         rf"{Q} has shape \(35, 36\), but the model in config.json needs \(36, 36\)",
     ),
-    "quantised": (lambda tensors: tensors.update({Q: tensors[Q].to(torch.int8)}), f"{Q} is int8"),
+    "quantized": (lambda tensors: tensors.update({Q: tensors[Q].to(torch.int8)}), f"{Q} is int8"),
     "foreign": (lambda tensors: tensors.update(spare=torch.ones(2)), "spare is no tensor of this"),
     "tied head alone": (
         lambda tensors: tensors.update(
@@ -331,7 +331,7 @@ def test_read_into_names_the_tensor(tmp_path: Path) -> None:
         ("model.norm.bias", (36,), "the tensor model.norm.bias is missing"),
         (NORM, (40,), rf"{NORM} has shape \(36,\), but the model in config.json needs \(40,\)"),
     ):
-        shard = Shard(Piece(name, shape, torch.float32, whole(shape)), torch.zeros(shape))
+        shard = Shard(TensorSlice(name, shape, torch.float32, whole(shape)), torch.zeros(shape))
         with pytest.raises(CheckpointError, match=message):
             read_into(store, [shard])
 

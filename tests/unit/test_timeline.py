@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_megatron.cluster import instruments
-from dapo_megatron.cluster.instruments import MAX_POINTS, Point, Running, Timeline, thinned
+from dapo_megatron.cluster.instruments import MAX_POINTS, Point, Running, TimelineRecorder, thinned
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.tracking.console import RunConsole
 from dapo_megatron.tracking.recorder import RunRecorder
@@ -96,7 +96,7 @@ class Clock:
 
 def test_what_evaluation_runs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, kept = Clock(monkeypatch), {}
-    one = Timeline(Ranks(0, 1, 0), 2, kept.__setitem__)
+    one = TimelineRecorder(Ranks(0, 1, 0), 2, kept.__setitem__)
     tell = one.follow(replica=0, max_sequences=8)
     tell(7)
     one.begin(1)
@@ -127,7 +127,7 @@ def test_what_evaluation_runs_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_the_first_step_of_a_start_and_every_so_many(every: int, expected: list[int]) -> None:
     kept: dict[int, Any] = {}
-    one = Timeline(Ranks(0, 1, 0), every, kept.__setitem__)
+    one = TimelineRecorder(Ranks(0, 1, 0), every, kept.__setitem__)
     for step in range(5, 10):
         one.begin(step)
         assert one.metrics() == {}, "without an engine there is nothing to say"
@@ -141,7 +141,7 @@ def watch(rank: int) -> Any:
     instruments.time.perf_counter = lambda: true() + 3600.0 * rank  # type: ignore[assignment]
     kept: dict[int, Any] = {}
     exchange = Ranks(rank, 2, rank)
-    one = Timeline(exchange, 1, kept.__setitem__)
+    one = TimelineRecorder(exchange, 1, kept.__setitem__)
     tell = one.follow(replica=rank, max_sequences=4)
     exchange.barrier()
     one.begin(1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dapo_megatron.bridge.plan import make_plan
 from dapo_megatron.bridge.transfer import ALIGNMENT_BYTES, Transfer, gather_whole
-from dapo_megatron.types import Piece, Region, SyncError, whole
+from dapo_megatron.types import Region, SyncError, TensorSlice, whole
 from tests.parity.test_transfer import (
     BUCKET_BYTES,
     CPU,
@@ -106,9 +106,11 @@ def test_random_cuttings_arrive_to_the_bit_at_every_sync(ranks: Threads) -> None
             assert sorted((name, region.start, region.shape) for name, region, _ in arrived) == (
                 sorted((p.name, p.region.start, p.region.shape) for p in layout.wanted[ranks.rank])
             )
-            pieces = {piece.name: piece for piece in layout.wanted[ranks.rank]}
+            tensor_slices = {
+                tensor_slice.name: tensor_slice for tensor_slice in layout.wanted[ranks.rank]
+            }
             for name, region, value in arrived:
-                right = contents(pieces[name], version)[region.slices]
+                right = contents(tensor_slices[name], version)[region.slices]
                 assert same_bits(value, right), f"{name}{region}, version {version}"
         return transfer.nbytes_received
 
@@ -130,20 +132,20 @@ def test_random_cuttings_arrive_to_the_bit_at_every_sync(ranks: Threads) -> None
 def test_boxes_are_aligned_and_a_round_that_moves_nothing_has_no_exchange(ranks: Threads) -> None:
     """Six bytes each: the second box begins at the next multiple of 16."""
 
-    def piece(name: str) -> Piece:
-        return Piece(name, (3,), torch.bfloat16, whole((3,)))
+    def tensor_slice(name: str) -> TensorSlice:
+        return TensorSlice(name, (3,), torch.bfloat16, whole((3,)))
 
-    held = [[piece("a"), piece("b"), piece("c")], [piece("c")], [], []]
-    wanted = [[], [piece("a"), piece("b")], [piece("a")], []]
+    held = [[tensor_slice("a"), tensor_slice("b"), tensor_slice("c")], [tensor_slice("c")], [], []]
+    wanted = [[], [tensor_slice("a"), tensor_slice("b")], [tensor_slice("a")], []]
     plan = make_plan(held, wanted)
-    local = make_plan(held, [[piece("c")], [piece("c")], [], []])
+    local = make_plan(held, [[tensor_slice("c")], [tensor_slice("c")], [], []])
 
     def carry() -> tuple[int, int]:
         shards = make_shards(held[ranks.rank])
         transfer = Transfer(plan, shards, wanted[ranks.rank], ranks.rank, CPU)
         assert [name for name, _ in transfer] == [p.name for p in wanted[ranks.rank]]
         calls = ranks.calls
-        kept = [piece("c")] if ranks.rank < 2 else []
+        kept = [tensor_slice("c")] if ranks.rank < 2 else []
         stays = Transfer(local, shards, kept, ranks.rank, CPU)
         assert [name for name, _ in stays] == [p.name for p in kept]
         assert stays.nbytes_received == 0
@@ -156,11 +158,11 @@ def test_boxes_are_aligned_and_a_round_that_moves_nothing_has_no_exchange(ranks:
 def test_a_shard_that_several_ranks_want_is_read_once(
     ranks: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    piece = Piece("a", (4,), torch.float32, whole((4,)))
-    held = [[piece], [], [], []]
-    wanted = [[], [piece], [piece], [piece]]
+    tensor_slice = TensorSlice("a", (4,), torch.float32, whole((4,)))
+    held = [[tensor_slice], [], [], []]
+    wanted = [[], [tensor_slice], [tensor_slice], [tensor_slice]]
     plan = make_plan(held, wanted)
-    shards = [make_shards(pieces) for pieces in held]
+    shards = [make_shards(tensor_slices) for tensor_slices in held]
     fill(shards[0], 1)
     reads = []
     read = type(shards[0][0]).read
@@ -174,14 +176,14 @@ def test_a_shard_that_several_ranks_want_is_read_once(
 
 
 def test_what_the_plan_lacks_is_refused_by_name() -> None:
-    piece = Piece("a", (4,), torch.float32, whole((4,)))
-    other = Piece("b", (4,), torch.float32, whole((4,)))
-    plan = make_plan([[piece], []], [[piece], [piece]])
+    tensor_slice = TensorSlice("a", (4,), torch.float32, whole((4,)))
+    other = TensorSlice("b", (4,), torch.float32, whole((4,)))
+    plan = make_plan([[tensor_slice], []], [[tensor_slice], [tensor_slice]])
     with pytest.raises(SyncError, match=r"^the plan does not bring b, wanted on rank 1$"):
-        Transfer(plan, [], [piece, other], 1, CPU)
-    half = Piece("a", (4,), torch.float32, Region((0,), (2,)))
+        Transfer(plan, [], [tensor_slice, other], 1, CPU)
+    half = TensorSlice("a", (4,), torch.float32, Region((0,), (2,)))
     with pytest.raises(SyncError, match=r"^a\[0:4\]: this rank does not hold it, although"):
-        Transfer(plan, make_shards([half]), [piece], 0, CPU)
+        Transfer(plan, make_shards([half]), [tensor_slice], 0, CPU)
 
 
 @pytest.mark.parametrize(
@@ -191,14 +193,18 @@ def test_whole_tensors_are_gathered_where_they_are_asked_for(
     ranks: Threads, on: list[int] | None, deal: bool
 ) -> None:
     layout = random_layout(seed=1)
-    pieces = {piece.name: piece for pieces in layout.held for piece in pieces}
+    tensor_slices = {
+        tensor_slice.name: tensor_slice
+        for tensor_slices in layout.held
+        for tensor_slice in tensor_slices
+    }
 
     def gather() -> list[str]:
         shards = make_shards(layout.held[ranks.rank])
         fill(shards, 1)
         names = []
         for name, tensor in gather_whole(shards, ranks, CPU, on=on, deal=deal):  # type: ignore[arg-type]
-            assert same_bits(tensor, contents(pieces[name], 1))
+            assert same_bits(tensor, contents(tensor_slices[name], 1))
             names.append(name)
         return names
 
@@ -206,12 +212,12 @@ def test_whole_tensors_are_gathered_where_they_are_asked_for(
     asked = range(NUM_RANKS) if on is None else on
     assert [bool(names) for names in gathered] == [rank in asked for rank in range(NUM_RANKS)]
     if deal:
-        assert sorted(name for names in gathered for name in names) == sorted(pieces)
+        assert sorted(name for names in gathered for name in names) == sorted(tensor_slices)
         nbytes = {
-            name: contents(piece, 1).numel() * piece.dtype.itemsize
-            for name, piece in pieces.items()
+            name: contents(tensor_slice, 1).numel() * tensor_slice.dtype.itemsize
+            for name, tensor_slice in tensor_slices.items()
         }
         shares = [sum(nbytes[name] for name in gathered[rank]) for rank in asked]
         assert abs(shares[0] - shares[1]) <= max(nbytes.values())
     else:
-        assert all(sorted(gathered[rank]) == sorted(pieces) for rank in asked)
+        assert all(sorted(gathered[rank]) == sorted(tensor_slices) for rank in asked)

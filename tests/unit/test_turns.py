@@ -18,20 +18,20 @@ from torch import Tensor
 
 from dapo_megatron import loop
 from dapo_megatron.bridge.sync import WeightSync
-from dapo_megatron.cluster.instruments import Instruments, MemoryMeter, Timeline
+from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
 from dapo_megatron.config import SyncConfig
-from dapo_megatron.rollout.partial_step import OpenStep
+from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.types import (
     Collected,
     ConfigError,
     LogProbs,
-    Piece,
     Shard,
     StarvedError,
     StepStats,
     Stopped,
     SyncError,
+    TensorSlice,
     TokenBatch,
     whole,
 )
@@ -63,11 +63,11 @@ class Accelerator:
     # ---------------------------------------------------------------- the policy
 
     @property
-    def piece(self) -> Piece:
-        return Piece(NAME, (6,), torch.float32, whole((6,)))
+    def tensor_slice(self) -> TensorSlice:
+        return TensorSlice(NAME, (6,), torch.float32, whole((6,)))
 
     def shards(self) -> list[Shard]:
-        return [Shard(self.piece, self.weight)]
+        return [Shard(self.tensor_slice, self.weight)]
 
     def onload(self) -> None:
         assert "engine cache" not in self.there or "policy" in self.there or self.is_failing
@@ -96,8 +96,8 @@ class Accelerator:
 
     # ---------------------------------------------------------------- the engine
 
-    def wanted(self, offered: Any) -> list[Piece]:
-        return [self.piece]
+    def needed_slices(self, offered: Any) -> list[TensorSlice]:
+        return [self.tensor_slice]
 
     def sleep(self) -> None:
         self.does("sleep")
@@ -114,9 +114,9 @@ class Accelerator:
             self.engine_weight = self.damage(value.clone())
         self.version = version
 
-    def held(self) -> Iterator[tuple[Piece, Tensor]]:
+    def read_back(self) -> Iterator[tuple[TensorSlice, Tensor]]:
         self.does("held", "policy", "engine weights")
-        yield self.piece, self.engine_weight
+        yield self.tensor_slice, self.engine_weight
 
     def wake_cache(self) -> None:
         self.does("wake_cache", "engine weights")
@@ -197,10 +197,10 @@ class World:
         self.both.does("evaluate", "engine weights", "engine cache")
         return {}
 
-    def copy(self) -> None:
+    def stage(self) -> None:
         self.both.does("copy", "policy")
 
-    def save(self, step: int, state: Any, *, is_open: bool = False) -> Callable[[], None]:
+    def commit(self, step: int, state: Any, *, is_open: bool = False) -> Callable[[], None]:
         self.both.does(f"save {step}")
         return lambda: None
 
@@ -219,7 +219,7 @@ class World:
     def samples(self, step: int, groups: Any) -> None:
         pass
 
-    def inspected(self, step: int, sequences: Any) -> None:
+    def sequence_diagnostics(self, step: int, sequences: Any) -> None:
         pass
 
     @contextmanager
@@ -253,11 +253,11 @@ def train(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> tu
     parts: Any = SimpleNamespace(
         policy=both, sync=sync, coordinator=world, evaluator=world, recorder=world,
         checkpoints=world, loss=None, learning_rate=lambda step: 1e-4, check_stop=lambda: None,
-        instruments=Instruments(world, MemoryMeter(ranks), Timeline(ranks, every=0)),
+        instruments=StepInstruments(world, MemoryMeter(ranks), TimelineRecorder(ranks, every=0)),
     )  # fmt: skip
     config = tiny_config(train__rollout_steps=2)
     with suppress(StarvedError, Stopped):
-        loop.train(config, parts, loop.Progress(), OpenStep(), started=time.time())
+        loop.train(config, parts, loop.Progress(), PartialStep(), started=time.time())
     return both, world
 
 

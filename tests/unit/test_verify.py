@@ -1,4 +1,4 @@
-"""Fingerprints add up whatever the cuts, and change with every fault; disagreements name the tensor
+"""Fingerprints add up whatever the cuts, and change with every fault; mismatches name the tensor
 and the ranks."""
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dapo_megatron.bridge.verify import _weights, add, disagreements, fingerprint
-from dapo_megatron.types import Piece, Region, whole
+from dapo_megatron.bridge.verify import (
+    _weights,
+    combine_fingerprints,
+    describe_mismatches,
+    fingerprint,
+)
+from dapo_megatron.types import Region, TensorSlice, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
@@ -40,7 +45,7 @@ def test_parts_add_up_to_the_whole_in_any_order(
     tensor = drawn(shape, dtype)
     boxes = data.draw(cuts(shape).flatmap(st.permutations))
     parts = [fingerprint(tensor[box.slices], box) for box in boxes]
-    assert add(*parts) == fingerprint(tensor, whole(shape))
+    assert combine_fingerprints(*parts) == fingerprint(tensor, whole(shape))
 
 
 @given(st.data(), shapes.filter(lambda shape: len(shape) > 0))
@@ -112,12 +117,12 @@ COLUMNS = [box(columns=(0, 4)), box(columns=(4, 8))]
 
 def prints(
     regions: list[Region], tensors: list[Tensor], name: str = NAME
-) -> list[list[tuple[Piece, int]]]:
+) -> list[list[tuple[TensorSlice, int]]]:
     """Rank r has region r of tensor r."""
     return [
         [
             (
-                Piece(name, SHAPE, torch.float32, region),
+                TensorSlice(name, SHAPE, torch.float32, region),
                 fingerprint(tensor[region.slices], region),
             )
         ]
@@ -140,7 +145,7 @@ def test_equal_weights_agree_in_all_layouts(layout: str) -> None:
     held, wanted, ranks = LAYOUTS[layout]
     tensor = drawn(SHAPE, torch.float32)
     policy = prints(held, [tensor] * len(held))
-    assert disagreements(policy, prints(wanted, [tensor] * len(wanted)), ranks) == []
+    assert describe_mismatches(policy, prints(wanted, [tensor] * len(wanted)), ranks) == []
 
 
 @pytest.mark.parametrize(
@@ -158,14 +163,14 @@ def test_a_stale_engine_rank_is_named(layout: str, stale: int, named: str) -> No
     held, wanted, ranks = LAYOUTS[layout]
     new, old = drawn(SHAPE, torch.float32, 1), drawn(SHAPE, torch.float32, 2)
     sampled = [old if rank == stale else new for rank in range(len(wanted))]
-    [line] = disagreements(prints(held, [new] * len(held)), prints(wanted, sampled), ranks)
+    [line] = describe_mismatches(prints(held, [new] * len(held)), prints(wanted, sampled), ranks)
     assert line.startswith(NAME) and named in line
 
 
 def test_a_policy_rank_that_drifted_is_named_even_if_its_engine_follows_it() -> None:
     new, old = drawn(SHAPE, torch.float32, 1), drawn(SHAPE, torch.float32, 2)
     state = [new, new, old, new]
-    found = disagreements(prints([box()] * 4, state), prints([box()] * 4, state), 1)
+    found = describe_mismatches(prints([box()] * 4, state), prints([box()] * 4, state), 1)
     assert found == [f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"]
 
 
@@ -173,7 +178,7 @@ def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
     """Key-value heads on more tensor-parallel ranks than there are."""
     new, old = drawn(SHAPE, torch.float32, 1), drawn(SHAPE, torch.float32, 2)
     wanted = [HALVES[0], HALVES[0], HALVES[1], HALVES[1]]
-    found = disagreements(prints([box()], [new]), prints(wanted, [new, old, new, new]), 4)
+    found = describe_mismatches(prints([box()], [new]), prints(wanted, [new, old, new, new]), 4)
     [line] = found
     assert "engine ranks" in line and "1" in line
 
@@ -184,10 +189,10 @@ def test_any_cuts_agree_and_any_fault_shows(data: st.DataObject) -> None:
     tensor = drawn(SHAPE, torch.float32)
     held, wanted = data.draw(cuts(SHAPE)), data.draw(cuts(SHAPE))
     policy = prints(held, [tensor] * len(held))
-    assert disagreements(policy, prints(wanted, [tensor] * len(wanted)), len(wanted)) == []
+    assert describe_mismatches(policy, prints(wanted, [tensor] * len(wanted)), len(wanted)) == []
     wrong = tensor.clone()
     wrong[data.draw(st.integers(0, 11)), data.draw(st.integers(0, 7))] += 1.0
-    assert disagreements(policy, prints(wanted, [wrong] * len(wanted)), len(wanted))
+    assert describe_mismatches(policy, prints(wanted, [wrong] * len(wanted)), len(wanted))
 
 
 def test_weights_of_places_are_odd() -> None:

@@ -20,7 +20,7 @@ from dapo_megatron.policy import vocab_parallel
 from dapo_megatron.policy.vocab_parallel import linear_logprobs
 from tests.helpers.heads import (
     Head,
-    Outcome,
+    HeadResult,
     assert_equal,
     make_head,
     ours,
@@ -124,7 +124,7 @@ NUM_RANKS = 2
 SHARDS = [(8, 13), (8, 5), (8, 16)]
 
 
-def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[Outcome, int]:
+def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[HeadResult, int]:
     """This rank's outcome, and how many reductions it took."""
     whole = padded(head, NUM_RANKS * rows - num_entries)
     mine = replace(whole, weight=whole.weight[rank * rows : (rank + 1) * rows])
@@ -142,7 +142,7 @@ def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[Outcome,
     return found, len(calls)
 
 
-def _shards(rank: int, heads: list[Head]) -> list[tuple[Outcome, int]]:
+def _shards(rank: int, heads: list[Head]) -> list[tuple[HeadResult, int]]:
     return [
         _shard(rank, head, rows, num)
         for head, (rows, num) in zip(heads, [*SHARDS, SHARDS[0]], strict=True)

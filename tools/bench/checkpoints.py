@@ -29,11 +29,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dapo_megatron.checkpoints import Checkpoints, fault_of
+from dapo_megatron.checkpoints import CheckpointSaver, fault_of
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.config.file import load_config
-from dapo_megatron.policy.checkpoint import Snapshot
+from dapo_megatron.policy.checkpoint import PolicySnapshot
 from dapo_megatron.tracking.provenance import facts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def make_state(num_bytes: int) -> dict[str, torch.Tensor]:
 
 
 @dataclass
-class Pulse:
+class PauseMeter:
     """Longest time that a thread of Python code was kept from running."""
 
     pause: float = 0.0
@@ -58,7 +58,7 @@ class Pulse:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> PauseMeter:
         self._thread.start()
         return self
 
@@ -73,13 +73,13 @@ class Pulse:
             self.pause = max(self.pause, time.perf_counter() - before)
 
 
-def measure_once(checkpoints: Checkpoints, ranks: Ranks, step: int) -> dict[str, float]:
+def measure_once(checkpoints: CheckpointSaver, ranks: Ranks, step: int) -> dict[str, float]:
     """Seconds of one save and its verification, of the slowest process."""
     ranks.barrier()
     started = time.perf_counter()
-    publish = checkpoints.save(step, {"coordinator": {}})
+    publish = checkpoints.commit(step, {"coordinator": {}})
     blocking = time.perf_counter() - started
-    with Pulse() as pulse:
+    with PauseMeter() as meter:
         started = time.perf_counter()
         publish()
         checkpoints.wait()
@@ -88,7 +88,7 @@ def measure_once(checkpoints: Checkpoints, ranks: Ranks, step: int) -> dict[str,
     fault = fault_of(checkpoints.folder / f"step_{step:06d}", ranks)
     if fault:
         raise AssertionError(fault)
-    found = (blocking, background, pulse.pause, time.perf_counter() - started)
+    found = (blocking, background, meter.pause, time.perf_counter() - started)
     return dict(zip(FIGURES, map(max, zip(*ranks.all_gather(found, tuple[float, ...])))))
 
 
@@ -97,12 +97,12 @@ def measure(num_bytes: int, ranks: Ranks, folder: Path, repeats: int) -> dict[st
     state = make_state(num_bytes // ranks.world_size)
     name = f"rank_{ranks.rank:05d}.safetensors"
     config = load_config(REPOSITORY / "model_configs" / "tiny_cpu.yaml", ["checkpoint.keep=1"])
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointSaver(
         config,
         folder,
         ranks,
         background=ranks.second(),
-        snapshot=lambda: Snapshot(name, state, {}),
+        snapshot=lambda: PolicySnapshot(name, state, {}),
     )
     runs = [measure_once(checkpoints, ranks, step) for step in range(repeats + 1)][1:]
     found = {f"{key}_seconds": statistics.median(run[key] for run in runs) for key in FIGURES}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_megatron.cluster.ranks import Ranks
-from dapo_megatron.types import Piece, Shard
+from dapo_megatron.types import Shard, TensorSlice
 
 
 class FullGather:
@@ -24,24 +24,26 @@ class FullGather:
         self, shards: Sequence[Shard], ranks: Ranks, replicas: Sequence[Sequence[int]], bucket: int
     ) -> None:
         self._rank = ranks.rank
-        self._shards = {(shard.piece.name, shard.piece.region): shard for shard in shards}
-        held = ranks.all_gather([shard.piece for shard in shards], list[Piece])
+        self._shards = {
+            (shard.tensor_slice.name, shard.tensor_slice.region): shard for shard in shards
+        }
+        held = ranks.all_gather([shard.tensor_slice for shard in shards], list[TensorSlice])
         for members in replicas:
             group = dist.new_group(list(members))
             if ranks.rank in members:
                 self._group, self._members = group, members
-        owners: dict[str, dict[Piece, list[int]]] = {}
+        owners: dict[str, dict[TensorSlice, list[int]]] = {}
         for rank in self._members:
-            for piece in held[rank]:
-                owners.setdefault(piece.name, {}).setdefault(piece, []).append(rank)
-        self._buckets: list[list[dict[Piece, list[int]]]] = [[]]
+            for tensor_slice in held[rank]:
+                owners.setdefault(tensor_slice.name, {}).setdefault(tensor_slice, []).append(rank)
+        self._buckets: list[list[dict[TensorSlice, list[int]]]] = [[]]
         filled = 0
-        for pieces in owners.values():
-            nbytes = sum(piece.nbytes for piece in pieces)
+        for tensor_slices in owners.values():
+            nbytes = sum(tensor_slice.nbytes for tensor_slice in tensor_slices)
             if self._buckets[-1] and filled + nbytes > bucket:
                 self._buckets.append([])
                 filled = 0
-            self._buckets[-1].append(pieces)
+            self._buckets[-1].append(tensor_slices)
             filled += nbytes
         self.nbytes_received = 0
 
@@ -50,29 +52,39 @@ class FullGather:
         for bucket in self._buckets:
             yield from self._fetch(bucket).items()
 
-    def _fetch(self, bucket: list[dict[Piece, list[int]]]) -> dict[str, Tensor]:
+    def _fetch(self, bucket: list[dict[TensorSlice, list[int]]]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        by_sender: dict[int, list[Piece]] = {}
-        for pieces in bucket:
-            for piece, holders in pieces.items():
-                if piece.name not in found:
-                    found[piece.name] = torch.empty(piece.global_shape, dtype=piece.dtype)
+        by_sender: dict[int, list[TensorSlice]] = {}
+        for tensor_slices in bucket:
+            for tensor_slice, holders in tensor_slices.items():
+                if tensor_slice.name not in found:
+                    found[tensor_slice.name] = torch.empty(
+                        tensor_slice.global_shape, dtype=tensor_slice.dtype
+                    )
                 if len(holders) < len(self._members):
-                    by_sender.setdefault(holders[0], []).append(piece)
+                    by_sender.setdefault(holders[0], []).append(tensor_slice)
                 else:
-                    own = self._shards[piece.name, piece.region]
-                    found[piece.name][piece.region.slices] = own.read()
+                    own = self._shards[tensor_slice.name, tensor_slice.region]
+                    found[tensor_slice.name][tensor_slice.region.slices] = own.read()
         for sender, sent in by_sender.items():
             self._broadcast(sender, sent, found)
         return found
 
-    def _broadcast(self, sender: int, sent: list[Piece], found: dict[str, Tensor]) -> None:
+    def _broadcast(self, sender: int, sent: list[TensorSlice], found: dict[str, Tensor]) -> None:
         if sender == self._rank:
-            own = [self._shards[piece.name, piece.region].read() for piece in sent]
+            own = [
+                self._shards[tensor_slice.name, tensor_slice.region].read() for tensor_slice in sent
+            ]
             flat = torch.cat([value.reshape(-1) for value in own])
         else:
-            flat = torch.empty(sum(piece.region.numel for piece in sent), dtype=sent[0].dtype)
+            flat = torch.empty(
+                sum(tensor_slice.region.numel for tensor_slice in sent), dtype=sent[0].dtype
+            )
             self.nbytes_received += flat.nbytes
         dist.broadcast(flat, src=sender, group=self._group)
-        for piece, part in zip(sent, flat.split([piece.region.numel for piece in sent])):
-            found[piece.name][piece.region.slices] = part.view(piece.region.shape)
+        for tensor_slice, part in zip(
+            sent, flat.split([tensor_slice.region.numel for tensor_slice in sent])
+        ):
+            found[tensor_slice.name][tensor_slice.region.slices] = part.view(
+                tensor_slice.region.shape
+            )

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_megatron.data.packing import (
-    Plan,
+    MicrobatchPlan,
     microbatch_work,
     padded_tokens,
     plan_microbatches,
@@ -81,7 +81,12 @@ def draw_lengths(
 
 
 def measure(
-    plan: Plan, lengths: Sequence[int], setting: Setting, *, packed: bool, seconds: float = 0.0
+    plan: MicrobatchPlan,
+    lengths: Sequence[int],
+    setting: Setting,
+    *,
+    packed: bool,
+    seconds: float = 0.0,
 ) -> Figures:
     """The figures of a plan that took `seconds` to make."""
     micros = [[[lengths[index] for index in micro] for micro in rank] for rank in plan]
@@ -103,7 +108,7 @@ def measure(
     )
 
 
-def ours(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
+def ours(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
     """The planner of this project."""
     return plan_microbatches(
         lengths,
@@ -115,7 +120,7 @@ def ours(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
     )
 
 
-def greedy_tokens(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
+def greedy_tokens(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
     """Longest first, each to the part with the fewest tokens (LPT): over ranks, then over the
     fewest micro-batches in which a rank's sequences fit so."""
 
@@ -141,7 +146,7 @@ def _greedy(lengths: Sequence[int], indices: Sequence[int], num_parts: int) -> l
     return parts
 
 
-def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
+def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
     """In order: as many sequences to each rank, a fixed count to each micro-batch, no bound."""
     size, count = -(-len(lengths) // setting.ranks), setting.naive_count
     shares = [range(len(lengths))[rank * size :][:size] for rank in range(setting.ranks)]
@@ -151,7 +156,7 @@ def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> Plan:
     )
 
 
-def _same_number(plan: Plan) -> Plan:
+def _same_number(plan: MicrobatchPlan) -> MicrobatchPlan:
     most = max(map(len, plan))
     return [micros + [[] for _ in range(most - len(micros))] for micros in plan]
 
@@ -159,7 +164,7 @@ def _same_number(plan: Plan) -> Plan:
 @dataclass(frozen=True)
 class Planner:
     name: str
-    make: Callable[[Sequence[int], Setting, bool], Plan]
+    make: Callable[[Sequence[int], Setting, bool], MicrobatchPlan]
     packed: bool
 
 

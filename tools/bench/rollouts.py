@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dapo_megatron.cluster.instruments import Instruments, MemoryMeter, Timeline
+from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.ranks import Ranks, join
 from dapo_megatron.cluster.watchdog import Watchdog
@@ -42,12 +42,12 @@ from dapo_megatron.rollout.coordinator import Coordinator
 from dapo_megatron.rollout.dispatch import Sampling
 from dapo_megatron.rollout.driver import Driver, EngineDriver
 from dapo_megatron.rollout.evaluate import Evaluator, sample_all
-from dapo_megatron.rollout.partial_step import OpenStep
+from dapo_megatron.rollout.partial_step import PartialStep
 from dapo_megatron.run import build
 from dapo_megatron.run.build import learning_rate, loss_function
 from dapo_megatron.tracking.provenance import facts
 from dapo_megatron.tracking.recorder import SilentRecorder
-from dapo_megatron.types import Collected, Fate, Grade, Group, Prompt, SampleRequest
+from dapo_megatron.types import Collected, Grade, Group, Outcome, Prompt, SampleRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 2
@@ -132,7 +132,7 @@ class WholeRounds:
                 if right:
                     mixed.append(group)
                 else:
-                    ended.append((group, Fate.ALL_WRONG))
+                    ended.append((group, Outcome.ALL_WRONG))
         train, self.carried = mixed[: rollout.prompts_per_step], mixed[rollout.prompts_per_step :]
         return Collected(
             train=train,
@@ -140,7 +140,7 @@ class WholeRounds:
             decided=[],
             version=version,
             counts={"issued": issued},
-            outcomes=Counter(),
+            gradings=Counter(),
             keep_rate=self.keep_rate,
             interrupted=0,
             grade_seconds=0.0,
@@ -185,7 +185,7 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
         FORMS[1]: Coordinator(config.rollout, config.overlong, stream(), driver, seed=0),
     }
     watchdog = Watchdog(config.folder, ranks.rank, ranks.world_size, config.watchdog.model_dump())
-    instruments = Instruments(watchdog, MemoryMeter(ranks), Timeline(ranks, every=0))
+    instruments = StepInstruments(watchdog, MemoryMeter(ranks), TimelineRecorder(ranks, every=0))
     seen: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
     for step in range(1, warmup + steps + 1):
         for form, collector in collectors.items():
@@ -203,13 +203,13 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
             sync.switch_to_policy()
             sync(step - 1)  # each form has versions of its own
             ranks.barrier()
-            open_step = OpenStep()
+            partial_step = PartialStep()
             instruments.begin(step)
-            metrics, num_tokens = train_step(config, parts, step, open_step)
+            metrics, num_tokens = train_step(config, parts, step, partial_step)
             with instruments.phase("sync"):
                 sync(step)
             metrics |= instruments.metrics(num_tokens)
-            trained = open_step.train or []
+            trained = partial_step.train or []
             metrics["tokens"] = sum(len(c.tokens) for g in trained for c in g.completions)
             if step > warmup:
                 seen[form].append(metrics)

@@ -36,10 +36,10 @@ from dapo_megatron.bridge.transfer import Transfer
 from dapo_megatron.cluster.launch import is_launched, launch
 from dapo_megatron.cluster.processes import forget_peak, resident_bytes
 from dapo_megatron.cluster.ranks import Ranks, join
-from dapo_megatron.model import Architecture, Place, architecture, engine_pieces, layout_of
+from dapo_megatron.model import Architecture, ChunkPlace, architecture, engine_slices, layout_of
 from dapo_megatron.policy.shards import shards_of
 from dapo_megatron.tracking.provenance import facts
-from dapo_megatron.types import Piece, Region, Shard, whole
+from dapo_megatron.types import Region, Shard, TensorSlice, whole
 
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
@@ -60,12 +60,12 @@ class Layout:
     pp: int = 1
     ep: int = 1
 
-    def places(self, arch: Architecture, num_ranks: int) -> list[Place]:
+    def places(self, arch: Architecture, num_ranks: int) -> list[ChunkPlace]:
         """By rank: tensor fastest, then data, then pipeline. The ranks of a pipeline stage are
         dealt anew into expert groups."""
         per_stage, layers = num_ranks // self.pp, arch.num_layers // self.pp
         return [
-            Place(
+            ChunkPlace(
                 tp_rank=rank % self.tp,
                 tp_size=self.tp,
                 first_layer=rank // per_stage * layers,
@@ -156,16 +156,17 @@ COMPUTED = [
 
 
 @torch.no_grad()
-def make_shards(arch: Architecture, place: Place) -> list[Shard]:
+def make_shards(arch: Architecture, place: ChunkPlace) -> list[Shard]:
     """The policy's parameters on one rank; replicas are equal."""
     params = {
-        name: torch.zeros(slot.shape, dtype=DTYPE) for name, slot in layout_of(arch, place).items()
+        name: torch.zeros(local_parameter.shape, dtype=DTYPE)
+        for name, local_parameter in layout_of(arch, place).items()
     }
     shards = shards_of(params, arch, place)
     for shard in shards:
-        generator = torch.Generator().manual_seed(zlib.crc32(shard.piece.name.encode()))
-        values = torch.randn(shard.piece.global_shape, generator=generator, dtype=DTYPE)
-        shard.write(values[shard.piece.region.slices])
+        generator = torch.Generator().manual_seed(zlib.crc32(shard.tensor_slice.name.encode()))
+        values = torch.randn(shard.tensor_slice.global_shape, generator=generator, dtype=DTYPE)
+        shard.write(values[shard.tensor_slice.region.slices])
     return shards
 
 
@@ -223,11 +224,11 @@ def measure(case: Case, ranks: Ranks, repeats: int, bucket: int) -> dict[str, An
     arch = architecture(MODELS[case.model])
     places = case.policy.places(arch, ranks.world_size)
     shards = make_shards(arch, places[ranks.rank])
-    wanted = engine_pieces(arch, ranks.rank % case.engine_tp, case.engine_tp, DTYPE)
+    wanted = engine_slices(arch, ranks.rank % case.engine_tp, case.engine_tp, DTYPE)
     engine = {(p.name, p.region): torch.empty(p.region.shape, dtype=DTYPE) for p in wanted}
     started = time.perf_counter()
-    held = ranks.all_gather([shard.piece for shard in shards], list[Piece])
-    plan = make_plan(held, ranks.all_gather(wanted, list[Piece]), bucket_bytes=bucket)
+    held = ranks.all_gather([shard.tensor_slice for shard in shards], list[TensorSlice])
+    plan = make_plan(held, ranks.all_gather(wanted, list[TensorSlice]), bucket_bytes=bucket)
     planning = time.perf_counter() - started
     transfer = Transfer(plan, shards, wanted, ranks.rank, CPU)
     gather = FullGather(shards, ranks, case.policy.replicas(ranks.world_size), bucket)
@@ -265,20 +266,28 @@ def compute(case: Case, num_ranks: int = 32) -> dict[str, Any]:
     arch = architecture(MODELS[case.model])
     held = []
     for place in case.policy.places(arch, num_ranks):
-        parts = [part for slot in layout_of(arch, place).values() for part in slot.parts]
-        held.append([Piece(p.name, p.global_shape, DTYPE, p.region) for p in parts])
-    by_place = [engine_pieces(arch, rank, case.engine_tp, DTYPE) for rank in range(case.engine_tp)]
+        parts = [
+            part
+            for local_parameter in layout_of(arch, place).values()
+            for part in local_parameter.parts
+        ]
+        held.append([TensorSlice(p.name, p.global_shape, DTYPE, p.region) for p in parts])
+    by_place = [engine_slices(arch, rank, case.engine_tp, DTYPE) for rank in range(case.engine_tp)]
     wanted = [by_place[rank % case.engine_tp] for rank in range(num_ranks)]
     started = time.perf_counter()
     plan = make_plan(held, wanted)
     planning = time.perf_counter() - started
-    shapes = {piece.name: piece.global_shape for pieces in by_place for piece in pieces}
-    everything = [Piece(name, shape, DTYPE, whole(shape)) for name, shape in shapes.items()]
+    shapes = {
+        tensor_slice.name: tensor_slice.global_shape
+        for tensor_slices in by_place
+        for tensor_slice in tensor_slices
+    }
+    everything = [TensorSlice(name, shape, DTYPE, whole(shape)) for name, shape in shapes.items()]
     ways = {"plan": plan, "gather": make_plan(held, [everything] * num_ranks)}
     return {
         **asdict(case),
         "num_ranks": num_ranks,
-        "model_bytes": sum(piece.nbytes for piece in everything),
+        "model_bytes": sum(tensor_slice.nbytes for tensor_slice in everything),
         "lower_bound_bytes": max(plan.missing),
         "num_rounds": plan.num_rounds,
         "planning_seconds": planning,

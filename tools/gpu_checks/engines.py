@@ -53,7 +53,7 @@ def sync_4b(setting: Setting) -> Iterator[Figure]:
 
 
 def engine_fp8(setting: Setting) -> Iterator[Figure]:
-    """An engine in FP8: quantised anew at each sync, and how far it then is from the policy."""
+    """An engine in FP8: quantized anew at each sync, and how far it then is from the policy."""
     yield from _syncs(setting, "0.6b_sharp", "engine.quantization=fp8", is_exact=False)
 
 
@@ -86,11 +86,11 @@ def _syncs(
         yield told(f"sync {version + 1}: moved in", report.seconds, "s")
         yield told(f"sync {version + 1}: verified in", report.verify_seconds, "s")
         yield told(f"sync {version + 1}: turns", report.turn_seconds, "s")
-        yield told(f"sync {version + 1}: largest gap of fixed sequences", report.canary_gap)
+        yield told(f"sync {version + 1}: largest gap on canary sequences", report.canary_gap)
         yield told(f"sync {version + 1}: tensors that cannot be read", report.unread_tensors)
     limit = TARGET_SYNC_SECONDS[model.removesuffix("_sharp")]
     best = min(report.seconds for report in reports[1:])
-    # An FP8 engine quantises what comes, too: the target is of the copy.
+    # An FP8 engine quantizes what comes, too: the target is of the copy.
     yield at_most("a sync moves weights in", best, limit, "s", binding=on_target and is_exact)
     yield holds("fingerprints agree", all(report.fingerprinted for report in reports))
     size = sync.num_bytes / GIB
@@ -151,7 +151,7 @@ def _tokens(setting: Setting, model: str, *overrides: str) -> Iterator[Figure]:
     yield told(f"{count} sequences at once", tokens / seconds, "tokens/s")
     seconds, alone = generate(engine, 1, length, vocab)
     yield told("one sequence", len(alone[0][1].tokens) / seconds, "tokens/s")
-    yield told("largest gap of fixed sequences", report.canary_gap)
+    yield told("largest gap on canary sequences", report.canary_gap)
     sync.switch_to_policy()
     gap_T = gaps(policy, sampled, vocab)
     yield at_most("gap of sampled tokens, mean", float(gap_T.mean()), TARGET_GAP)

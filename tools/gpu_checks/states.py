@@ -104,7 +104,7 @@ def _round_trip(setting: Setting, ranks: Ranks, what: str, *overrides: str) -> I
     """Two updates, a checkpoint, one more; a new policy loads it and does that one too."""
     config = make_config(setting, DENSE, *overrides, row_tokens=ROW_TOKENS)
     folders = [setting.workspace / f"checkpoint_{number}" for number in range(2)]
-    sums, nexts = [], []
+    checksums, nexts = [], []
     for number, folder in enumerate(folders):
         policy = make_policy(config, ranks)
         batch = batch_of_steps(setting, policy.architecture.vocab_size)
@@ -113,13 +113,15 @@ def _round_trip(setting: Setting, ranks: Ranks, what: str, *overrides: str) -> I
         else:
             for _ in range(2):
                 policy.update(batch, likelihood, LR)
-        sums.append(_save(policy, folder))
+        checksums.append(_save(policy, folder))
         nexts.append(_next(policy, batch))
         policy.close()
     for folder in folders:
         shutil.rmtree(folder)
     saved, loaded = nexts
-    yield holds(f"{what}: what was loaded, saved again, is the same bits", sums[0] == sums[1])
+    yield holds(
+        f"{what}: what was loaded, saved again, is the same bits", checksums[0] == checksums[1]
+    )
     same = torch.equal(saved.before_T, loaded.before_T)
     yield holds(f"{what}: log-probs after loading are the same bits", same)
     norm = abs(loaded.norm / saved.norm - 1.0)
@@ -134,9 +136,9 @@ def _save(policy: Any, folder: Path) -> dict[str, str]:
     """A checkpoint's file in this folder; its sums."""
     folder.mkdir()
     snapshot = policy.snapshot()
-    snapshot(folder)
-    sums: dict[str, str] = snapshot.sums
-    return sums
+    snapshot.write(folder)
+    checksums: dict[str, str] = snapshot.checksums
+    return checksums
 
 
 def _next(policy: Any, batch: Any) -> _Next:

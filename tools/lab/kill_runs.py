@@ -75,7 +75,7 @@ class Kill:
 
 
 @dataclass
-class Outcome:
+class DisturbedRun:
     """One run at its end, against the undisturbed one."""
 
     kills: list[Kill] = field(default_factory=list)
@@ -102,7 +102,7 @@ def main(
         console.print("the undisturbed run ...")
         seconds = runs.to_the_end("undisturbed")
         targets = Targets(rng, steps)
-        outcomes: list[Outcome] = []
+        outcomes: list[DisturbedRun] = []
         while sum(len(one.kills) for one in outcomes) < kills:
             name = f"killed_{len(outcomes)}"
             left = min(per_run, kills - sum(len(one.kills) for one in outcomes))
@@ -148,9 +148,9 @@ class Targets:
         return phase, passed, self._rng.random()
 
 
-def disturbed(runs: Runs, name: str, num_kills: int, targets: Targets) -> Outcome:
+def disturbed(runs: Runs, name: str, num_kills: int, targets: Targets) -> DisturbedRun:
     """A run killed `num_kills` times, or as often as it lasts, and then left to its end."""
-    outcome = Outcome()
+    outcome = DisturbedRun()
     while len(outcome.kills) < num_kills:
         phase, passed, share = targets.next()
         killed = runs.kill(name, phase, passed, share)
@@ -329,7 +329,7 @@ def _step(journal: list[tuple[float, str, str, int]]) -> int:
     return max((step for *_, step in journal), default=0)
 
 
-def report(console: Console, outcomes: list[Outcome]) -> None:
+def report(console: Console, outcomes: list[DisturbedRun]) -> None:
     """The table of what was hit."""
     table = Table("rank 0 was at", "kills", "steps done again", "seconds to go on")
     by_phase: dict[str, list[Kill]] = {}
@@ -374,7 +374,7 @@ class Gun:
 def be_rank(arguments: list[str]) -> None:
     """The program; rank 0 writes down what it is at, and has the gun."""
     from dapo_megatron import __main__ as program
-    from dapo_megatron.checkpoints.saver import Checkpoints
+    from dapo_megatron.checkpoints.saver import CheckpointSaver
     from dapo_megatron.cluster.watchdog import Watchdog
 
     if os.environ["RANK"] == "0":
@@ -388,18 +388,18 @@ def be_rank(arguments: list[str]) -> None:
             yield
             os.write(handle, f"{time.time()} end {phase} {step}\n".encode())
 
-        watch_phase, write = Watchdog.phase, Checkpoints._run
+        watch_phase, write = Watchdog.phase, CheckpointSaver._run
 
         @contextmanager
         def phase(self: Watchdog, name: str, step: int = 0) -> Iterator[None]:
             with noted(name, step), watch_phase(self, name, step):
                 yield
 
-        def run(self: Checkpoints, job: Any) -> None:
+        def run(self: CheckpointSaver, job: Any) -> None:
             with noted("write", job.step):
                 write(self, job)
 
-        Watchdog.phase, Checkpoints._run = phase, run  # type: ignore[method-assign]
+        Watchdog.phase, CheckpointSaver._run = phase, run  # type: ignore[method-assign]
     sys.argv = [program.__file__, *arguments]
     program.main()
 

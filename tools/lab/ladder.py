@@ -92,7 +92,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RungRun:
     """What a finished run left."""
 
     summary: dict[str, Any]
@@ -150,13 +150,13 @@ def do(run: Run, directory: Path, at_once: int) -> str:
     return f"{run.name}: accuracy {outcome.evaluated('after', 'avg'):.3f}"
 
 
-def read(run: Run, directory: Path) -> Outcome:
+def read(run: Run, directory: Path) -> RungRun:
     """The figures of a finished run."""
     folder = directory / run.name
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return Outcome(summary, [row for row in rows if row["step"] > 0])
+    return RungRun(summary, [row for row in rows if row["step"] > 0])
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -167,7 +167,7 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{mean} ({format(min(values), form)} to {format(max(values), form)})"
 
 
-def table(outcomes: dict[str, list[Outcome]]) -> list[str]:
+def table(outcomes: dict[str, list[RungRun]]) -> list[str]:
     """Markdown: a row per rung; means over the seeds."""
     k = next(iter(outcomes.values()))[0].k
     evaluated = ("avg", "pass", "cons")
@@ -189,7 +189,7 @@ def table(outcomes: dict[str, list[Outcome]]) -> list[str]:
     return lines
 
 
-def figures(outcomes: dict[str, list[Outcome]]) -> dict[str, dict[str, list[float]]]:
+def figures(outcomes: dict[str, list[RungRun]]) -> dict[str, dict[str, list[float]]]:
     """Rung -> figure -> its value for each seed."""
     evaluated = [
         (figure, when) for figure in ("avg", "pass", "cons") for when in ("before", "after")
@@ -210,7 +210,7 @@ def title(rung: str) -> str:
     return f"{number} {'' if number == '1' else '+ '}{words.replace('_', ' ')}"
 
 
-def panels(outcomes: dict[str, list[Outcome]]) -> list[Panel]:
+def panels(outcomes: dict[str, list[RungRun]]) -> list[Panel]:
     """The curves of each metric."""
     return [
         Panel(name, {title(rung): curve(runs, metric) for rung, runs in outcomes.items()})
@@ -218,7 +218,7 @@ def panels(outcomes: dict[str, list[Outcome]]) -> list[Panel]:
     ]
 
 
-def curve(runs: Iterable[Outcome], metric: str) -> list[Point]:
+def curve(runs: Iterable[RungRun], metric: str) -> list[Point]:
     """(step, lowest, mean, highest) over the runs; steps in which it was not measured are left
     out."""
     by_step: dict[int, list[float]] = {}
@@ -229,7 +229,7 @@ def curve(runs: Iterable[Outcome], metric: str) -> list[Point]:
     return [(step, min(v), fmean(v), max(v)) for step, v in sorted(by_step.items())]
 
 
-def write(docs: Path, outcomes: dict[str, list[Outcome]], made_by: dict[str, Any]) -> None:
+def write(docs: Path, outcomes: dict[str, list[RungRun]], made_by: dict[str, Any]) -> None:
     """docs/ladder.svg, and docs/ladder.md from the mark on."""
     docs.mkdir(parents=True, exist_ok=True)
     names = [title(rung) for rung in outcomes]
@@ -265,7 +265,7 @@ def climb(runs: Sequence[Run], directory: Path, at_once: int) -> None:
             raise typer.Exit(1) from None
 
 
-def about(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+def about(outcomes: Iterable[RungRun]) -> dict[str, Any]:
     """What made the figures."""
     summaries = [one.summary for one in outcomes]
     return {
@@ -300,7 +300,7 @@ def main(
     # A seed of every rung first: what is stopped early can still be compared.
     runs = [Run(rung, seed, config, more) for seed in range(seeds) for rung in chosen]
     climb(runs, directory, at_once)
-    outcomes: dict[str, list[Outcome]] = {rung.stem: [] for rung in chosen}
+    outcomes: dict[str, list[RungRun]] = {rung.stem: [] for rung in chosen}
     for run in runs:
         outcomes[run.rung.stem].append(read(run, directory))
     made_by = about(one for of_rung in outcomes.values() for one in of_rung)

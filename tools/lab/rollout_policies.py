@@ -19,7 +19,7 @@ from virtual_engines import EngineModel, VirtualDriver
 from dapo_megatron.config import OverlongConfig, RolloutConfig
 from dapo_megatron.data.prompts import PromptStream
 from dapo_megatron.rollout.coordinator import Coordinator
-from dapo_megatron.types import Fate, Prompt, SampleRequest
+from dapo_megatron.types import Outcome, Prompt, SampleRequest
 
 FAR = 10_000_000
 """A ticket that no run reaches: groups from here on are an independent sample."""
@@ -263,7 +263,7 @@ def ours(
         log.filtered += [
             group.ticket
             for group, fate in collected.ended
-            if fate in (Fate.ALL_CORRECT, Fate.ALL_WRONG)
+            if fate in (Outcome.ALL_CORRECT, Outcome.ALL_WRONG)
         ]
         train = [group.ticket for group in collected.train]
         _close(log, setting, driver, started, train, ages)

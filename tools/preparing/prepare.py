@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dapo_megatron.config import Columns
 from dapo_megatron.data.prompts import render
-from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, Row
+from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, PromptRow
 from dapo_megatron.types import DataError
 from preparing.report import LABELS
 from preparing.tables import BATCH_ROWS, Spool, checked, read, write
@@ -134,7 +134,7 @@ def prepare(
 
 def _alive(
     uniques: Sequence[Unique], spool: Spool, settings: Settings
-) -> Iterator[tuple[int, Unique, Row]]:
+) -> Iterator[tuple[int, Unique, PromptRow]]:
     """Place, prompt and row of all that is not dropped when its turn comes."""
     first = 0
     for batch in spool.batches():
@@ -192,7 +192,7 @@ def _written_frame(schema: pyarrow.Schema) -> Frame | None:
     return None if written is None else Frame.from_json(json.loads(written))
 
 
-def _text(row: Row) -> str:
+def _text(row: PromptRow) -> str:
     return "\n".join(message["content"] for message in row.messages)
 
 

@@ -14,7 +14,7 @@ from dapo_megatron.config import Columns
 from dapo_megatron.data.columns import columns_read
 from dapo_megatron.data.rows import (
     DAPO_MATH_COLUMNS,
-    Row,
+    PromptRow,
     checked_row,
     parquet_batches,
     plain_rows,
@@ -30,7 +30,7 @@ ROW_GROUP = 4096
 """Rows of a row group of the output, whatever the batches were."""
 SPOOL_ROWS = 8192
 """Rows collected before they go to disk, so that thin batches do not make thousands of pieces."""
-Batch = tuple["pyarrow.RecordBatch", list[Row]]
+Batch = tuple["pyarrow.RecordBatch", list[PromptRow]]
 
 
 def read(
@@ -58,7 +58,7 @@ def _read_parquet(path: Path, batch_rows: int, columns: Columns) -> Iterator[Bat
         first += len(batch)
 
 
-def checked(batch: pyarrow.RecordBatch, name: str, first: int, columns: Columns) -> list[Row]:
+def checked(batch: pyarrow.RecordBatch, name: str, first: int, columns: Columns) -> list[PromptRow]:
     """Return the rows of an Arrow batch that starts at row `first` of `name`. Raises DataError."""
     known = batch.select(columns_read(batch.schema.names, columns, name))
     return [checked_row(*row, columns) for row in plain_rows(known, name, first)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.config import Columns
-from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, Row
+from dapo_megatron.data.rows import DAPO_MATH_COLUMNS, PromptRow
 from preparing.tables import Batch, Spool, read
 
 MIN_PROMPTS = 10
@@ -172,7 +172,7 @@ def collect(
     return inputs
 
 
-def _take(inputs: Inputs, row: Row, hashed: Callable[[bytes], object]) -> bool:
+def _take(inputs: Inputs, row: PromptRow, hashed: Callable[[bytes], object]) -> bool:
     """Count one row; whether its prompt is new but for whitespace."""
     truth = fold(row.truth)
     exact = _digest(row)
@@ -195,8 +195,8 @@ def _take(inputs: Inputs, row: Row, hashed: Callable[[bytes], object]) -> bool:
     return False
 
 
-def _digest(row: Row, change: Callable[[str], str] = str) -> bytes:
-    """Of roles and contents; the lengths keep neighbours apart."""
+def _digest(row: PromptRow, change: Callable[[str], str] = str) -> bytes:
+    """Of roles and contents; the lengths keep neighbors apart."""
     digest = blake2b(digest_size=16)
     for message in row.messages:
         content = change(message["content"]).encode("utf-8", "surrogatepass")

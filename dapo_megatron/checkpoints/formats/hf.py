@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo
-from dapo_megatron.checkpoints.formats.folder import HF_INDEX, check_file_name
 from dapo_megatron.checkpoints.formats.store import (
     FilePlan,
     FileSlice,
@@ -19,6 +17,8 @@ from dapo_megatron.checkpoints.formats.store import (
     blocks,
     checked_tensors,
 )
+from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorInfo
+from dapo_megatron.checkpoints.formats.weights_folder import HF_INDEX, check_file_name
 from dapo_megatron.files import read_json
 from dapo_megatron.model import architecture
 from dapo_megatron.types import CheckpointError, whole

@@ -21,8 +21,6 @@ from typing import Any, get_type_hints
 
 import torch
 
-from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo
-from dapo_megatron.checkpoints.formats.folder import MEGATRON_JSON, check_file_name
 from dapo_megatron.checkpoints.formats.store import (
     FilePlan,
     FileSlice,
@@ -32,8 +30,17 @@ from dapo_megatron.checkpoints.formats.store import (
     checked_tensors,
     disjoint,
 )
+from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorInfo
+from dapo_megatron.checkpoints.formats.weights_folder import MEGATRON_JSON, check_file_name
 from dapo_megatron.files import parse_json, read_json
-from dapo_megatron.model import Architecture, Part, Place, Slot, architecture, layout_of
+from dapo_megatron.model import (
+    Architecture,
+    ChunkPlace,
+    LocalParameter,
+    ParameterPart,
+    architecture,
+    layout_of,
+)
 from dapo_megatron.types import CheckpointError, ConfigError, dtype_name
 
 VERSION = 1
@@ -54,7 +61,7 @@ class MegatronLayout:
     stages: tuple[int, ...]
     expert: int = 1
 
-    def places(self) -> Iterator[tuple[str, Place, bool]]:
+    def places(self) -> Iterator[tuple[str, ChunkPlace, bool]]:
         """Yield (file name, place, whether the file contains experts)."""
         for stage, first in enumerate(accumulate(self.stages[:-1], initial=0)):
             where: dict[str, Any] = {
@@ -65,10 +72,10 @@ class MegatronLayout:
             }
             for rank in range(self.tensor):
                 name = f"stage_{stage:02d}_tensor_{rank:02d}.safetensors"
-                yield name, Place(rank, self.tensor, **where), False
+                yield name, ChunkPlace(rank, self.tensor, **where), False
             for rank in range(self.expert):
                 name = f"stage_{stage:02d}_experts_{rank:02d}.safetensors"
-                yield name, Place(0, 1, ep_rank=rank, ep_size=self.expert, **where), True
+                yield name, ChunkPlace(0, 1, ep_rank=rank, ep_size=self.expert, **where), True
 
 
 # ------------------------------------------------------------------------------- reading
@@ -133,21 +140,22 @@ def _open(
     return Store(folder, format, layout, config, arch, tensors, by_name, files, replicas)
 
 
-def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, Part]]:
+def _parts(file: TensorFile, arch: Architecture) -> Iterator[tuple[str, ParameterPart]]:
     """Yield (key, part of an HF tensor that it contains) for all parameters of a file."""
-    slots = [slots_of(arch, place) for place in places_of(file, arch)]
+    local_parameters = [local_parameters_of(arch, place) for place in places_of(file, arch)]
     for key, info in file.tensors.items():
         about = parse_key(key)
         if about is None or about.field != WEIGHT:
             continue  # optimizer and RNG states
-        if about.chunk >= len(slots) or about.name not in slots[about.chunk]:
+        if about.chunk >= len(local_parameters) or about.name not in local_parameters[about.chunk]:
             raise CheckpointError(f"{file.path}: {key} is no parameter of {arch.family}")
-        slot = slots[about.chunk][about.name]
-        if info.shape != slot.shape:
+        local_parameter = local_parameters[about.chunk][about.name]
+        if info.shape != local_parameter.shape:
             raise CheckpointError(
-                f"{file.path}: {key} has shape {info.shape}, but {arch.family} needs {slot.shape}"
+                f"{file.path}: {key} has shape {info.shape}, but "
+                f"{arch.family} needs {local_parameter.shape}"
             )
-        yield from ((key, part) for part in slot.parts)
+        yield from ((key, part) for part in local_parameter.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +185,13 @@ def parse_key(key: str) -> StateKey | None:
     return None
 
 
-def slots_of(arch: Architecture, place: Place) -> dict[str, Slot]:
+def local_parameters_of(arch: Architecture, place: ChunkPlace) -> dict[str, LocalParameter]:
     """Return a model chunk's parameters by name, without chunk prefix. Contains both the names of
     Megatron's own layers and those of Transformer Engine's."""
     return layout_of(arch, place) | layout_of(arch, place, fused=True)
 
 
-def places_of(file: TensorSource, arch: Architecture) -> list[Place]:
+def places_of(file: TensorSource, arch: Architecture) -> list[ChunkPlace]:
     """Return the position in the model of each chunk of a file. Raises CheckpointError naming the
     file."""
     text = file.metadata.get("places")
@@ -193,7 +201,7 @@ def places_of(file: TensorSource, arch: Architecture) -> list[Place]:
             "it was written by an older version"
         )
     try:
-        places = [Place(**fields) for fields in parse_json(text)]
+        places = [ChunkPlace(**fields) for fields in parse_json(text)]
         for place in places:
             _check_place(place, arch)
         return places
@@ -201,9 +209,9 @@ def places_of(file: TensorSource, arch: Architecture) -> list[Place]:
         raise CheckpointError(f"{file.path}: cannot read its `places` ({error})") from None
 
 
-def _check_place(place: Place, arch: Architecture) -> None:
+def _check_place(place: ChunkPlace, arch: Architecture) -> None:
     """Raise ValueError if no rank of the model can have this place."""
-    kinds = get_type_hints(Place)
+    kinds = get_type_hints(ChunkPlace)
     for field, value in asdict(place).items():
         if type(value) is not kinds[field] or value < 0:
             raise ValueError(f"{field} is {value!r}")
@@ -213,7 +221,7 @@ def _check_place(place: Place, arch: Architecture) -> None:
         raise ValueError(f"the model has {arch.num_layers} layers")
 
 
-def file_slice_of(part: Part, file: str, key: str) -> FileSlice:
+def file_slice_of(part: ParameterPart, file: str, key: str) -> FileSlice:
     """Return the file slice of a part of the parameter `key`."""
     start = (part.first_row, *(0 for _ in part.region.shape[1:]))
     return FileSlice(part.name, part.region, file, key, start)
@@ -264,16 +272,20 @@ def _plan_files(
         )
     for file, place, of_experts in layout.places():
         plan = FilePlan(file, metadata={"format": "pt", "places": json.dumps([asdict(place)])})
-        for name, slot in layout_of(arch, place).items():
+        for name, local_parameter in layout_of(arch, place).items():
             if (EXPERTS in name) != of_experts:
                 continue
             key = _PREFIX + name
-            plan.tensors[key] = TensorInfo(slot.shape, _dtype(key, slot.parts, tensors))
-            plan.file_slices += [file_slice_of(part, file, key) for part in slot.parts]
+            plan.tensors[key] = TensorInfo(
+                local_parameter.shape, _dtype(key, local_parameter.parts, tensors)
+            )
+            plan.file_slices += [file_slice_of(part, file, key) for part in local_parameter.parts]
         yield plan
 
 
-def _dtype(key: str, parts: Sequence[Part], tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+def _dtype(
+    key: str, parts: Sequence[ParameterPart], tensors: Mapping[str, TensorInfo]
+) -> torch.dtype:
     # If all rows of a rank are padding, the parameter has no parts.
     dtypes = {tensors[part.name].dtype for part in parts} or {next(iter(tensors.values())).dtype}
     if len(dtypes) > 1:

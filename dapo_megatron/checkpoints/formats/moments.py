@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.file import TensorFile, TensorInfo
 from dapo_megatron.checkpoints.formats.megatron import (
     EXPERTS,
     file_slice_of,
+    local_parameters_of,
     open_training,
     parse_key,
     places_of,
-    slots_of,
 )
 from dapo_megatron.checkpoints.formats.store import FileSlice, Store, TensorSource, disjoint
+from dapo_megatron.checkpoints.formats.tensor_file import TensorFile, TensorInfo
 from dapo_megatron.files import parse_json
-from dapo_megatron.model import Place, Slot
+from dapo_megatron.model import ChunkPlace, LocalParameter
 from dapo_megatron.types import CheckpointError, Region, whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,18 +69,22 @@ def open_state(folder: Path, ignore: Collection[str] = ()) -> TrainingState:
     return TrainingState(weights, fields, _step(weights))
 
 
-def read_range(store: Store, slot: Slot, start: int = 0, stop: int | None = None) -> Tensor:
+def read_range(
+    store: Store, local_parameter: LocalParameter, start: int = 0, stop: int | None = None
+) -> Tensor:
     """Return the flat elements [start, stop) of a local parameter, in row-major order and in the
     store's dtype.
 
     Padding rows are 0: they never get a gradient, so their moments keep the initial value 0.
     """
-    stop = prod(slot.shape) if stop is None else stop
-    width = prod(slot.shape[1:])
+    stop = prod(local_parameter.shape) if stop is None else stop
+    width = prod(local_parameter.shape[1:])
     first, last = start // width, -(-stop // width)
-    dtype = store.info(slot.parts[0].name).dtype if slot.parts else torch.float32
-    rows = torch.zeros(last - first, *slot.shape[1:], dtype=dtype)
-    for part in slot.parts:
+    dtype = (
+        store.info(local_parameter.parts[0].name).dtype if local_parameter.parts else torch.float32
+    )
+    rows = torch.zeros(last - first, *local_parameter.shape[1:], dtype=dtype)
+    for part in local_parameter.parts:
         top, bottom = max(first, part.rows.start), min(last, part.rows.stop)
         if top < bottom:
             origin = part.region.start[0] + top - part.first_row
@@ -108,7 +112,7 @@ class _Parameter:
     optimizer state by field."""
 
     full_name: str
-    slot: Slot
+    local_parameter: LocalParameter
     ranges: dict[str, list[_Range]]
 
 
@@ -182,26 +186,26 @@ def _check_ranks(folder: Path) -> None:
 
 def _parameters(weights: Store) -> list[_Parameter]:
     """Return the parameters with optimizer state, each once."""
-    parameters: dict[tuple[Place, str], _Parameter] = {}
+    parameters: dict[tuple[ChunkPlace, str], _Parameter] = {}
     for file in weights.files.values():
         places = places_of(file, weights.arch)
-        slots = [slots_of(weights.arch, place) for place in places]
+        local_parameters = [local_parameters_of(weights.arch, place) for place in places]
         for key, info in file.tensors.items():
             about = parse_key(key)
             if about is None or about.stop is None or about.field == STEP:
                 continue
-            if about.chunk >= len(places) or about.name not in slots[about.chunk]:
+            if about.chunk >= len(places) or about.name not in local_parameters[about.chunk]:
                 raise CheckpointError(f"{file.path}: {key} is no parameter of this rank")
             if info.shape != (about.stop - about.start,):
                 raise CheckpointError(f"{file.path}: {key} has shape {info.shape}")
-            new = _Parameter(about.full_name, slots[about.chunk][about.name], {})
+            new = _Parameter(about.full_name, local_parameters[about.chunk][about.name], {})
             owner = _parameter_place(places[about.chunk], about.name), about.name
             ranges = parameters.setdefault(owner, new).ranges.setdefault(about.field, [])
             ranges.append(_Range(about.start, about.stop, file, key))
     return list(parameters.values())
 
 
-def _parameter_place(place: Place, name: str) -> Place:
+def _parameter_place(place: ChunkPlace, name: str) -> ChunkPlace:
     """Return `place` without the dimension that does not shard the parameter (tensor-parallel rank
     for experts, expert-parallel rank for others).
 
@@ -222,8 +226,8 @@ def _field_store(weights: Store, field: str, parameters: Sequence[_Parameter]) -
         path = parameter.ranges[field][0].file.path
         key = f"optimizer/{parameter.full_name}/{field}"
         file = files.setdefault(path.name, _JoinedRanges(path))
-        file.add(key, parameter.slot.shape, parameter.ranges[field])
-        for part in parameter.slot.parts:
+        file.add(key, parameter.local_parameter.shape, parameter.ranges[field])
+        for part in parameter.local_parameter.parts:
             info = TensorInfo(part.global_shape, file.tensors[key].dtype)
             if tensors.setdefault(part.name, info) != info:
                 raise CheckpointError(f"{path}: {key} has another dtype than in other files")

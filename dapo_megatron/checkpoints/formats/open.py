@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from dapo_megatron.checkpoints.formats.folder import MEGATRON_JSON, check_links
 from dapo_megatron.checkpoints.formats.hf import open_hf
 from dapo_megatron.checkpoints.formats.megatron import open_megatron, open_training
 from dapo_megatron.checkpoints.formats.store import Store
+from dapo_megatron.checkpoints.formats.weights_folder import MEGATRON_JSON, check_links
 from dapo_megatron.files import replaced_by
 from dapo_megatron.types import CheckpointError
 

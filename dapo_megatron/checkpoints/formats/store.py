@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoints.formats.file import (
+from dapo_megatron.checkpoints.formats.tensor_file import (
     TensorFileWriter,
     TensorInfo,
     check_room,
 )
-from dapo_megatron.checkpoints.formats.folder import copy_companions
+from dapo_megatron.checkpoints.formats.weights_folder import copy_companions
 from dapo_megatron.model import Architecture, hf_tensors
 from dapo_megatron.types import CheckpointError, Region, Shard, dtype_name, overlap, whole
 
@@ -117,14 +117,14 @@ def read_into(store: Store, shards: Sequence[Shard]) -> None:
     Raises CheckpointError naming a tensor that is missing or has another shape.
     """
     for shard in shards:
-        piece = shard.piece
-        shape = store.info(piece.name).shape
-        if shape != piece.global_shape:
+        tensor_slice = shard.tensor_slice
+        shape = store.info(tensor_slice.name).shape
+        if shape != tensor_slice.global_shape:
             raise CheckpointError(
-                f"{store.folder}: {piece.name} has shape {shape}, but "
-                f"the model in config.json needs {piece.global_shape}"
+                f"{store.folder}: {tensor_slice.name} has shape {shape}, but "
+                f"the model in config.json needs {tensor_slice.global_shape}"
             )
-        shard.write(store.read(piece.name, piece.region))
+        shard.write(store.read(tensor_slice.name, tensor_slice.region))
 
 
 def checked_tensors(

@@ -1,7 +1,7 @@
 """Print docs/compatibility.md."""
 
 from dapo_megatron.plan.compatibility import RULES
-from dapo_megatron.plan.compatibility.rule import ALL, Action, Rule
+from dapo_megatron.plan.compatibility.rule import ALL, Action, CompatibilityRule
 
 HEAD = """# Which features can be combined
 
@@ -30,7 +30,7 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _row(rule: Rule) -> str:
+def _row(rule: CompatibilityRule) -> str:
     families = "all" if rule.families == ALL else ", ".join(rule.families)
     features = " x ".join(f"`{key}`" if "." in key else key for key in rule.keys)
     return f"| {features} | {families} | {rule.why} | {rule.way_out or '-'} |"

@@ -55,7 +55,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFacts:
     """The facts about a run that rules examine. `machine` is None if it is unknown (`plan`,
     submitting a job); rules about it then do not apply. `has_engine` is false for `doctor layouts`
     and replays."""
@@ -90,7 +90,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class CompatibilityRule:
     """A combination of features and its action. The rule applies to a run of a model in `families`
     if `when` returns True or a non-empty text, which is added to the message as detail."""
 
@@ -98,7 +98,7 @@ class Rule:
     keys: tuple[str, ...]
     """The features, as config keys. `machine` and `model` stand for the machine and the model."""
     action: Action
-    when: Callable[[Run], bool | str]
+    when: Callable[[RunFacts], bool | str]
     why: str
     way_out: str
     example: tuple[str, ...]
@@ -108,10 +108,10 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RuleMatch:
     """A rule that applies."""
 
-    rule: Rule
+    rule: CompatibilityRule
     detail: str
 
     def __str__(self) -> str:

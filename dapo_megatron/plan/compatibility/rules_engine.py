@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dapo_megatron.plan.compatibility.rule import LATENT, Action, Machine, Rule, Run
+from dapo_megatron.plan.compatibility.rule import (
+    LATENT,
+    Action,
+    CompatibilityRule,
+    Machine,
+    RunFacts,
+)
 from dapo_megatron.plan.compatibility.rules_policy import BFLOAT16, HOPPER, NO_GPU
 
 FUSED_ADAM = ("transformer_engine", "apex")
@@ -13,22 +19,22 @@ ENGINE_FP8 = "engine.quantization=fp8"
 # ------------------------------------------------------------------ conditions
 
 
-def _optimizer_lacks(run: Run) -> str:
+def _optimizer_lacks(run: RunFacts) -> str:
     kernels = run.config.optimizer.kernels
     if kernels not in FUSED_ADAM or not run.lacks(kernels):
         return ""
     return f"{kernels} is not installed" if run.on_gpu else "there is no GPU"
 
 
-def _engine_in_fp8(run: Run) -> bool:
+def _engine_in_fp8(run: RunFacts) -> bool:
     return run.has_engine and run.config.engine.quantization == "fp8"
 
 
-def _half_moments(run: Run) -> bool:
+def _half_moments(run: RunFacts) -> bool:
     return run.config.optimizer.moments == "bfloat16"
 
 
-def _engine_fp8_lacks(run: Run) -> str:
+def _engine_fp8_lacks(run: RunFacts) -> str:
     if not _engine_in_fp8(run) or run.machine is None:
         return ""
     capability = run.machine.capability
@@ -37,7 +43,7 @@ def _engine_fp8_lacks(run: Run) -> str:
     return "this GPU has {}.{}".format(*capability) if capability < (8, 9) else ""
 
 
-def _allocator(run: Run) -> str:
+def _allocator(run: RunFacts) -> str:
     """Return the setting of torch's allocator that does not work with the memory pools of a
     sleeping engine, or an empty text."""
     if run.machine is None or not (run.has_engine and run.config.engine.sleep and run.on_gpu):
@@ -52,7 +58,7 @@ def _allocator(run: Run) -> str:
 # ------------------------------------------------------------------ the rules
 
 _OPTIMIZER = (
-    Rule(
+    CompatibilityRule(
         "optimizer-float64",
         ("optimizer.kernels", "policy.precision"),
         Action.REFUSED,
@@ -63,7 +69,7 @@ _OPTIMIZER = (
         "set optimizer.kernels auto or torch",
         ("optimizer.kernels=apex", "policy.precision=float64"),
     ),
-    Rule(
+    CompatibilityRule(
         "optimizer-machine",
         ("optimizer.kernels", "machine"),
         Action.REFUSED,
@@ -73,7 +79,7 @@ _OPTIMIZER = (
         ("optimizer.kernels=apex",),
         example_machine=NO_GPU,
     ),
-    Rule(
+    CompatibilityRule(
         "moments-kernels",
         ("optimizer.moments", "optimizer.kernels"),
         Action.REFUSED,
@@ -86,7 +92,7 @@ _OPTIMIZER = (
         "optimizer.moments float32",
         ("optimizer.moments=bfloat16", "optimizer.kernels=torch", BFLOAT16),
     ),
-    Rule(
+    CompatibilityRule(
         "moments-precision",
         ("optimizer.moments", "policy.precision"),
         Action.REFUSED,
@@ -95,7 +101,7 @@ _OPTIMIZER = (
         "set optimizer.moments float32",
         ("optimizer.moments=bfloat16", "policy.precision=float32"),
     ),
-    Rule(
+    CompatibilityRule(
         "moments-cpu-offload",
         ("optimizer.moments", "optimizer.cpu_offload"),
         Action.REFUSED,
@@ -104,7 +110,7 @@ _OPTIMIZER = (
         "set optimizer.moments float32, or optimizer.cpu_offload 0",
         ("optimizer.moments=bfloat16", BFLOAT16, "optimizer.cpu_offload=0.5"),
     ),
-    Rule(
+    CompatibilityRule(
         "cpu-offload-precision",
         ("optimizer.cpu_offload", "policy.precision"),
         Action.REFUSED,
@@ -116,7 +122,7 @@ _OPTIMIZER = (
         "set policy.precision bfloat16, or optimizer.cpu_offload 0",
         ("optimizer.cpu_offload=0.5", "policy.precision=float32"),
     ),
-    Rule(
+    CompatibilityRule(
         "cpu-offload-twice",
         ("optimizer.cpu_offload", "policy.offload"),
         Action.WARNED,
@@ -127,7 +133,7 @@ _OPTIMIZER = (
         "remove optimizer from policy.offload, or lower optimizer.cpu_offload",
         ("optimizer.cpu_offload=1.0", "policy.offload=[optimizer]", BFLOAT16),
     ),
-    Rule(
+    CompatibilityRule(
         "optimizer-not-run",
         ("optimizer.kernels", "optimizer.moments"),
         Action.NOT_RUN,
@@ -140,7 +146,7 @@ _OPTIMIZER = (
         "",
         ("optimizer.kernels=apex",),
     ),
-    Rule(
+    CompatibilityRule(
         "cpu-offload-not-run",
         ("optimizer.cpu_offload", "policy.offload"),
         Action.NOT_RUN,
@@ -153,7 +159,7 @@ _OPTIMIZER = (
         ("policy.offload=[weights]",),
         example_machine=HOPPER,
     ),
-    Rule(
+    CompatibilityRule(
         "overlap-not-run",
         ("policy.overlap",),
         Action.NOT_RUN,
@@ -166,7 +172,7 @@ _OPTIMIZER = (
 )
 
 _ENGINE = (
-    Rule(
+    CompatibilityRule(
         "engine-float64",
         ("policy.precision",),
         Action.REFUSED,
@@ -175,7 +181,7 @@ _ENGINE = (
         "use float32 or bfloat16",
         ("policy.precision=float64",),
     ),
-    Rule(
+    CompatibilityRule(
         "engine-fp8-precision",
         ("engine.quantization", "policy.precision"),
         Action.REFUSED,
@@ -184,7 +190,7 @@ _ENGINE = (
         "set policy.precision bfloat16, or engine.quantization none",
         (ENGINE_FP8, "policy.precision=float32"),
     ),
-    Rule(
+    CompatibilityRule(
         "engine-fp8-latent",
         ("engine.quantization", "model"),
         Action.REFUSED,
@@ -195,7 +201,7 @@ _ENGINE = (
         (ENGINE_FP8, BFLOAT16),
         families=LATENT,
     ),
-    Rule(
+    CompatibilityRule(
         "engine-fp8-machine",
         ("engine.quantization", "machine"),
         Action.REFUSED,
@@ -205,7 +211,7 @@ _ENGINE = (
         (ENGINE_FP8, BFLOAT16),
         example_machine=Machine((8, 0), (13, 0)),
     ),
-    Rule(
+    CompatibilityRule(
         "engine-fp8-uncorrected",
         ("engine.quantization", "loss.tis_cap"),
         Action.WARNED,
@@ -215,7 +221,7 @@ _ENGINE = (
         "set loss.tis_cap (2.0), and watch mismatch/gap_mean and mismatch/kl",
         (ENGINE_FP8, BFLOAT16, "loss.tis_cap=null"),
     ),
-    Rule(
+    CompatibilityRule(
         "engine-graphs",
         ("engine.enforce_eager",),
         Action.WARNED,
@@ -225,7 +231,7 @@ _ENGINE = (
         ("engine.enforce_eager=false",),
         example_machine=HOPPER,
     ),
-    Rule(
+    CompatibilityRule(
         "engine-sleep-allocator",
         ("engine.sleep", "machine"),
         Action.REFUSED,
@@ -238,7 +244,7 @@ _ENGINE = (
             (9, 0), (13, 0), environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         ),
     ),
-    Rule(
+    CompatibilityRule(
         "engine-not-run",
         ("engine.sleep", "engine.memory_fraction"),
         Action.NOT_RUN,
@@ -248,7 +254,7 @@ _ENGINE = (
         ("engine.sleep=true",),
         example_machine=HOPPER,
     ),
-    Rule(
+    CompatibilityRule(
         "engine-fp8-not-run",
         ("engine.quantization",),
         Action.NOT_RUN,
@@ -259,4 +265,4 @@ _ENGINE = (
     ),
 )
 
-ENGINE_RULES: tuple[Rule, ...] = (*_OPTIMIZER, *_ENGINE)
+ENGINE_RULES: tuple[CompatibilityRule, ...] = (*_OPTIMIZER, *_ENGINE)

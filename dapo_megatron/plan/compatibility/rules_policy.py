@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dapo_megatron.model import FAMILIES
-from dapo_megatron.plan.compatibility.rule import LATENT, NOT_LATENT, Action, Machine, Rule, Run
+from dapo_megatron.plan.compatibility.rule import (
+    LATENT,
+    NOT_LATENT,
+    Action,
+    CompatibilityRule,
+    Machine,
+    RunFacts,
+)
 
 BFLOAT16 = "policy.precision=bfloat16"
 TE = "policy.kernels=transformer_engine"
@@ -28,19 +35,19 @@ def _fp8(recipe: str, more: str = "") -> str:
 # ------------------------------------------------------------------ conditions
 
 
-def _asks_te(run: Run) -> bool:
+def _asks_te(run: RunFacts) -> bool:
     return run.config.policy.kernels == "transformer_engine"
 
 
-def _asks_triton(run: Run) -> bool:
+def _asks_triton(run: RunFacts) -> bool:
     return run.config.policy.logprob_head == "triton"
 
 
-def _fp8_on(run: Run) -> bool:
+def _fp8_on(run: RunFacts) -> bool:
     return run.config.policy.fp8 is not None
 
 
-def _uneven_for_fp8(run: Run) -> str:
+def _uneven_for_fp8(run: RunFacts) -> str:
     """Return the weight dimensions on a tensor-parallel rank that FP8 matmuls do not support."""
     fp8 = run.config.policy.fp8
     if fp8 is None:
@@ -50,7 +57,7 @@ def _uneven_for_fp8(run: Run) -> str:
     return f"{', '.join(wrong)} of a rank, not multiples of {multiple}" if wrong else ""
 
 
-def _dimensions(run: Run) -> Iterator[tuple[str, int]]:
+def _dimensions(run: RunFacts) -> Iterator[tuple[str, int]]:
     arch, size = run.arch, run.config.policy.tensor_parallel
     yield "hidden_size", arch.hidden_size
     yield "query columns", arch.query_rows // size
@@ -62,7 +69,7 @@ def _dimensions(run: Run) -> Iterator[tuple[str, int]]:
         yield "moe_intermediate_size", arch.moe_intermediate_size
 
 
-def _too_many_in_bfloat16(run: Run) -> str:
+def _too_many_in_bfloat16(run: RunFacts) -> str:
     fp8, policy = run.config.policy.fp8, run.config.policy
     if fp8 is None:
         return ""
@@ -71,7 +78,7 @@ def _too_many_in_bfloat16(run: Run) -> str:
     return f"{most}, and a stage has {per_stage} layers" if most > per_stage else ""
 
 
-def _no_fp8_here(run: Run) -> str:
+def _no_fp8_here(run: RunFacts) -> str:
     machine, fp8 = run.machine, run.config.policy.fp8
     if fp8 is None or machine is None:
         return ""
@@ -89,7 +96,7 @@ def _no_fp8_here(run: Run) -> str:
 # ------------------------------------------------------------------ the rules
 
 _KERNELS = (
-    Rule(
+    CompatibilityRule(
         "kernels-precision",
         ("policy.kernels", "policy.precision"),
         Action.REFUSED,
@@ -98,7 +105,7 @@ _KERNELS = (
         "set policy.precision bfloat16, or policy.kernels auto or local",
         (TE, "policy.precision=float32"),
     ),
-    Rule(
+    CompatibilityRule(
         "kernels-latent",
         ("policy.kernels", "model"),
         Action.REFUSED,
@@ -108,7 +115,7 @@ _KERNELS = (
         (TE, BFLOAT16),
         families=LATENT,
     ),
-    Rule(
+    CompatibilityRule(
         "kernels-machine",
         ("policy.kernels", "machine"),
         Action.REFUSED,
@@ -118,7 +125,7 @@ _KERNELS = (
         (TE, BFLOAT16),
         example_machine=NO_GPU,
     ),
-    Rule(
+    CompatibilityRule(
         "kernels-padded-context",
         ("policy.kernels", "policy.context_parallel", "train.packing"),
         Action.REFUSED,
@@ -129,7 +136,7 @@ _KERNELS = (
         "set train.packing true, or policy.kernels local",
         (TE, BFLOAT16, "policy.context_parallel=2", "train.packing=false"),
     ),
-    Rule(
+    CompatibilityRule(
         "kernels-selective-recompute",
         ("policy.kernels", "policy.recompute"),
         Action.WARNED,
@@ -139,7 +146,7 @@ _KERNELS = (
         "set policy.recompute none, or full if memory is short",
         (TE, BFLOAT16, "policy.recompute=selective"),
     ),
-    Rule(
+    CompatibilityRule(
         "kernels-not-run",
         ("policy.kernels",),
         Action.NOT_RUN,
@@ -148,7 +155,7 @@ _KERNELS = (
         "",
         (TE, BFLOAT16),
     ),
-    Rule(
+    CompatibilityRule(
         "experts-not-run",
         ("policy.kernels", "policy.expert_parallel"),
         Action.NOT_RUN,
@@ -158,7 +165,7 @@ _KERNELS = (
         (TE, BFLOAT16),
         families=GROUPED_EXPERTS,
     ),
-    Rule(
+    CompatibilityRule(
         "rope-kernels",
         ("policy.fused_rope", "policy.kernels"),
         Action.REFUSED,
@@ -169,7 +176,7 @@ _KERNELS = (
         ("policy.fused_rope=true", "policy.kernels=local", BFLOAT16),
         families=NOT_LATENT,
     ),
-    Rule(
+    CompatibilityRule(
         "rope-latent",
         ("policy.fused_rope", "model"),
         Action.REFUSED,
@@ -179,7 +186,7 @@ _KERNELS = (
         ("policy.fused_rope=true", BFLOAT16),
         families=LATENT,
     ),
-    Rule(
+    CompatibilityRule(
         "rope-spikes",
         ("policy.fused_rope",),
         Action.WARNED,
@@ -191,7 +198,7 @@ _KERNELS = (
 )
 
 _FP8 = (
-    Rule(
+    CompatibilityRule(
         "fp8-kernels",
         ("policy.fp8", "policy.kernels"),
         Action.REFUSED,
@@ -200,7 +207,7 @@ _FP8 = (
         "set policy.kernels auto or transformer_engine, or policy.fp8 null",
         (_fp8("current"), "policy.kernels=local", BFLOAT16),
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-precision",
         ("policy.fp8", "policy.precision"),
         Action.REFUSED,
@@ -209,7 +216,7 @@ _FP8 = (
         "set policy.precision bfloat16, or policy.fp8 null",
         (_fp8("current"), "policy.precision=float32"),
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-latent",
         ("policy.fp8", "model"),
         Action.REFUSED,
@@ -219,7 +226,7 @@ _FP8 = (
         (_fp8("current"), BFLOAT16),
         families=LATENT,
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-dimensions",
         ("policy.fp8", "policy.tensor_parallel", "model"),
         Action.REFUSED,
@@ -230,7 +237,7 @@ _FP8 = (
         (_fp8("blockwise"), BFLOAT16, "policy.tensor_parallel=16"),
         families=NOT_LATENT,
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-delayed-ends",
         ("policy.fp8.recipe", "policy.fp8.bf16_first_layers", "policy.fp8.bf16_last_layers"),
         Action.REFUSED,
@@ -244,7 +251,7 @@ _FP8 = (
         "set both to 0, or policy.fp8.recipe current",
         (_fp8("delayed", "bf16_first_layers: 1"), BFLOAT16),
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-ends-per-stage",
         ("policy.fp8.bf16_first_layers", "policy.fp8.bf16_last_layers", "policy.pipeline_parallel"),
         Action.REFUSED,
@@ -253,7 +260,7 @@ _FP8 = (
         "lower these keys, or policy.pipeline_parallel",
         (_fp8("current", "bf16_last_layers: 999"), BFLOAT16),
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-machine",
         ("policy.fp8", "machine"),
         Action.REFUSED,
@@ -264,7 +271,7 @@ _FP8 = (
         (_fp8("blockwise"), BFLOAT16),
         example_machine=replace(HOPPER, cuda=(12, 8)),
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-delayed-moves",
         ("policy.fp8.recipe",),
         Action.WARNED,
@@ -275,7 +282,7 @@ _FP8 = (
         "set policy.fp8.recipe current or blockwise, or watch policy/approx_kl",
         (_fp8("delayed"), BFLOAT16),
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-parameters-delayed",
         ("policy.fp8.parameters", "policy.fp8.recipe"),
         Action.REFUSED,
@@ -288,7 +295,7 @@ _FP8 = (
         "set policy.fp8.recipe current or blockwise, or policy.fp8.parameters false",
         (_fp8("delayed", "parameters: true"), BFLOAT16),
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-parameters-cpu-offload",
         ("policy.fp8.parameters", "optimizer.cpu_offload"),
         Action.REFUSED,
@@ -301,7 +308,7 @@ _FP8 = (
         "set policy.fp8.parameters false, or optimizer.cpu_offload 0",
         (_fp8("current", "parameters: true"), BFLOAT16, "optimizer.cpu_offload=0.5"),
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-not-run",
         ("policy.fp8",),
         Action.NOT_RUN,
@@ -310,7 +317,7 @@ _FP8 = (
         "",
         (_fp8("current"), BFLOAT16),
     ),
-    Rule(
+    CompatibilityRule(
         "fp8-experts-not-run",
         ("policy.fp8", "policy.expert_parallel"),
         Action.NOT_RUN,
@@ -323,7 +330,7 @@ _FP8 = (
 )
 
 _HEAD = (
-    Rule(
+    CompatibilityRule(
         "head-float64",
         ("policy.logprob_head", "policy.precision"),
         Action.REFUSED,
@@ -332,7 +339,7 @@ _HEAD = (
         "set policy.logprob_head torch",
         ("policy.logprob_head=triton", "policy.precision=float64"),
     ),
-    Rule(
+    CompatibilityRule(
         "head-machine",
         ("policy.logprob_head", "machine"),
         Action.REFUSED,
@@ -347,7 +354,7 @@ _HEAD = (
         ("policy.logprob_head=triton",),
         example_machine=NO_GPU,
     ),
-    Rule(
+    CompatibilityRule(
         "head-not-run",
         ("policy.logprob_head",),
         Action.NOT_RUN,
@@ -358,4 +365,4 @@ _HEAD = (
     ),
 )
 
-POLICY_RULES: tuple[Rule, ...] = (*_KERNELS, *_FP8, *_HEAD)
+POLICY_RULES: tuple[CompatibilityRule, ...] = (*_KERNELS, *_FP8, *_HEAD)

@@ -61,7 +61,7 @@
     return [{ ...trace, opacity: 0.28, showlegend: false }, { ...trace, y: average(trace.y, state.smoothing), hoverinfo: "skip" }];
   }
 
-  // Exponential moving average, normalised so that it is not biased at the start.
+  // Exponential moving average, normalized so that it is not biased at the start.
   function average(values, weight) {
     let sum = 0, norm = 0;
     return values.map((value) => {

@@ -89,7 +89,7 @@ const Rollouts = (() => {
       const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
       if (!by) return;
       event.preventDefault();
-      neighbour(event.target.closest("tr"), by)?.querySelector("a").focus();
+      neighbor(event.target.closest("tr"), by)?.querySelector("a").focus();
     });
     apply();
     return {
@@ -103,7 +103,7 @@ const Rollouts = (() => {
   }
 
   // Returns the visible row above or below.
-  function neighbour(row, by) {
+  function neighbor(row, by) {
     const shown = all(row.parentElement, "tr:not([hidden])");
     return shown[shown.indexOf(row) + by];
   }
@@ -121,7 +121,7 @@ const Rollouts = (() => {
     }
 
     function move(by) {
-      const next = named() && neighbour(named(), by);
+      const next = named() && neighbor(named(), by);
       if (next) location.replace(`#${next.id}`);
     }
 

@@ -1,6 +1,6 @@
 "use strict";
 
-// Shows a completion with its tokens coloured by a value. Texts of the run are only inserted as text
+// Shows a completion with its tokens colored by a value. Texts of the run are only inserted as text
 // nodes, never as HTML.
 const RolloutViewer = (() => {
   const SIGNS = { true: "✓", false: "✗", null: "?" };
@@ -16,7 +16,7 @@ const RolloutViewer = (() => {
     const pane = find(".v-tokens"), radios = [...dialog.querySelectorAll("[name=color]")];
     let group, completion, spans, current;
 
-    // Value name -> the value's size, and the size at which the colour is deepest.
+    // Value name -> the value's size, and the size at which the color is deepest.
     const sizes = {
       logprob: { deepest: 9, of: (value) => -value },
       entropy: { deepest: 3, of: (value) => value },
@@ -100,7 +100,7 @@ const RolloutViewer = (() => {
           `weights version ${text(completion.version[at])}`].join(" · ");
     }
 
-    // Returns the next token in direction `by` with a deep colour.
+    // Returns the next token in direction `by` with a deep color.
     function deep(by) {
       let at = current + by;
       while (spans[at] && parseFloat(spans[at].style.getPropertyValue("--depth")) < 24) at += by;

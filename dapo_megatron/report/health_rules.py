@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from dapo_megatron.report import rules_work
+from dapo_megatron.report import work_rules
 from dapo_megatron.report.finding import (
     LEVELS,
     TREND_LEAST_STEPS,
@@ -20,16 +20,16 @@ from dapo_megatron.report.finding import (
     Track,
     fall_from_best,
 )
-from dapo_megatron.report.folder import Evaluation, RunData, StateWord
-from dapo_megatron.report.rule import (
+from dapo_megatron.report.finding_rule import (
     CLIPPED_TOKENS,
-    Case,
-    Rule,
+    FindingRule,
+    JudgedSeries,
     RunRule,
     always,
     first_of,
     judged,
 )
+from dapo_megatron.report.run_data import Evaluation, RunData, StateWord
 from dapo_megatron.report.wording import named, times
 
 ACCURACY = "accuracy/raw"
@@ -75,7 +75,7 @@ def state(run: RunData) -> Iterator[Finding]:
             "warn" if wrong >= RESTARTS_MANY else "note",
             f"Started {times(len(run.attempts), 'time')}",
             f"Earlier starts: {counts}.",
-            knob="checkpoint.max_minutes: lower" if wrong else None,
+            setting="checkpoint.max_minutes: lower" if wrong else None,
         )
     num_steps = len(run.metrics.steps)
     if num_steps < TREND_LEAST_STEPS:
@@ -109,13 +109,13 @@ ACCURACY_TOP = 0.95  # flat above this is good
 ACCURACY_FLAT_STEPS = 100  # steps; a flat accuracy is a warning from here on, before that a note
 
 
-def _has_fallen(accuracy: Case) -> bool:
+def _has_fallen(accuracy: JudgedSeries) -> bool:
     _, fall, noise = fall_from_best(accuracy.series)
     return fall >= ACCURACY_FROM_BEST and fall > 4 * noise and accuracy.change > -fall / 2
 
 
 _accuracy = partial(
-    Rule,
+    FindingRule,
     ACCURACY,
     text="Medians of the first and last {s.window} steps of {length}: {s.early:.3f} → "
     "{s.late:.3f} ({s.change:+.3f}).",
@@ -130,7 +130,7 @@ learning = first_of(
     _accuracy(
         {"warn": _has_fallen},
         "Accuracy has fallen by {best[1]:.2f} from its best around step {best[0]}",
-        knob="optimizer.lr: lower; resume: a checkpoint from before it",
+        setting="optimizer.lr: lower; resume: a checkpoint from before it",
     ),
     _accuracy(
         {
@@ -141,23 +141,23 @@ learning = first_of(
     _accuracy(
         {"bad": lambda s: s.falls and s.change <= -ACCURACY_CHANGE},
         "Accuracy is falling: {s.early:.3f} → {s.late:.3f}",
-        knob="optimizer.lr: lower; data.train: its grader; loss.clip_low; loss.clip_high",
+        setting="optimizer.lr: lower; data.train: its grader; loss.clip_low; loss.clip_high",
     ),
     _accuracy({"good": lambda s: s.late >= ACCURACY_TOP}, "Flat at the top: accuracy {s.late:.3f}"),
     _accuracy(
         {"warn": lambda s: len(s) >= ACCURACY_FLAT_STEPS, "note": always},
         "No trend: accuracy {s.early:.3f} → {s.late:.3f} over {length} steps",
-        knob="optimizer.lr: higher; optimizer.warmup_rollout_steps: shorter; data.train: problems "
-        "with some right answers",
+        setting="optimizer.lr: higher; optimizer.warmup_rollout_steps: shorter; data.train: "
+        "problems with some right answers",
     ),
 )
 
 
 def evaluation(run: RunData) -> Iterator[Finding]:
     """Judge the mean accuracy on held-out sets by its 95% intervals."""
-    means = [point for point in run.evaluations if point.figure.startswith("avg@")]
-    for name, figure in dict.fromkeys((point.set, point.figure) for point in means):
-        points = [point for point in means if (point.set, point.figure) == (name, figure)]
+    means = [point for point in run.evaluations if point.metric.startswith("avg@")]
+    for name, figure in dict.fromkeys((point.set, point.metric) for point in means):
+        points = [point for point in means if (point.set, point.metric) == (name, figure)]
         first, last = points[0], points[-1]
         best = max(points, key=lambda point: point.value)
         if len(points) < 2:
@@ -219,25 +219,27 @@ GAP_NEAR_BOUND = 0.5  # of sync.max_gap, at which the run stops
 GAP_GROWTH = 3.0  # growth of the mean gap, times its start
 
 _entropy = partial(
-    Rule,
+    FindingRule,
     "policy/entropy",
     text="{s.early!n} → {s.late!n} nats, {s.growth!p} of its start.",
-    knob="loss.clip_high: higher (0.28 in the paper); optimizer.lr: lower",
+    setting="loss.clip_high: higher (0.28 in the paper); optimizer.lr: lower",
     trend=True,
 )
 _length = partial(
-    Rule,
+    FindingRule,
     "response_tokens/mean",
     text="Mean length {s.early!n} → {s.late!n} tokens, {s.half.early!n} halfway through the run.",
     trend=True,
 )
-_gradient = partial(Rule, "policy/grad_norm")
+_gradient = partial(FindingRule, "policy/grad_norm")
 _moves = partial(
-    Rule,
+    FindingRule,
     text="{s.early!n} → {s.late!n}. The policy moves far within a step.",
-    knob="optimizer.lr: lower; train.updates_per_step: lower",
+    setting="optimizer.lr: lower; train.updates_per_step: lower",
 )
-_gap = partial(Rule, knob="sync.max_gap; policy.precision; engine.quantization; loss.tis_cap: set")
+_gap = partial(
+    FindingRule, setting="sync.max_gap; policy.precision; engine.quantization; loss.tis_cap: set"
+)
 
 POLICY: tuple[RunRule, ...] = (
     first_of(
@@ -255,21 +257,21 @@ POLICY: tuple[RunRule, ...] = (
         _entropy(
             {"warn": lambda s: s.rises and s.growth > ENTROPY_GROWTH and s.late > 1},
             "Entropy has grown to {s.growth:.1f} times its start",
-            knob="overlong.filter: on; overlong.penalty: on; loss.aggregation: token; "
+            setting="overlong.filter: on; overlong.penalty: on; loss.aggregation: token; "
             "optimizer.lr: lower",
         ),
     ),
     _length(
         {"warn": lambda s: _runs_away(s.half) and not s.other(ACCURACY).half.rises},
         "Answers grow {s.half.growth:.1f} times longer while accuracy does not rise",
-        knob="overlong.penalty: on; loss.aggregation: token",
+        setting="overlong.penalty: on; loss.aggregation: token",
     ),
     _length(
         {"note": lambda s: s.falls and s.growth <= LENGTH_SHRINK},
         "Answers have become short: {s.growth!p} of their initial length",
-        knob="overlong.buffer_tokens: smaller, if the penalty is the cause",
+        setting="overlong.buffer_tokens: smaller, if the penalty is the cause",
     ),
-    Rule(
+    FindingRule(
         "response_tokens/clipped_fraction",
         {"warn": lambda s: s.late >= CLIPPED_HIGH or (s.rises and s.change >= CLIPPED_RISE)},
         "{s.late!p} of answers are cut off at the token limit",
@@ -326,7 +328,7 @@ POLICY: tuple[RunRule, ...] = (
 )
 
 
-def _still_falls(entropy: Case) -> bool:
+def _still_falls(entropy: JudgedSeries) -> bool:
     return entropy.early > 0 and entropy.falls and entropy.half.change < 0
 
 
@@ -340,6 +342,6 @@ RULES: tuple[RunRule, ...] = (
     learning,
     evaluation,
     *POLICY,
-    *rules_work.PROMPTS,
-    *rules_work.TIME,
+    *work_rules.PROMPTS,
+    *work_rules.TIME,
 )

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.report.models import Group, PolicyValues, StepIndex, decode
+from dapo_megatron.report.models import GroupRecord, PolicyValues, StepIndex, decode
 from dapo_megatron.rollout.serialization import SampleIndex
 
 _STEP = re.compile(r"step_(\d+)\.jsonl?")
@@ -118,7 +118,7 @@ def _policy_lines(path: Path) -> Iterator[tuple[bytes, int, int]]:
 
 def _group(line: bytes) -> dict[str, Any]:
     """Parse a line of the samples. Raises ValueError if it does not match the schema."""
-    group: dict[str, Any] = {**decode(line, Group)}
+    group: dict[str, Any] = {**decode(line, GroupRecord)}
     for completion in group["completions"]:
         if len(completion["tokens"]) != len(completion["logprobs"]):
             raise ValueError("numbers of tokens and log-probs differ")

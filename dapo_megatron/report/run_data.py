@@ -85,7 +85,7 @@ class Evaluation:
     """A metric of an evaluation set after a rollout step. Step 0 is before training."""
 
     set: str
-    figure: str
+    metric: str
     """Name of the metric: avg@4, pass@4, cons@4, ungraded."""
     step: int
     value: float
@@ -125,7 +125,7 @@ class RunData:
     path: Path
     name: str
     config: dict[str, Any]
-    """Unvalidated values, possibly from another version: read them with `knob` and similar."""
+    """Unvalidated values, possibly from another version: read them with `setting` and similar."""
     config_text: str
     metrics: Metrics
     evaluations: list[Evaluation]
@@ -139,34 +139,34 @@ class RunData:
     warnings: list[str]
     """Files and lines that could not be read."""
 
-    def knob(self, key: str) -> Any:
+    def setting(self, key: str) -> Any:
         """Return a config value by dotted key, None without one. Its type is not validated; use
         `number`, `count` or `word` to compute with it."""
-        return _knob(self.config, key)
+        return _setting(self.config, key)
 
     def number(self, key: str) -> float | None:
         """Return a config value that is a finite number, else None."""
-        return finite(self.knob(key))
+        return finite(self.setting(key))
 
     def count(self, key: str) -> int | None:
         """Return a config value that is a non-negative integer, else None."""
-        value = self.knob(key)
+        value = self.setting(key)
         is_count = isinstance(value, int) and finite(value) is not None and value >= 0
         return value if is_count else None
 
     def word(self, key: str) -> str | None:
         """Return a config value that is a string, else None."""
-        value = self.knob(key)
+        value = self.setting(key)
         return value if isinstance(value, str) else None
 
     @property
     def is_on_policy(self) -> bool:
         """True if each step trains only on samples of its current weights."""
-        return self.knob("rollout.on_policy") is True
+        return self.setting("rollout.on_policy") is True
 
     def sources(self) -> list[dict[str, Any]]:
         """Return the valid entries of data.train."""
-        value = self.knob("data.train")
+        value = self.setting("data.train")
         return (
             [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
         )
@@ -188,8 +188,8 @@ def read_run(path: Path) -> RunData:
     lines = _json_lines(path / "attempts.jsonl", Attempt, warnings)
     attempts = list({line.attempt: line for line in lines}.values())
     summary = _json(path / "summary.json", Summary, warnings)
-    name = _knob(config, "run.name")
-    planned_steps = _knob(config, "train.rollout_steps")
+    name = _setting(config, "run.name")
+    planned_steps = _setting(config, "train.rollout_steps")
     return RunData(
         path=path,
         name=str(name) if name and isinstance(name, str | int) else path.resolve().name,
@@ -206,7 +206,7 @@ def read_run(path: Path) -> RunData:
     )
 
 
-def _knob(config: Mapping[str, Any], key: str) -> Any:
+def _setting(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -357,7 +357,9 @@ def _state(
     # A folder copied without hidden files has no heartbeats; another version's format may differ.
     with suppress(ConfigError, OSError, TypeError):
         report = last_attempt.report(folder)
-        newest = max((pulse.time for pulse in report.pulses if pulse), default=report.time)
+        newest = max(
+            (heartbeat.time for heartbeat in report.heartbeats if heartbeat), default=report.time
+        )
         ago = last_attempt.ago_text(time.time() - newest)
     # A recorded end takes precedence over heartbeats: a run writes its report while its ranks live.
     done = summary.steps if summary is not None else None

@@ -18,7 +18,12 @@ import pytest
 
 from dapo_megatron.cluster import exit_reason
 from dapo_megatron.cluster.attempt import HUNG
-from dapo_megatron.cluster.heartbeat import State, pulse_file, read, read_all
+from dapo_megatron.cluster.heartbeat import (
+    RankState,
+    heartbeat_file,
+    read_heartbeat,
+    read_heartbeats,
+)
 from dapo_megatron.cluster.watchdog import BACKSTOP_SECONDS, Watchdog, hang_file
 from dapo_megatron.doctor import run
 from dapo_megatron.tracking.console import RunConsole
@@ -40,7 +45,7 @@ class Job:
         wait_until(lambda: (self.folder / f"exchange_{step}_0").exists())
 
     @property
-    def verdict(self) -> exit_reason.Verdict | None:
+    def verdict(self) -> exit_reason.ExitReason | None:
         return exit_reason.read(self.folder / "verdict")
 
 
@@ -96,7 +101,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_a_stopped_rank_is_named_by_the_others(start: Start, stopped: int) -> None:
     job = start()
     job.wait_for_step(3)
-    wait_until(lambda: (seen := read(pulse_file(job.folder, stopped))) and seen.step)
+    wait_until(lambda: (seen := read_heartbeat(heartbeat_file(job.folder, stopped))) and seen.step)
     job.ranks[stopped].send_signal(signal.SIGSTOP)
     began = time.monotonic()
     wait_until(lambda: job.verdict)
@@ -168,20 +173,24 @@ def test_signs_of_life_keep_it_running(start: Start) -> None:
     assert job.verdict is None
 
 
-def test_pulses_survive_sigkill(start: Start) -> None:
+def test_heartbeats_survive_sigkill(start: Start) -> None:
     job = start(limit=60.0)
     job.wait_for_step(3)
-    wait_until(lambda: all(one and one.step for one in read_all(job.folder, 3)))
+    wait_until(lambda: all(one and one.step for one in read_heartbeats(job.folder, 3)))
     for rank in job.ranks:
         rank.kill()
         rank.wait()
-    for number, pulse in enumerate(read_all(job.folder, 3)):
-        assert pulse is not None
-        assert (pulse.rank, pulse.pid) == (number, job.ranks[number].pid)
-        assert (pulse.state, pulse.phase, pulse.attempt) == (State.RUNNING, "update", "17.0")
+    for number, heartbeat in enumerate(read_heartbeats(job.folder, 3)):
+        assert heartbeat is not None
+        assert (heartbeat.rank, heartbeat.pid) == (number, job.ranks[number].pid)
+        assert (heartbeat.state, heartbeat.phase, heartbeat.attempt) == (
+            RankState.RUNNING,
+            "update",
+            "17.0",
+        )
     report = run.report(job.folder, job.folder / "verdict")
     assert report.hang == ""
-    assert report.verdict is None
+    assert report.exit_reason is None
 
 
 def full_pipe() -> tuple[int, int]:
@@ -263,8 +272,8 @@ def test_phases_nest(tmp_path: Path) -> None:
     seen = []
 
     def look() -> None:
-        pulse = watch.pulse()
-        seen.append((pulse.phase, pulse.step, pulse.limit_seconds))
+        heartbeat = watch.heartbeat()
+        seen.append((heartbeat.phase, heartbeat.step, heartbeat.limit_seconds))
 
     look()
     with watch.phase("other"):
@@ -290,31 +299,36 @@ def test_phases_nest(tmp_path: Path) -> None:
         pass
 
 
-def test_a_pulse_tells_exchanges_from_other_signs(tmp_path: Path) -> None:
+def test_a_heartbeat_tells_exchanges_from_other_signs(tmp_path: Path) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
-    watch.beat("all_gather 7")
-    watch.beat("micro-batch 2")
-    pulse = watch.pulse()
-    assert (pulse.num_exchanges, pulse.in_exchange, pulse.sign) == (7, True, "micro-batch 2")
-    assert pulse.place == "outside of phases, step 0, in all_gather 7"
-    watch.beat("all_gather 7 done")
-    assert (watch.pulse().num_exchanges, watch.pulse().in_exchange) == (7, False)
+    watch.record_activity("all_gather 7")
+    watch.record_activity("micro-batch 2")
+    heartbeat = watch.heartbeat()
+    assert (heartbeat.num_exchanges, heartbeat.in_exchange, heartbeat.sign) == (
+        7,
+        True,
+        "micro-batch 2",
+    )
+    assert heartbeat.place == "outside of phases, step 0, in all_gather 7"
+    watch.record_activity("all_gather 7 done")
+    assert (watch.heartbeat().num_exchanges, watch.heartbeat().in_exchange) == (7, False)
 
 
-def test_a_beat_costs_less_than_5_microseconds(tmp_path: Path) -> None:
+def test_recording_activity_costs_less_than_5_microseconds(tmp_path: Path) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.start()
     try:
         best = min(
-            timeit.timeit(lambda: watch.beat("all_gather 123 done"), number=10_000) / 10_000
+            timeit.timeit(lambda: watch.record_activity("all_gather 123 done"), number=10_000)
+            / 10_000
             for _ in range(5)
         )
     finally:
         watch.close()
     assert best < 5e-6
-    ended = read(pulse_file(tmp_path, 0))
+    ended = read_heartbeat(heartbeat_file(tmp_path, 0))
     assert ended is not None
-    assert ended.state is State.ENDED
+    assert ended.state is RankState.ENDED
 
 
 def test_a_stalled_disk_does_not_end_a_rank(
@@ -326,7 +340,7 @@ def test_a_stalled_disk_does_not_end_a_rank(
     monkeypatch.setattr("dapo_megatron.cluster.heartbeat.write", lambda *_: time.sleep(10.0))
     with watch.phase("update", 1):
         for _ in range(35):
-            watch.beat()
+            watch.record_activity()
             time.sleep(0.1)
     monkeypatch.undo()
     watch.close()

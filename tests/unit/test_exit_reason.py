@@ -1,4 +1,4 @@
-"""The verdict file: the first reason stands, and a neighbour's death is not the first."""
+"""The verdict file: the first reason stands, and a neighbor's death is not the first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_first_word_stands(path: Path) -> None:
     assert exit_reason.record(1, "rank 3: ValueError:\n  bad", "Traceback\nline\n")
     assert not exit_reason.record(98, "hung")
     assert path.read_text() == "1 rank 3: ValueError: bad\nTraceback\nline\n"
-    assert exit_reason.read(path) == exit_reason.Verdict(
+    assert exit_reason.read(path) == exit_reason.ExitReason(
         1, "rank 3: ValueError: bad", "Traceback\nline\n"
     )
     assert [entry.name for entry in path.parent.iterdir()] == ["verdict"]

@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 
 from dapo_megatron.config import Config
-from dapo_megatron.model import Architecture, engine_pieces
-from dapo_megatron.plan import GIB, Part
+from dapo_megatron.model import Architecture, engine_slices
+from dapo_megatron.plan import GIB, MemoryItem
 from dapo_megatron.types import torch_dtype
 
 WEIGHTS, CACHE, WORKSPACE = "engine weights", "KV cache", "engine workspace"
@@ -20,17 +20,17 @@ GRAPHS_GIB = 1.0
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineMemory:
     """Memory of one rank of an engine."""
 
-    weights: Part
-    cache: Part
-    workspace: Part
+    weights: MemoryItem
+    cache: MemoryItem
+    workspace: MemoryItem
     token_bytes: int
     """Bytes of the KV cache per token."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[MemoryItem, ...]:
         """Weights, workspace and cache."""
         return self.weights, self.workspace, self.cache
 
@@ -39,7 +39,7 @@ class Engine:
         return int(self.cache.num_bytes // (self.token_bytes * tokens))
 
 
-def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) -> Engine:
+def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) -> EngineMemory:
     """Estimate an engine on GPUs of `memory_bytes` each; None means no GPU."""
     size, dtype = config.engine_tensor_parallel, torch_dtype(config.policy.precision)
     weights, small = _weights(arch, size, dtype, config.engine.expert_parallel)
@@ -56,10 +56,10 @@ def engine_of(config: Config, arch: Architecture, memory_bytes: float | None) ->
     else:
         cache = max(int(config.engine.memory_fraction * memory_bytes) - weights - workspace, 0)
         rest = f"engine.memory_fraction {config.engine.memory_fraction:g} less the rest"
-    return Engine(
-        Part(WEIGHTS, weights, how),
-        Part(CACHE, cache, f"{rest}, {token_bytes:,} bytes a token"),
-        Part(WORKSPACE, workspace, "a step of most tokens, logits, CUDA graphs: assumed"),
+    return EngineMemory(
+        MemoryItem(WEIGHTS, weights, how),
+        MemoryItem(CACHE, cache, f"{rest}, {token_bytes:,} bytes a token"),
+        MemoryItem(WORKSPACE, workspace, "a step of most tokens, logits, CUDA graphs: assumed"),
         token_bytes,
     )
 
@@ -69,13 +69,13 @@ def _weights(
     arch: Architecture, size: int, dtype: torch.dtype, expert_parallel: bool
 ) -> tuple[int, int]:
     """Return the bytes of a rank's weights, and how many of them are in linear layers."""
-    pieces = engine_pieces(arch, 0, size, dtype, expert_parallel=expert_parallel)
+    tensor_slices = engine_slices(arch, 0, size, dtype, expert_parallel=expert_parallel)
     linear = [
-        piece.nbytes
-        for piece in pieces
-        if piece.name.endswith("_proj.weight") and len(piece.global_shape) == 2
+        tensor_slice.nbytes
+        for tensor_slice in tensor_slices
+        if tensor_slice.name.endswith("_proj.weight") and len(tensor_slice.global_shape) == 2
     ]
-    return sum(piece.nbytes for piece in pieces), sum(linear)
+    return sum(tensor_slice.nbytes for tensor_slice in tensor_slices), sum(linear)
 
 
 def _workspace(config: Config, arch: Architecture) -> int:

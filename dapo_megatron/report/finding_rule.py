@@ -9,8 +9,8 @@ from typing import Any
 
 from dapo_megatron.report.charts import columns_of
 from dapo_megatron.report.finding import Finding, Level, Track
-from dapo_megatron.report.folder import Metrics, RunData, frame_of
 from dapo_megatron.report.groups import DECIDED
+from dapo_megatron.report.run_data import Metrics, RunData, frame_of
 from dapo_megatron.report.wording import named, number, percent
 from dapo_megatron.types import STEP_PHASES, Phase
 
@@ -42,14 +42,14 @@ def judged(run: RunData) -> RunData:
 
 
 @dataclass(frozen=True)
-class Case(Track):
+class JudgedSeries(Track):
     """The series that a rule judges, and its run."""
 
     run: RunData
     bound: float = 0.0
-    """Value of the config key `Rule.bound`."""
+    """Value of the config key `FindingRule.bound`."""
     hits: tuple[int, ...] = ()
-    """Steps that the finding refers to (`Rule.steps`)."""
+    """Steps that the finding refers to (`FindingRule.steps`)."""
 
     @property
     def peak(self) -> int:
@@ -71,35 +71,35 @@ def track(run: RunData, metric: str) -> Track:
     return Track(run.metrics.series(metric).dropna())
 
 
-def always(series: Case) -> bool:
-    """Condition that always holds. The finding then depends only on `Rule.steps`."""
+def always(series: JudgedSeries) -> bool:
+    """Condition that always holds. The finding then depends only on `FindingRule.steps`."""
     return True
 
 
 @dataclass(frozen=True)
-class Rule:
+class FindingRule:
     """A possible finding on one series.
 
-    Title, text and knob are format templates. `s` is the Case, `steps` lists its `hits`. `!p`
+    Title, text and setting are format templates. `s` is the series, `steps` lists its `hits`. `!p`
     formats a share in percent, `!n` a number for people.
     """
 
     metric: str
     """Column of judged()."""
-    when: Mapping[Level, Callable[[Case], Any]]
+    when: Mapping[Level, Callable[[JudgedSeries], Any]]
     """Level -> condition. The first condition that holds gives the level of the finding."""
     title: str
     text: str
-    knob: str | None = None
+    setting: str | None = None
     trend: bool = False
     """Judge only series that are long enough for trends (Track.is_long)."""
     only: Callable[[RunData], bool] = lambda run: True
     """Judge only runs for which this is True."""
     bound: str | None = None
     """Config key of a number above 0, available as `s.bound`. Runs without it are not judged."""
-    steps: Callable[[Case], Sequence[int]] = lambda s: list(s.series.index)
+    steps: Callable[[JudgedSeries], Sequence[int]] = lambda s: list(s.series.index)
     """Steps that the finding refers to. Without steps there is no finding."""
-    facts: Callable[[Case], Mapping[str, Any]] = lambda series: {}
+    facts: Callable[[JudgedSeries], Mapping[str, Any]] = lambda series: {}
     """Additional fields of the templates."""
     chart: str | None = None
 
@@ -108,20 +108,20 @@ class Rule:
         bound = run.number(self.bound) if self.bound else 0.0
         if not self.only(run) or bound is None or (self.bound and bound <= 0):
             return
-        series = Case(track(run, self.metric).series, run, bound)
+        series = JudgedSeries(track(run, self.metric).series, run, bound)
         if not series or (self.trend and not series.is_long):
             return
         series = replace(series, hits=tuple(self.steps(series)))
         level = next((level for level, holds in self.when.items() if holds(series)), None)
         if level and series.hits:
             fields = {"s": series, "steps": named(series.hits), **self.facts(series)}
-            parts = (self.title, self.text, self.knob or "")
-            title, text, knob = (_WORDS.vformat(part, (), fields) for part in parts)
-            yield Finding(level, title, text, self.metric, knob or None, self.chart)
+            parts = (self.title, self.text, self.setting or "")
+            title, text, setting = (_WORDS.vformat(part, (), fields) for part in parts)
+            yield Finding(level, title, text, self.metric, setting or None, self.chart)
 
 
 RunRule = Callable[[RunData], Iterator[Finding]]
-"""A Rule, or a function that combines several series."""
+"""A FindingRule, or a function that combines several series."""
 
 
 def first_of(*rules: RunRule) -> RunRule:

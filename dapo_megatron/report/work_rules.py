@@ -9,23 +9,23 @@ from collections.abc import Iterator
 from functools import partial
 
 from dapo_megatron.report.finding import Finding, Level
-from dapo_megatron.report.folder import RunData
-from dapo_megatron.report.groups import DECIDED, FATES, IN_WORDS, KEPT, totals
-from dapo_megatron.report.phases import IDLE, memory_plan
-from dapo_megatron.report.rule import (
+from dapo_megatron.report.finding_rule import (
     EVERY_STEP,
     PER_TOKEN,
     PLAIN_STEP,
     UNPARSED,
-    Case,
-    Rule,
+    FindingRule,
+    JudgedSeries,
     RunRule,
     always,
     first_of,
 )
+from dapo_megatron.report.groups import DECIDED, IN_WORDS, KEPT, OUTCOMES, totals
+from dapo_megatron.report.phases import IDLE, memory_plan
+from dapo_megatron.report.run_data import RunData
 from dapo_megatron.report.wording import number, percent, times
 from dapo_megatron.rewards.pool import CAUSES
-from dapo_megatron.types import STEP_PHASES, Fate, Phase
+from dapo_megatron.types import STEP_PHASES, Outcome, Phase
 
 _LEAST_GIB = 0.5
 
@@ -41,13 +41,13 @@ GRADING_FAILED_MUCH = 0.1  # of completions: bad
 GRADING_UNPARSED = 0.5  # of completions
 
 
-def _share_lost(ended: Case) -> float:
+def _share_lost(ended: JudgedSeries) -> float:
     issued = ended.run.metrics.total("groups/issued")
     return float(ended.series.sum()) / issued if issued > 0 else 0.0
 
 
 _lost = partial(
-    Rule,
+    FindingRule,
     when={"warn": lambda s: _share_lost(s) >= GROUPS_LOST},
     steps=lambda s: s.where(lambda num: num > 0),
     facts=lambda s: {"share": _share_lost(s), "num": round(s.series.sum())},
@@ -55,14 +55,14 @@ _lost = partial(
 
 
 def ledger(run: RunData) -> Iterator[Finding]:
-    """Check that the fates of all groups add up to the issued groups."""
+    """Check that the outcomes of all groups add up to the issued groups."""
     sums, steps = totals(run), run.metrics.steps
-    # Older versions had other fates. If steps are missing, the sums cannot match.
+    # Older versions had other outcomes. If steps are missing, the sums cannot match.
     is_whole = bool(steps) and len(steps) == steps[-1]
-    has_all = all(f"groups/{fate}" in run.metrics.frame for fate in FATES)
+    has_all = all(f"groups/{outcome}" in run.metrics.frame for outcome in OUTCOMES)
     if not sums or not sums["issued"] or not is_whole or not has_all:
         return
-    names = [name for name in (*FATES, "open") if sums[name]]
+    names = [name for name in (*OUTCOMES, "open") if sums[name]]
     ends = ", ".join(f"{sums[name]:,} {IN_WORDS[name]}" for name in names)
     text = f"{sums['issued']:,} issued: {ends}."
     if lost := sums["unaccounted"]:
@@ -96,17 +96,17 @@ def grading(run: RunData) -> Iterator[Finding]:
     )
 
 
-def _verified(syncs: Case) -> dict[str, str]:
+def _verified(syncs: JudgedSeries) -> dict[str, str]:
     num, gaps = int((syncs.series > 0).sum()), syncs.other("mismatch/gap_max").series
     which = "each" if num == len(syncs) else f"{num:,}"
     gap = f"; largest gap to the policy {number(gaps.max())} nats" if len(gaps) else ""
     return {"which": which, "syncs": times(len(syncs), "sync"), "gap": gap}
 
 
-_syncs = partial(Rule, "sync/fingerprinted", facts=_verified, chart="mismatch")
+_syncs = partial(FindingRule, "sync/fingerprinted", facts=_verified, chart="mismatch")
 
 PROMPTS: tuple[RunRule, ...] = (
-    Rule(
+    FindingRule(
         "groups/trained",
         {"bad": lambda s: len(s.hits) >= GROUPS_STARVED * len(s) and len(s) > 1, "warn": always},
         "Starved: {length} trained on fewer than {s.bound:,.0f} groups",
@@ -118,20 +118,21 @@ PROMPTS: tuple[RunRule, ...] = (
         facts=lambda s: {"length": times(len(s.hits), "step"), "fewest": s.series.min()},
     ),
     _lost(
-        f"groups/{Fate.ABSTAINED}",
+        f"groups/{Outcome.ABSTAINED}",
         title="{share!p} of groups abstained",
         text="{num:,} groups at {steps}: a grade is missing.",
-        knob="rewards.timeout_seconds: higher; rewards.memory_mib: higher; data.train: its grader",
+        setting="rewards.timeout_seconds: higher; rewards.memory_mib: higher; data.train: "
+        "its grader",
     ),
     _lost(
-        f"groups/{Fate.EXPIRED}",
+        f"groups/{Outcome.EXPIRED}",
         title="{share!p} of groups expired",
         text="{num:,} groups at {steps}.",
-        knob="rollout.max_age: higher; rollout.lookahead: lower",
+        setting="rollout.max_age: higher; rollout.lookahead: lower",
         only=lambda run: not run.is_on_policy,  # on-policy, open groups expire at every step
     ),
     grading,
-    Rule(
+    FindingRule(
         UNPARSED,
         {"warn": lambda s: s.late >= GRADING_UNPARSED},
         "No answer is found in {s.late!p} of completions",
@@ -141,7 +142,7 @@ PROMPTS: tuple[RunRule, ...] = (
         trend=True,
         chart="groups_grading",
     ),
-    Rule(
+    FindingRule(
         KEPT,
         {
             "warn": lambda s: s.late < KEEP_LOW,
@@ -153,7 +154,7 @@ PROMPTS: tuple[RunRule, ...] = (
         trend=True,
         facts=lambda s: {"cost": 1 / s.late if s.late > 0 else float("inf")},
     ),
-    Rule(
+    FindingRule(
         "groups/age_mean",
         {"note": lambda s: s.late > GROUPS_STALE * s.bound},
         "Trained groups are {s.late:.1f} versions old",
@@ -163,7 +164,7 @@ PROMPTS: tuple[RunRule, ...] = (
         only=lambda run: not run.is_on_policy,
         bound="rollout.lookahead",
     ),
-    Rule(
+    FindingRule(
         "sync/unread_tensors",
         {"note": always},
         "{s.most:.0f} tensors of the engines cannot be read back",
@@ -210,17 +211,17 @@ _GROWTH_KNOBS = {
 }
 
 
-def growth(phase: Phase) -> Rule:
+def growth(phase: Phase) -> FindingRule:
     """Return the rule for a phase that became slower, in seconds and in seconds per token."""
 
-    def grew(seconds: Case, times: float) -> bool:
+    def grew(seconds: JudgedSeries, times: float) -> bool:
         per_token, step = seconds.other(PER_TOKEN.format(phase)), seconds.other("time/step")
         is_large = seconds.late >= TIME_SHARE * step.late > 0
         token_growth = per_token.growth if per_token.is_long else seconds.growth
         is_clear = seconds.rises and seconds.is_apart
         return is_large and is_clear and min(seconds.growth, token_growth) >= times
 
-    return Rule(
+    return FindingRule(
         f"time/{phase}",
         {"warn": lambda s: grew(s, TIME_GROWTH_MUCH), "note": lambda s: grew(s, TIME_GROWTH)},
         f"{phase} takes {{s.growth:.1f}} times as long as at the start",
@@ -230,7 +231,7 @@ def growth(phase: Phase) -> Rule:
     )
 
 
-def _drops(throughput: Case, share: float) -> bool:
+def _drops(throughput: JudgedSeries, share: float) -> bool:
     return throughput.growth <= share and throughput.falls and throughput.is_apart
 
 
@@ -253,16 +254,16 @@ def over_plan(run: RunData) -> Iterator[Finding]:
         )
 
 
-def leak(phase: Phase) -> Rule:
+def leak(phase: Phase) -> FindingRule:
     """Return the rule for a phase whose memory grows over the second half of the run, and still
     over its last quarter, because the growth of caches stops."""
 
-    def leaks(memory: Case) -> bool:
+    def leaks(memory: JudgedSeries) -> bool:
         half = memory.half
         threshold = max(_LEAST_GIB, MEMORY_LEAK * half.early)
         return half.rises and half.change >= threshold and half.half.change >= threshold / 4
 
-    return Rule(
+    return FindingRule(
         f"memory/{phase}_gib",
         {"warn": leaks},
         f"Memory keeps growing: {phase}",
@@ -272,20 +273,20 @@ def leak(phase: Phase) -> Rule:
 
 
 TIME: tuple[RunRule, ...] = (
-    Rule(
+    FindingRule(
         IDLE,
         {"warn": lambda s: s.late >= ENGINES_IDLE_MUCH, "note": lambda s: s.late >= ENGINES_IDLE},
         "Engines are idle for {s.late!p} of generation",
         "{s.early!p} → {s.late!p} of time/generate, mean over replicas.",
-        "{knob}",
+        "{setting}",
         facts=lambda s: {
-            "knob": "rollout.on_policy: false"
+            "setting": "rollout.on_policy: false"
             if s.run.is_on_policy
             else "rollout.lookahead: higher; engine.max_sequences: lower"
         },
     ),
     *map(growth, EVERY_STEP),
-    Rule(
+    FindingRule(
         PLAIN_STEP,
         {"note": always},
         "Slow at {steps}",
@@ -293,7 +294,7 @@ TIME: tuple[RunRule, ...] = (
         steps=lambda s: s.spikes(TIME_SLOW_STEP),
         chart="time_phases",
     ),
-    Rule(
+    FindingRule(
         "throughput/tokens_per_second",
         {
             "warn": lambda s: _drops(s, THROUGHPUT_DROP_MUCH),

@@ -1,0 +1,216 @@
+"""Heartbeats: whole or not at all, and what they tell of a rank that is missing or behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dapo_megatron.cluster.heartbeat import (
+    NUM_NAMED,
+    Alarm,
+    Heartbeat,
+    RankState,
+    describe_suspects,
+    find_suspects,
+    heartbeat_file,
+    read_heartbeat,
+    read_heartbeats,
+    write_heartbeat,
+)
+from dapo_megatron.doctor import run
+from dapo_megatron.types import ConfigError
+
+
+def a_heartbeat(rank: int, **changed: object) -> Heartbeat:
+    one = Heartbeat(
+        rank=rank,
+        world_size=4,
+        attempt="17.0",
+        host=f"node{rank}",
+        pid=100 + rank,
+        state=RankState.HUNG,
+        time=time.time(),
+        phase="update",
+        step=3,
+        limit_seconds=60.0,
+        silent_seconds=61.0,
+        sign="micro-batch 2",
+        num_exchanges=12,
+        in_exchange=True,
+        exchange="all_gather 12",
+    )
+    return replace(one, **changed)  # type: ignore[arg-type]
+
+
+def named(heartbeats: list[Heartbeat | None]) -> dict[int, str]:
+    return {suspect.rank: suspect.why for suspect in find_suspects(heartbeats, "17.0")}
+
+
+heartbeats_of_any_state = st.builds(
+    a_heartbeat,
+    st.just(0),
+    state=st.sampled_from(RankState),
+    attempt=st.sampled_from(["17.0", "16.0"]),
+    phase=st.sampled_from(["update", "sync", ""]),
+    step=st.integers(0, 3),
+    num_exchanges=st.integers(0, 3),
+    in_exchange=st.booleans(),
+    sign=st.text(),
+    num_collectives=st.dictionaries(st.sampled_from("ab"), st.integers(1, 3)),
+)
+
+
+@given(heartbeat=heartbeats_of_any_state)
+def test_a_heartbeat_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, heartbeat: Heartbeat
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    write_heartbeat(folder, heartbeat)
+    assert read_heartbeats(folder, 2) == [heartbeat, None]
+
+
+def test_half_a_heartbeat_is_no_heartbeat(tmp_path: Path) -> None:
+    write_heartbeat(tmp_path, a_heartbeat(0))
+    path = heartbeat_file(tmp_path, 0)
+    whole = path.read_bytes()
+    for length in range(len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert read_heartbeat(path) is None, length
+    for text in ("[]", "7", '{"rank": 1}', json.dumps({**asdict(a_heartbeat(0)), "new": 1})):
+        path.write_text(text)
+        assert read_heartbeat(path) is None
+
+
+def _write_for_ever(folder: Path) -> None:
+    for step in range(10**9):
+        write_heartbeat(folder, a_heartbeat(0, step=step, sign="x" * 3000))
+
+
+def test_a_reader_beside_a_writer_sees_whole_heartbeats_and_sigkill_leaves_one(
+    tmp_path: Path,
+) -> None:
+    write_heartbeat(tmp_path, a_heartbeat(0, step=-1))
+    writer = multiprocessing.get_context("spawn").Process(target=_write_for_ever, args=(tmp_path,))
+    writer.start()
+    steps: set[int] = set()
+    end = time.monotonic() + 20.0
+    while len(steps) < 50 and time.monotonic() < end:
+        heartbeat = read_heartbeat(heartbeat_file(tmp_path, 0))
+        assert heartbeat is not None
+        steps.add(heartbeat.step)
+    writer.kill()
+    writer.join()
+    assert len(steps) >= 50
+    assert read_heartbeat(heartbeat_file(tmp_path, 0)) is not None
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "why"),
+    [
+        (None, "never wrote"),
+        (a_heartbeat(2, state=RankState.RUNNING), "does not answer"),
+        (a_heartbeat(2, state=RankState.ENDED), "had ended"),
+        (a_heartbeat(2, attempt="16.0"), "of 16.0"),
+        (a_heartbeat(2, num_exchanges=11), "entered 11 exchanges, others 12"),
+        (a_heartbeat(2, phase="sync"), "3 ranks are in phase update"),
+        (a_heartbeat(2, num_collectives={"dp": 4}), "collectives 4 of 5 in group dp"),
+    ],
+)
+def test_a_rank_that_is_missing_or_behind_is_named_alone(
+    heartbeat: Heartbeat | None, why: str
+) -> None:
+    others = [a_heartbeat(rank, num_collectives={"dp": 5}) for rank in range(4)]
+    found = named([*others[:2], heartbeat, others[3]])
+    assert list(found) == [2]
+    assert why in found[2]
+
+
+def test_who_waits_for_a_missing_rank_is_not_behind() -> None:
+    found = named(
+        [a_heartbeat(0), a_heartbeat(1, num_exchanges=3), None, a_heartbeat(3, phase="sync")]
+    )
+    assert list(found) == [2]
+
+
+def test_a_rank_still_in_an_exchange_that_others_left_is_behind() -> None:
+    left = [a_heartbeat(rank, in_exchange=False) for rank in range(3)]
+    assert "has not left all_gather 12" in named([*left, a_heartbeat(3)])[3]
+
+
+def test_all_in_the_same_place_blames_nobody() -> None:
+    heartbeats: list[Heartbeat | None] = [a_heartbeat(rank) for rank in range(4)]
+    assert named(heartbeats) == {}
+    assert "all 4 are in phase update, step 3, in all_gather 12" in describe_suspects(
+        heartbeats, "17.0"
+    )
+
+
+@given(st.lists(st.none() | heartbeats_of_any_state, min_size=1, max_size=40))
+def test_the_description_of_suspects_is_short_and_true(heartbeats: list[Heartbeat | None]) -> None:
+    heartbeats = [one and replace(one, rank=rank) for rank, one in enumerate(heartbeats)]
+    found = find_suspects(heartbeats, "17.0")
+    assert len({suspect.rank for suspect in found}) == len(found)
+    assert {rank for rank, one in enumerate(heartbeats) if one is None} <= {
+        one.rank for one in found
+    }
+    text = describe_suspects(heartbeats, "17.0")
+    assert text
+    for suspect in found[:NUM_NAMED]:
+        assert f"rank {suspect.rank}" in text
+
+
+def test_an_alarm_is_heard_in_its_own_attempt_alone(tmp_path: Path) -> None:
+    ours, theirs = Alarm.of(tmp_path, "17.0"), Alarm.of(tmp_path, "17.1")
+    ours.prepare(fresh=False)
+    assert ours.triggered() is None
+    theirs.trigger("rank 1: hangs")
+    assert ours.triggered() is None
+    ours.trigger("rank 2: hangs")
+    assert ours.triggered() == "rank 2: hangs"
+    ours.path.write_text("17.0\trank 2: ha")  # half written
+    assert ours.triggered() is None
+    ours.trigger("rank 2: hangs")
+    ours.prepare(fresh=False)
+    assert ours.triggered() == "rank 2: hangs"
+    ours.prepare(fresh=True)
+    assert ours.triggered() is None
+
+
+def test_postmortem_names_the_rank_that_stopped_first(tmp_path: Path) -> None:
+    now = time.time()
+    for rank in range(4):
+        died = rank == 2
+        heartbeat = a_heartbeat(
+            rank, state=RankState.RUNNING, time=now - (100 if died else 40), num_exchanges=20 - rank
+        )
+        write_heartbeat(tmp_path, heartbeat)
+    report = run.report(tmp_path, tmp_path / "no_verdict")
+    assert [suspect.rank for suspect in report.suspects] == [2]
+    assert not report.is_alive
+    console = Console(record=True, width=200)
+    run.render(report, console)
+    shown = console.export_text()
+    assert "node2" in shown
+    assert "rank 2: missing: silent 60 s before others" in shown
+    assert json.loads(run.to_json(report))["suspects"][0]["rank"] == 2
+
+
+def test_postmortem_of_a_run_that_is_well(tmp_path: Path) -> None:
+    for rank in range(4):
+        write_heartbeat(
+            tmp_path,
+            a_heartbeat(rank, state=RankState.RUNNING, silent_seconds=0.1, num_exchanges=rank),
+        )
+    report = run.report(tmp_path)
+    assert report.is_alive
+    assert report.suspects == []
+    with pytest.raises(ConfigError, match="no heartbeats"):
+        run.report(tmp_path / "elsewhere")
