@@ -1,4 +1,4 @@
-"""The exit reason: the first one is kept, and a lost connection waits for the cause."""
+"""The verdict file: the first reason stands, and a neighbor's death is not the first."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ SHARDS = [(8, 13), (8, 5), (8, 16)]
 
 
 def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[HeadResult, int]:
-    """Return this rank's outcome and its number of all-reduces."""
+    """This rank's outcome, and how many reductions it took."""
     whole = padded(head, NUM_RANKS * rows - num_entries)
     own_head = replace(whole, weight=whole.weight[rank * rows : (rank + 1) * rows])
     calls = []

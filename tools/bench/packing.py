@@ -119,8 +119,8 @@ def measure(
     )
 
 
-def balanced(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
-    """Plan as training does: balance the work of micro-batches and ranks."""
+def ours(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
+    """The planner of this project."""
     return plan_microbatches(
         lengths,
         setting.ranks,
@@ -132,10 +132,8 @@ def balanced(lengths: Sequence[int], setting: Setting, packed: bool) -> Microbat
 
 
 def greedy_tokens(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
-    """Give each sequence, longest first, to the part with the fewest tokens (LPT).
-
-    The parts are first the ranks, then a rank's micro-batches: the smallest number that fits.
-    """
+    """Longest first, each to the part with the fewest tokens (LPT): over ranks, then over the
+    fewest micro-batches in which a rank's sequences fit so."""
 
     def fits(micro: Sequence[int]) -> bool:
         return setting.tokens([lengths[index] for index in micro], packed) <= setting.max_tokens
@@ -160,7 +158,7 @@ def _greedy(lengths: Sequence[int], indices: Sequence[int], num_parts: int) -> l
 
 
 def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
-    """Deal sequences in order: equally many per rank, `naive_count` per micro-batch, no limit."""
+    """In order: as many sequences to each rank, a fixed count to each micro-batch, no bound."""
     size, count = -(-len(lengths) // setting.ranks), setting.naive_count
     shares = [range(len(lengths))[rank * size :][:size] for rank in range(setting.ranks)]
     cuts = (range(0, len(share), count) for share in shares)
@@ -170,9 +168,8 @@ def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchP
 
 
 def _same_number(plan: MicrobatchPlan) -> MicrobatchPlan:
-    """Add empty micro-batches, so that all ranks have the same number."""
-    number = max(map(len, plan))
-    return [micros + [[] for _ in range(number - len(micros))] for micros in plan]
+    most = max(map(len, plan))
+    return [micros + [[] for _ in range(most - len(micros))] for micros in plan]
 
 
 @dataclass(frozen=True)
