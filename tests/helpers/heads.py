@@ -65,7 +65,7 @@ def plain(head: Head, whole: torch.dtype = torch.float64) -> HeadResult:
     return outcome(logp, entropy, hidden, weight)
 
 
-def ours(
+def fused_head(
     head: Head,
     *,
     first: int = 0,

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups a step trains on, the outcome of the others, and exact resuming."""
+"""Dynamic sampling: the groups that a step trains on, the outcome of others, exact resuming."""
 
 from __future__ import annotations
 

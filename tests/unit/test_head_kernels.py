@@ -22,8 +22,8 @@ from tests.helpers.heads import (
     Head,
     HeadResult,
     assert_equal,
+    fused_head,
     make_head,
-    ours,
     padded,
     plain,
     tiles_of,
@@ -80,8 +80,8 @@ def test_values_and_gradients_equal_the_torch_head(
     head = on_device(replace(head, temperature=temperature))
     with pytest.MonkeyPatch.context() as patch, tiles_of(tile, block):
         patch.setattr(head_kernels, "BLOCK_ENTRIES", block_entries)
-        actual = ours(padded(head, padding), num=num_entries, by="triton")
-        expected = ours(padded(head, padding), num=num_entries, by="torch")
+        actual = fused_head(padded(head, padding), num=num_entries, by="triton")
+        expected = fused_head(padded(head, padding), num=num_entries, by="torch")
     assert actual.logp.dtype == actual.entropy.dtype == torch.float32
     assert not actual.grad_weight[num_entries:].any()
     assert_equal(actual, expected, 1e-5)
@@ -93,7 +93,7 @@ def test_values_and_gradients_equal_the_torch_head(
 def test_targets_outside_this_ranks_entries_are_handled_like_torch() -> None:
     head = on_device(make_head(6, 20).to(torch.float32))
     with tiles_of(6, 4):
-        actual, expected = (ours(head, first=9, by=by) for by in ("triton", "torch"))
+        actual, expected = (fused_head(head, first=9, by=by) for by in ("triton", "torch"))
     assert_equal(actual, expected, 1e-5)
 
 
@@ -105,7 +105,7 @@ def test_large_logits_neither_overflow_nor_lose_precision() -> None:
     head.hidden[:, 1:] = (head.hidden[:, 1:] * 4).round() / 4
     head = on_device(head)
     with tiles_of(6):
-        actual = on_cpu(ours(head, by="triton"))
+        actual = on_cpu(fused_head(head, by="triton"))
     expected = on_cpu(plain(head.to(torch.float64)))
     torch.testing.assert_close(actual.logp.double(), expected.logp, rtol=0.0, atol=1e-5)
     torch.testing.assert_close(actual.entropy.double(), expected.entropy, rtol=0.0, atol=1e-5)
@@ -115,7 +115,7 @@ def test_large_logits_neither_overflow_nor_lose_precision() -> None:
 def test_bfloat16_gives_float32_values_and_bfloat16_gradients() -> None:
     head = on_device(make_head(300, 50, hidden=16, std=0.3).to(torch.bfloat16))
     with tiles_of(8, 64):
-        actual, expected = (ours(head, by=by) for by in ("triton", "torch"))
+        actual, expected = (fused_head(head, by=by) for by in ("triton", "torch"))
     assert actual.logp.dtype == torch.float32 and actual.grad_hidden.dtype == torch.bfloat16
     torch.testing.assert_close(actual.logp, expected.logp, rtol=0.0, atol=1e-5)
     torch.testing.assert_close(actual.entropy, expected.entropy, rtol=0.0, atol=1e-5)
@@ -129,7 +129,7 @@ def shard_outcome(rank: int, head: Head, rows: int) -> HeadResult:
     padded_head = padded(head, 2 * rows - len(head.weight))
     shard = replace(padded_head, weight=padded_head.weight[rank * rows : (rank + 1) * rows])
     with tiles_of(3, 4):
-        return ours(
+        return fused_head(
             shard,
             first=rank * rows,
             num=min(rows, len(head.weight) - rank * rows),

@@ -680,7 +680,7 @@ def line(step: int) -> bytes:
     return json.dumps({"step": step, "time/step": float(step)}).encode() + b"\n"
 
 
-def start_attempt(folder: Path, number: int, step: int) -> None:
+def record_start(folder: Path, number: int, step: int) -> None:
     """Record start `number` after a step, at a different time for each number."""
     (folder / "mlflow").mkdir(exist_ok=True)
     start = {"attempt": str(number), "job": None, "step": step, "time": 1e6 * number}
@@ -754,7 +754,7 @@ def test_mirrors_killed_at_any_moment_send_exactly_the_metrics_of_the_folder(
         for number, (back_to, num_steps) in enumerate(starts, start=1):
             expected_steps = [step for step in expected_steps if step <= back_to]
             first = expected_steps[-1] if expected_steps else 0
-            start_attempt(folder, number, first)
+            record_start(folder, number, first)
             expected_steps += range(first + 1, first + 1 + num_steps)
             (folder / "metrics.jsonl").write_bytes(b"".join(map(line, expected_steps)))
             send_all(folder, number, sent, deaths)
@@ -777,7 +777,7 @@ def test_a_metrics_file_cut_anywhere_loses_only_its_last_line(
 ) -> None:
     """A line is read when it is complete, and a damaged line is skipped."""
     folder = tmp_path_factory.mktemp("run")
-    start_attempt(folder, 1, 0)
+    record_start(folder, 1, 0)
     complete = b"".join(line(step) for step in range(1, 5))
     (folder / "metrics.jsonl").write_bytes(complete[:cut])
     warnings: list[str] = []
@@ -794,7 +794,7 @@ def test_a_metrics_file_cut_anywhere_loses_only_its_last_line(
 
 
 def test_another_server_or_a_damaged_cursor_sends_everything_again(tmp_path: Path) -> None:
-    start_attempt(tmp_path, 1, 0)
+    record_start(tmp_path, 1, 0)
     (tmp_path / "metrics.jsonl").write_bytes(line(1) + line(2))
     sent: list[Any] = []
     write(tmp_path, mirror_state.CURSOR, json.dumps({"uri": "server"}))
@@ -812,9 +812,9 @@ def test_another_server_or_a_damaged_cursor_sends_everything_again(tmp_path: Pat
 
 
 def test_a_later_start_supersedes_the_mirror_of_an_earlier_one(tmp_path: Path) -> None:
-    start_attempt(tmp_path, 1, 0)
+    record_start(tmp_path, 1, 0)
     (tmp_path / "metrics.jsonl").write_bytes(line(1))
-    start_attempt(tmp_path, 2, 0)
+    record_start(tmp_path, 2, 0)
     sent: list[Any] = []
     with pytest.raises(mirror_state.Superseded):
         send_all(tmp_path, 1, sent, [])
@@ -835,7 +835,7 @@ def test_a_later_start_supersedes_the_mirror_of_an_earlier_one(tmp_path: Path) -
 def test_the_status_of_a_run_comes_from_its_last_start(
     tmp_path: Path, notes: dict[str, str], has_summary: bool, status: str
 ) -> None:
-    start_attempt(tmp_path, 1, 0)
+    record_start(tmp_path, 1, 0)
     if notes:
         end = {"attempt": "1", "step": 0, "time": 2e6, "closed": 2e6, **notes}
         with (tmp_path / "attempts.jsonl").open("a") as file:

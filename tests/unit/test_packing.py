@@ -20,7 +20,7 @@ from dapo_megatron.data.packing import (
     work,
 )
 from tools.bench.packing import Setting, draw_lengths, greedy_tokens, main, measure, naive
-from tools.bench.packing import ours as trainer_plan
+from tools.bench.packing import balanced as trainer_plan
 
 LENGTHS = st.lists(st.integers(1, 500), max_size=60)
 RANKS = st.integers(1, 9)
@@ -159,7 +159,7 @@ def test_micro_batches_of_a_rank_cost_about_the_same() -> None:
     assert max(works) <= 1.05 * min(works)
 
 
-def test_padded_neighbors_in_length_share_a_micro_batch() -> None:
+def test_without_packing_sequences_of_similar_length_share_a_micro_batch() -> None:
     plan = plan_microbatches([10, 100, 10, 100, 10, 100], 1, max_tokens=300, packed=False)
     assert plan == [[[1, 3, 5], [0, 2, 4]]]
 

@@ -44,9 +44,9 @@ def config_of(folder: Path, hf: dict[str, Any] = DENSE_HF, **overrides: Any) -> 
     return tiny_config(**settings | overrides)
 
 
-def part(of: MemoryEstimate, phase: str, name: str) -> MemoryItem:
-    [found] = [one for one in of.fullest(phase)[1].parts if one.name == name]
-    return found
+def part(estimate: MemoryEstimate, phase: str, name: str) -> MemoryItem:
+    [match] = [item for item in estimate.fullest(phase)[1].parts if item.name == name]
+    return match
 
 
 def names(estimate: MemoryEstimate, phase: str) -> set[str]:
@@ -167,9 +167,9 @@ def test_fp8_copies_stay_until_the_policy_is_offloaded(
         assert fp8_bytes[when] == pytest.approx(whole, rel=0.001)
     stays = whole if offload == "[]" else 0
     for when in [("sync", "engine awake"), ("generate", "engine awake")]:
-        assert found[when] == pytest.approx(stays, rel=0.001)
-    # Bfloat16 weights are quantized by the first pass.
-    assert (found["start", "policy made"] > 0) == ("parameters" in fp8)
+        assert fp8_bytes[when] == pytest.approx(stays, rel=0.001)
+    # Bfloat16 weights are quantized later, in the first forward pass.
+    assert (fp8_bytes["start", "policy made"] > 0) == ("parameters" in fp8)
 
 
 def test_a_sync_needs_the_memory_of_its_fullest_moment(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_kv_cache_gets_the_memory_that_the_weights_leave(tmp_path: Path) -> 
     assert estimate.sequences == cache // (36 * 2 * 4 * 128 * 2 * 22528)
 
 
-def test_quantized_engine_is_half(tmp_path: Path) -> None:
+def test_a_quantized_engine_takes_half_the_memory(tmp_path: Path) -> None:
     config = config_of(tmp_path, engine__quantization="fp8")
     weights = part(estimate_memory(config, 1), "generate", "engine weights").num_bytes
     rest = 2 * 151936 * 4096

@@ -187,13 +187,12 @@ BAD = {
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("behavior", BAD)
-def test_a_bad_grading_costs_exactly_itself(
+def test_a_failing_grading_loses_only_itself(
     make: Callable[..., GradingPool], pids: Path, behavior: str, workers: int
 ) -> None:
     responses = [f"ok {i}" for i in range(40)]
     responses[5] = responses[39] = behavior
-    # The good ones are far below this limit even on a busy machine.
-    with make(workers, 1.5 if BAD[behavior] == "timeout" else 20.0) as pool:
+    with make(workers, HANG_SECONDS if BAD[behavior] == "timeout" else 60.0) as pool:
         results = grade_all(pool, responses, pids)
     for key, response in enumerate(responses):
         expected = (None, BAD[behavior]) if response == behavior else (
@@ -205,7 +204,7 @@ def test_a_bad_grading_costs_exactly_itself(
 
 
 @pytest.mark.parametrize("behavior", ["print", "big", "slow", "interrupt"])
-def test_an_odd_grading_is_still_graded(
+def test_unusual_but_valid_gradings_are_graded(
     make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     with make() as pool:
@@ -245,15 +244,16 @@ LAST_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("behavior", LAST_WORDS)
-def test_the_last_words_of_a_grader_are_kept(
+@pytest.mark.parametrize("behavior", LAST_ERRORS)
+def test_the_last_error_of_each_source_is_kept(
     make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     with make(timeout_seconds=HANG_SECONDS) as pool:
         grade_all(pool, ["ok"], pids)
         assert pool.last_errors == {}
         grade_all(pool, [behavior, "ok"], pids)
-        assert pool.last_errors == {"task": LAST_WORDS[behavior]}
+        assert list(pool.last_errors) == ["task"]
+        assert re.fullmatch(LAST_ERRORS[behavior], pool.last_errors["task"])
 
 
 def test_memory_kept_by_a_grading_is_available_to_the_next(
@@ -445,12 +445,12 @@ def test_a_stopped_worker_times_out_for_any_message_size(
 
 
 @pytest.mark.parametrize("behavior", ["stopped", "full", "half a message"])
-def test_close_does_not_wait_for_a_worker_that_does_nothing(
+def test_close_does_not_wait_for_a_blocked_worker(
     make: Callable[..., GradingPool], pids: Path, behavior: str
 ) -> None:
     pool = make(timeout_seconds=1000.0)
     grade_all(pool, ["ok"], pids)
-    (worker,) = noted(pids)
+    (worker,) = noted_pids(pids)
     if behavior != "half a message":
         os.kill(worker, signal.SIGSTOP)
     response = {"stopped": "x", "full": "x" * 3_000_000}.get(behavior, "send 7b22")
@@ -485,7 +485,7 @@ def test_close_is_prompt_and_leaves_no_process(
 
 
 @pytest.mark.parametrize("behavior", ["ok", "hang_in_c"])
-def test_workers_die_with_a_parent_that_was_killed(pids: Path, behavior: str) -> None:
+def test_workers_die_with_a_killed_parent(pids: Path, behavior: str) -> None:
     code = f"""
         import os, signal, sys, time
         sys.path.insert(0, {str(pids.parent)!r})

@@ -225,10 +225,9 @@ def test_a_check_that_hangs_or_raises_fails() -> None:
     def broken() -> list[Check]:
         raise OSError("stale file handle")
 
-    start = time.monotonic()
     [hung] = check_with_timeout(0.2, "disk", hangs)
-    assert time.monotonic() - start < 2.0
-    [stale] = check_with_timeout(5.0, "disk", broken)
+    is_over.set()
+    [stale] = check_with_timeout(60.0, "disk", broken)
     assert hung.status is stale.status is Status.FAIL
     assert "no answer in 0.2 s" in hung.finding and "stale file handle" in stale.finding
 

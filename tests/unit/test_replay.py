@@ -44,7 +44,7 @@ def group(ticket: int, *, step: int = 1, logprob: float = -0.1) -> Group:
 
 
 def record(folder: Path, *steps: list[tuple[Group, Outcome]]) -> Replay:
-    """A run's folder in which these groups ended in steps 1, 2, ..."""
+    """Write a run folder in which the groups of `steps` ended in steps 1, 2, ..."""
     for step, ended in enumerate(steps, start=1):
         write_samples(folder / "samples", step, ended)
     return Replay(folder)
@@ -79,14 +79,17 @@ def test_the_replayed_batch_equals_the_recorded_one_bit_for_bit(
 ) -> None:
     trained = [group(ticket, logprob=value) for ticket, value in enumerate(logprobs)]
     folder = tmp_path_factory.mktemp("run")
-    again = record(folder, [(one, Outcome.TRAINED) for one in trained]).collect(0, lambda _: None)
-    assert repr(again.train) == repr(trained)
-    batches = [assemble(groups, overlong=OVERLONG, eps=1e-6) for groups in (again.train, trained)]
+    recorded = [(trained_group, Outcome.TRAINED) for trained_group in trained]
+    replayed = record(folder, recorded).collect(0, lambda _: None)
+    assert repr(replayed.train) == repr(trained)
+    batches = [
+        assemble(groups, overlong=OVERLONG, eps=1e-6) for groups in (replayed.train, trained)
+    ]
     for name in ("tokens", "lengths", "loss_mask", "advantages", "engine_logprobs", "group_ids"):
         assert getattr(batches[0], name).equal(getattr(batches[1], name)), name
 
 
-def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
+def test_a_step_that_was_not_recorded_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.TRAINED)], [(group(1), Outcome.TRAINED)])
     with pytest.raises(DataError) as caught:
         replay.collect(2, lambda _: None)
@@ -99,7 +102,7 @@ def test_a_run_without_records_is_reported(tmp_path: Path) -> None:
         Replay(tmp_path).collect(0, lambda _: None)
 
 
-def test_a_step_without_trained_groups_is_named(tmp_path: Path) -> None:
+def test_a_step_without_trained_groups_is_reported(tmp_path: Path) -> None:
     replay = record(tmp_path, [(group(0), Outcome.ALL_WRONG)])
     with pytest.raises(DataError, match=r"step_000001.jsonl: no group was trained on"):
         replay.collect(0, lambda _: None)
@@ -116,8 +119,10 @@ def test_a_step_without_trained_groups_is_named(tmp_path: Path) -> None:
     ],
     ids=["truncated", "not a mapping", "unknown fate", "unknown key", "bad segment"],
 )
-def test_a_line_that_is_no_group_is_named(tmp_path: Path, spoil: object) -> None:
-    assert callable(spoil)
+def test_a_line_that_is_not_a_group_is_reported_with_its_number(
+    tmp_path: Path, damage: object
+) -> None:
+    assert callable(damage)
     replay = record(tmp_path, [(group(0), Outcome.TRAINED), (group(1), Outcome.TRAINED)])
     path = tmp_path / "samples" / "step_000001.jsonl"
     first, second = path.read_text().splitlines()
@@ -133,8 +138,8 @@ def test_unfinished_and_ungraded_completions_are_read(tmp_path: Path) -> None:
         ticket=1,
         completions=(replace(finished.completions[0], finish=Finish.UNFINISHED, grade=None),),
     )
-    replay = record(tmp_path, [(whole, Outcome.TRAINED), (torn, Outcome.EXPIRED)])
-    assert replay.collect(0, lambda _: None).ended[1] == (torn, Outcome.EXPIRED)
+    replay = record(tmp_path, [(finished, Outcome.TRAINED), (unfinished, Outcome.EXPIRED)])
+    assert replay.collect(0, lambda _: None).ended[1] == (unfinished, Outcome.EXPIRED)
 
 
 def test_without_an_engine_nothing_is_synced_or_evaluated() -> None:

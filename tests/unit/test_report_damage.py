@@ -192,8 +192,8 @@ def test_absurd_steps_times_and_world_sizes_do_not_stop_the_report(folder: Path)
         file.write('{"step": 1000000000000000, "policy/loss": 1}\n')
     change_object(folder / "attempts.jsonl", lambda attempt: attempt.update(time=1e30, end=["x"]))
     for path in (folder / ".pulse").iterdir():
-        changed(path, lambda heartbeat: heartbeat.update(world_size=10**12))
-    [accuracy] = written(folder).data["charts"]["accuracy"]
+        change_object(path, lambda heartbeat: heartbeat.update(world_size=10**12))
+    [accuracy] = report_of(folder).data["charts"]["accuracy"]
     assert accuracy["data"][0]["x"][-1] == 40
 
 

@@ -94,7 +94,7 @@ Series = float | Sequence[float | None]
 
 
 def run_of(num_steps: int = 40, **changes: Any) -> RunData:
-    """A healthy run of constant series but for `series`; settings by dotted key in `settings`."""
+    """A healthy run of constant series, changed by `series`. `settings`: config values by key."""
     series: dict[str, Series] = {**HEALTHY, **changes.pop("series", {})}
     config = {section: dict(values) for section, values in KNOBS.items()}
     for key, value in changes.pop("settings", {}).items():
@@ -362,18 +362,18 @@ def test_every_setting_named_by_a_finding_is_a_config_key() -> None:
     """Including the keys of findings that no series above triggers."""
     named = set(re.findall(r'["; ]([a-z]+\.[a-z_]+)(?:: |; |")', sources()))
     sections = set(Config.model_fields)
-    settings = {one for one in named if one.split(".")[0] in sections}
+    settings = {name for name in named if name.split(".")[0] in sections}
     assert len(settings) > 20
-    assert [one for one in sorted(settings) if not is_key(one)] == []
+    assert [setting for setting in sorted(settings) if not is_key(setting)] == []
 
 
 @pytest.mark.parametrize("name", FIRES)
 def test_a_finding_is_reported_on_a_series_that_shows_it(name: str) -> None:
     series, title, level, metric = FIRES[name]
-    found = [one for one in findings(run_of(series=series)) if re.search(title, one.title)]
-    assert [(one.level, one.metric) for one in found] == [(level, metric)]
-    assert found[0].text.endswith((".", "?"))
-    for key, way in found[0].settings:
+    matches = [item for item in findings(run_of(series=series)) if re.search(title, item.title)]
+    assert [(item.level, item.metric) for item in matches] == [(level, metric)]
+    assert matches[0].text.endswith((".", "?"))
+    for key, way in matches[0].settings:
         assert is_key(key), key
         assert not way.startswith(("or ", "and "))
 
@@ -445,13 +445,19 @@ NUMBERS = st.none() | st.floats(-1e100, 1e100)
     st.sampled_from([0, 1, 32, None, "x", 1e-300]),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_series_of_numbers_stops_a_report(made: tuple[int, dict[str, Any]], odd: Any) -> None:
-    num_steps, series = made
-    settings = {"sync.max_gap": odd, "optimizer.clip_grad": odd, "rollout.prompts_per_step": odd}
+def test_no_series_of_numbers_stops_a_report(
+    num_steps_and_series: tuple[int, dict[str, Any]], knob_value: Any
+) -> None:
+    num_steps, series = num_steps_and_series
+    settings = {
+        "sync.max_gap": knob_value,
+        "optimizer.clip_grad": knob_value,
+        "rollout.prompts_per_step": knob_value,
+    }
     plan = {"phases": {"update": 1e-300, "generate": "much"}}
-    for one in findings(run_of(num_steps, series=series, settings=settings, plan=plan)):
-        assert one.title
-        assert one.level in ("good", "note", "warn", "bad")
+    for item in findings(run_of(num_steps, series=series, settings=settings, plan=plan)):
+        assert item.title
+        assert item.level in ("good", "note", "warn", "bad")
 
 
 def test_values_too_large_to_add_count_as_missing() -> None:
@@ -552,9 +558,9 @@ def test_steps_without_metrics_are_a_finding() -> None:
 
 def test_expired_groups_are_no_finding_on_policy() -> None:
     series = {"groups/expired": 8.0, "groups/issued": 48.0}
-    assert any("expired" in one for one in titles(run_of(series=series)))
+    assert any("expired" in title for title in titles(run_of(series=series)))
     calm = titles(run_of(series=series, settings={"rollout.on_policy": True}))
-    assert not any("expired" in one for one in calm)
+    assert not any("expired" in title for title in calm)
 
 
 def test_a_slower_update_explained_by_more_tokens_is_no_finding() -> None:

@@ -63,9 +63,9 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert run.metrics.column("y") == [None, 2.5]
     assert run.metrics.column("never") == [None, None]
     assert run.metrics.last("x") == 1.0
-    (one,) = run.evaluations
-    assert (one.set, one.metric, one.step) == ("a/b", "avg@4", 0)
-    assert (one.value, one.low, one.high) == (0.4, 0.3, 0.5)
+    (evaluation,) = run.evaluations
+    assert (evaluation.set, evaluation.figure, evaluation.step) == ("a/b", "avg@4", 0)
+    assert (evaluation.value, evaluation.low, evaluation.high) == (0.4, 0.3, 0.5)
     assert run.setting("train.rollout_steps") == 40
     assert run.setting("train.x.y") is run.setting("train.rollout_steps.y") is None
 
@@ -165,13 +165,13 @@ def test_the_state_of_a_run_from_its_start_to_its_end(
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)
     folder = write_run(tmp_path / "r")
-    book = folder / "attempts.jsonl"
-    start_attempt(book, 0, SLURM)
-    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
+    attempts = folder / "attempts.jsonl"
+    start_attempt(attempts, 0, SLURM)
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=now))
     running = read_run(folder).state
     assert running.word is StateWord.RUNNING
     assert not running.has_ended
-    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time() - 100))
+    heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=now - 100))
     cut = read_run(folder).state
     assert cut.word is StateWord.CRASHED
     assert "100 s ago" in cut.text or "2 min ago" in cut.text
@@ -208,7 +208,7 @@ def test_a_summary_of_fewer_steps_is_not_the_end(tmp_path: Path) -> None:
     assert state(folder) is StateWord.RUNNING
 
 
-def test_heartbeats_of_another_version_are_no_heartbeats(tmp_path: Path) -> None:
+def test_heartbeats_of_another_version_are_ignored(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "r")
     heartbeat.write_heartbeat(folder, A_HEARTBEAT)
     heartbeat.heartbeat_file(folder, 1).write_text('{"rank": 1}')

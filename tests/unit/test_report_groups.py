@@ -108,12 +108,12 @@ def series_of(run: RunData) -> dict[str, list[float | None]]:
     return {name: metrics.column(name) for name in columns}
 
 
-def test_the_real_runs_books_balance() -> None:
-    found = totals(real()[0])
-    assert found["issued"] == 1472
-    assert found["trained"] == 40 * 32
-    assert found["unaccounted"] == 0
-    assert found["issued"] == sum(found[outcome] for outcome in OUTCOMES) + found["open"]
+def test_the_groups_of_the_real_run_are_all_accounted_for() -> None:
+    counts = totals(real()[0])
+    assert counts["issued"] == 1472
+    assert counts["trained"] == 40 * 32
+    assert counts["unaccounted"] == 0
+    assert counts["issued"] == sum(counts[outcome] for outcome in OUTCOMES) + counts["open"]
 
 
 def test_the_table_of_totals_covers_all_issued_groups() -> None:
@@ -139,7 +139,7 @@ def steps_of_a_ledger(draw: st.DrawFn) -> tuple[list[dict[str, float]], list[tup
     counts, truth = [], []
     for _ in range(draw(st.integers(1, 6))):
         for ticket in [t for t, state in ledger.open.items() if state is TicketState.READY]:
-            if draw(st.integers(0, 5)) == 0:  # at the begin of a step, for age
+            if draw(st.integers(0, 5)) == 0:  # at the start of a step, because of its age
                 ledger.close_ticket(ticket, Outcome.EXPIRED)
         ledger.issue(draw(st.integers(0, 8)))
         mixed = decided = 0

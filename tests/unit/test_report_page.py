@@ -277,9 +277,9 @@ def test_host_names_are_escaped_in_timelines(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in text and "<" not in text
 
 
-def test_what_never_occurs_is_left_out() -> None:
+def test_charts_and_series_without_values_are_left_out() -> None:
     shown = charts_with_data(CHARTS, {"policy/clip_fraction_low"}, {"pass@4"})
-    assert [one.id for one in shown] == ["evaluation_best_and_vote", "clipping"]
+    assert [chart.id for chart in shown] == ["evaluation_best_and_vote", "clipping"]
     assert list(shown[1].series.values()) == ["down"]
     assert chart_of("policy/clip_fraction_low", shown) == "clipping"
     assert chart_of("eval/some/set/pass@4", shown) == "evaluation_best_and_vote"
@@ -361,17 +361,17 @@ def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ several runs
 
 
-def _run_styles(room: Path, *names: str, **config: Any) -> list[tuple[str, list[int]]]:
+def _run_styles(parent: Path, *names: str, **config: Any) -> list[tuple[str, list[int]]]:
     runs = [
         replace(read_run(write_run(parent / str(at))), name=name, config=config)
         for at, name in enumerate(names)
     ]
-    return [(one.label, one.runs) for one in run_styles(runs)]
+    return [(look.label, look.runs) for look in run_styles(runs)]
 
 
-def test_repeats_are_runs_that_differ_in_their_seed(tmp_path: Path) -> None:
-    found = _run_styles(tmp_path, "1_a_seed0", "2_b_seed0", "1_a_seed1", "2_b.1", "c")
-    assert found == [("1_a, 2 runs", [0, 2]), ("2_b, 2 runs", [1, 3]), ("c", [4])]
+def test_runs_that_differ_only_in_their_seed_share_a_color(tmp_path: Path) -> None:
+    curves = _run_styles(tmp_path, "1_a_seed0", "2_b_seed0", "1_a_seed1", "2_b.1", "c")
+    assert curves == [("1_a, 2 runs", [0, 2]), ("2_b, 2 runs", [1, 3]), ("c", [4])]
     assert _run_styles(tmp_path, "a_seed0", "a_seed1") == [("a_seed0", [0]), ("a_seed1", [1])]
     assert _run_styles(tmp_path, "a", "b") == [("a", [0]), ("b", [1])]
 
@@ -382,14 +382,14 @@ def test_runs_that_differ_in_a_setting_do_not_share_a_color(tmp_path: Path) -> N
         replace(run, name=f"batch_{size}", config={"seed": at, "run": {"name": at}, "batch": size})
         for at, size in enumerate((8, 8, 16))
     ]
-    assert [one.runs for one in run_styles(runs)] == [[0, 1], [2]]
+    assert [look.runs for look in run_styles(runs)] == [[0, 1], [2]]
 
 
 def test_many_runs_all_look_different(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "r"))
-    found = run_styles([replace(run, name=chr(97 + at)) for at in range(24)])
-    assert len({(one.color, one.width) for one in found}) == 24
-    assert {one.color for one in found} == set(PALETTE)
+    run_looks = run_styles([replace(run, name=chr(97 + at)) for at in range(24)])
+    assert len({(look.color, look.width) for look in run_looks}) == 24
+    assert {look.color for look in run_looks} == set(PALETTE)
 
 
 # ------------------------------------------------------------------ writing
@@ -461,28 +461,28 @@ def test_watch_writes_on_changes_and_ends_with_the_run(
 ) -> None:
     folder = write_run(tmp_path / "r")
     heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
-    num_looks = 0
-    seen: list[tuple[int, float | None]] = []
+    num_sleeps = 0
+    pages: list[tuple[int, float | None]] = []
 
     def sleep(seconds: float) -> None:
-        nonlocal num_looks
-        num_looks += 1
+        nonlocal num_sleeps
+        num_sleeps += 1
         text = (folder / "report.html").read_text()
         last = int(re.findall(r"up to step (\d+);", text)[0])
-        seen.append((last, data_of(text)["refresh_seconds"]))
-        assert num_looks < 9
-        if num_looks < 4:
+        pages.append((last, data_of(text)["refresh_seconds"]))
+        assert num_sleeps < 9
+        if num_sleeps < 4:
             heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, time=time.time()))
-        if num_looks == 2:
+        if num_sleeps == 2:
             write_run(folder, [{"step": 1}, {"step": 2}])
-        if num_looks == 4:
+        if num_sleeps == 4:
             (folder / "summary.json").write_text('{"steps": 40}')
             heartbeat.write_heartbeat(folder, replace(A_HEARTBEAT, state=heartbeat.RankState.ENDED))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     watch([folder], None, Options(), every=7.0)
-    assert seen[:4] == [(1, 7.0), (1, 7.0), (2, 7.0), (2, 7.0)]
-    assert num_looks == 5
+    assert pages[:4] == [(1, 7.0), (1, 7.0), (2, 7.0), (2, 7.0)]
+    assert num_sleeps == 5
     assert data_of((folder / "report.html").read_text())["refresh_seconds"] is None
     assert capsys.readouterr().out.count("report  ") == 4  # the first, step 2, and the end twice
 

@@ -42,8 +42,8 @@ def runs(draw: st.DrawFn) -> list[StepIndex]:
     made = []
     for _ in range(draw(st.integers(1, 12))):
         groups, completions = [], []
-        for place in range(chance.randint(0, 6)):
-            groups.append((100 * place, ticket, chance.choice("ab"), chance.choice(OUTCOMES), None))
+        for place in range(rng.randint(0, 6)):
+            groups.append((100 * place, ticket, rng.choice("ab"), rng.choice(OUTCOMES), None))
             ticket += 1
             completions += [completion(rng, place, sample) for sample in range(size)]
         made.append(index_of(groups, completions))
@@ -212,13 +212,15 @@ def test_a_character_of_several_tokens_is_in_the_last_piece() -> None:
 def test_invalid_bytes_are_split_in_linear_time() -> None:
     broken = Tokenizer(models.WordLevel({"<0x80>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
     broken.decoder = decoders.ByteFallback()
+    started = time.process_time()
     pieces = TokenPieces(broken).split([0] * 20_000)
+    assert time.process_time() - started < 20.0, "linear in the number of tokens"
     assert len(pieces) == 20_000
     assert set("".join(pieces)) == {"\N{REPLACEMENT CHARACTER}"}
     assert TokenPieces(broken).split([1, 0]) == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_special_tokens_are_told_apart() -> None:
+def test_special_tokens_are_listed() -> None:
     assert {TINY_TOKENIZER.id_to_token(token) for token in TokenPieces(TINY_TOKENIZER).special} == {
         "<pad>",
         "<eos>",
@@ -299,7 +301,7 @@ def test_policy_values_and_advantages_equal_the_recorded_ones(folder: Path, tmp_
     row = next(row for row in result.rows if row["fate"] == "trained")
     blob, shown = opened(result, row)
     path = run / "samples" / "policy" / f"step_{row['step']:06d}.jsonl"
-    policy = sample_files.policy_of(path, row["ticket"])[one["sample"]]
+    policy = sample_files.policy_of(path, row["ticket"])[shown["sample"]]
     assert row["advantage"] == pytest.approx(policy["advantage"], abs=1e-4)
     assert row["gap_max"] == pytest.approx(policy["gap_max"], rel=1e-3)
     assert shown["entropy"] == [round(value, 3) for value in policy["entropy"]]

@@ -281,8 +281,10 @@ def test_a_repeated_step_removes_the_files_of_the_first_attempt(tmp_path: Path) 
 
 def inspected(ticket: int, sample: int, **changes: Any) -> SequenceDiagnostics:
     values = torch.tensor([-0.12345678, -2.0])
-    one = SequenceDiagnostics(ticket, sample, 0.70710678, 1.23456e-7, 0.0004567891, values, -values)
-    return replace(one, **changes)
+    sequence = SequenceDiagnostics(
+        ticket, sample, 0.70710678, 1.23456e-7, 0.0004567891, values, -values
+    )
+    return replace(sequence, **changes)
 
 
 def read_policy(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -322,10 +324,10 @@ def test_a_recorder_keeps_token_values_of_a_limited_number_of_groups(
     limited_recorder = replace(recorder(tmp_path, out), inspected_groups=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(0))
-        keeps.sequence_diagnostics(1, [inspected(7, 0)])
+        limited_recorder.inspected(1, [inspected(7, 0)])
     assert files_in(tmp_path) == []
     assert "WARNING: policy log-probs of step 1 were not written: " in out.getvalue()
-    keeps.sequence_diagnostics(2, [inspected(7, 0), inspected(8, 0)])
-    assert [one["logprobs"] is None for one in read_policy(tmp_path, 2)] == [False, True]
-    replace(keeps, samples_folder=None).sequence_diagnostics(3, [inspected(7, 0)])
+    limited_recorder.inspected(2, [inspected(7, 0), inspected(8, 0)])
+    assert [line["logprobs"] is None for line in read_policy(tmp_path, 2)] == [False, True]
+    replace(limited_recorder, samples_folder=None).inspected(3, [inspected(7, 0)])
     assert files_in(tmp_path) == [policy_path(Path(), 2)]

@@ -29,7 +29,8 @@ LONG_SECONDS = 100.0
 SHORT_SECONDS = 3.0
 """Limit of programs that do not end. On a loaded machine bwrap still starts within it."""
 
-def run(program: str, stdin: str = "", seconds: float = 20.0) -> ProgramResult:
+
+def run(program: str, stdin: str = "", seconds: float = LONG_SECONDS) -> ProgramResult:
     return sandbox.run(textwrap.dedent(program), stdin, seconds)
 
 
@@ -473,7 +474,7 @@ def startable(python: str) -> bool:
 
 
 @pytest.fixture
-def undecided() -> Iterator[None]:
+def clear_lacking() -> Iterator[None]:
     sandbox.missing_layers.cache_clear()
     yield
     sandbox.missing_layers.cache_clear()

@@ -124,14 +124,14 @@ def test_overlap_is_reported_iff_an_element_is_in_two_boxes(regions: list[Region
         assert first != second and regions[first].intersect(regions[second]) is not None
 
 
-def test_what_no_rank_takes_of_an_offer_is_named() -> None:
+def test_weights_that_no_rank_takes_are_reported() -> None:
     def tensor_slice(name: str, start: int, rows: int) -> TensorSlice:
         return TensorSlice(name, (4, 3), torch.float32, Region((start, 0), (rows, 3)))
 
     offered = dict.fromkeys(("a", "b"), ((4, 3), torch.float32))
     both = TensorSlice("b", (4, 3), torch.float32, whole((4, 3)))
     check_used(offered, [[tensor_slice("a", 0, 2), both], [tensor_slice("a", 2, 2), both]])
-    for halves, said in (
+    for halves, message in (
         ([tensor_slice("a", 0, 2), tensor_slice("a", 2, 1)], "a: shape"),
         ([tensor_slice("a", 0, 2), tensor_slice("a", 1, 2)], "a: shape"),
     ):

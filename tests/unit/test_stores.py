@@ -266,7 +266,7 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
 
 
 def replicated() -> dict[int, list[ChunkPlace]]:
-    """TP 3 x PP 2 x DP 2, experts over all six ranks of a stage's replicas but two ways."""
+    """TP 3 x PP 2 x DP 2, with experts sharded two ways over the six ranks of a stage."""
     return {
         rank: [
             ChunkPlace(

@@ -96,10 +96,10 @@ class Clock:
 
 def test_sequences_of_evaluation_do_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, kept = Clock(monkeypatch), {}
-    one = TimelineRecorder(Ranks(0, 1, 0), 2, kept.__setitem__)
-    tell = one.follow(replica=0, max_sequences=8)
-    tell(7)
-    one.begin(1)
+    timeline = TimelineRecorder(Ranks(0, 1, 0), 2, kept.__setitem__)
+    report_running = timeline.follow(replica=0, max_sequences=8)
+    report_running(7)
+    timeline.begin(1)
     clock.now += 1.0
     with timeline.phase("generate"):
         clock.now += 0.5
@@ -129,7 +129,7 @@ def test_timelines_are_kept_for_the_first_step_and_every_nth(
     every: int, expected: list[int]
 ) -> None:
     kept: dict[int, Any] = {}
-    one = TimelineRecorder(Ranks(0, 1, 0), every, kept.__setitem__)
+    timeline = TimelineRecorder(Ranks(0, 1, 0), every, kept.__setitem__)
     for step in range(5, 10):
         timeline.begin(step)
         assert timeline.metrics() == {}, "no metrics without an engine"
@@ -143,8 +143,8 @@ def watch(rank: int) -> Any:
     instruments.time.perf_counter = lambda: now + 3600.0 * rank  # type: ignore[assignment]
     kept: dict[int, Any] = {}
     exchange = Ranks(rank, 2, rank)
-    one = TimelineRecorder(exchange, 1, kept.__setitem__)
-    tell = one.follow(replica=rank, max_sequences=4)
+    timeline = TimelineRecorder(exchange, 1, kept.__setitem__)
+    report_running = timeline.follow(replica=rank, max_sequences=4)
     exchange.barrier()
     timeline.begin(1)
     with timeline.phase("generate"):

@@ -110,8 +110,8 @@ def test_random_layouts_are_transferred_bit_for_bit_at_every_sync(ranks: Threads
                 tensor_slice.name: tensor_slice for tensor_slice in layout.wanted[ranks.rank]
             }
             for name, region, value in arrived:
-                right = contents(tensor_slices[name], version)[region.slices]
-                assert same_bits(value, right), f"{name}{region}, version {version}"
+                expected = contents(tensor_slices[name], version)[region.slices]
+                assert same_bits(value, expected), f"{name}{region}, version {version}"
         return transfer.nbytes_received
 
     received = ranks.run(carry)
@@ -175,7 +175,7 @@ def test_a_shard_wanted_by_several_ranks_is_read_once(
     assert len(reads) == 1
 
 
-def test_what_the_plan_lacks_is_refused_by_name() -> None:
+def test_tensors_missing_in_the_plan_are_refused_by_name() -> None:
     tensor_slice = TensorSlice("a", (4,), torch.float32, whole((4,)))
     other = TensorSlice("b", (4,), torch.float32, whole((4,)))
     plan = make_plan([[tensor_slice], []], [[tensor_slice], [tensor_slice]])
@@ -220,4 +220,4 @@ def test_whole_tensors_are_gathered_on_the_requested_ranks(
         shares = [sum(nbytes[name] for name in gathered[rank]) for rank in requested]
         assert abs(shares[0] - shares[1]) <= max(nbytes.values())
     else:
-        assert all(sorted(gathered[rank]) == sorted(tensor_slices) for rank in asked)
+        assert all(sorted(gathered[rank]) == sorted(tensor_slices) for rank in requested)

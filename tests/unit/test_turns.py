@@ -115,7 +115,7 @@ class Accelerator:
         self.version = version
 
     def read_back(self) -> Iterator[tuple[TensorSlice, Tensor]]:
-        self.does("held", "policy", "engine weights")
+        self.record("held", "policy", "engine weights")
         yield self.tensor_slice, self.engine_weight
 
     def wake_cache(self) -> None:
@@ -198,10 +198,10 @@ class World:
         return {}
 
     def stage(self) -> None:
-        self.both.does("copy", "policy")
+        self.both.record("copy", "policy")
 
     def commit(self, step: int, state: Any, *, is_open: bool = False) -> Callable[[], None]:
-        self.both.does(f"save {step}")
+        self.both.record(f"save {step}")
         return lambda: None
 
     def wait(self) -> None:

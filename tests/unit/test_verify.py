@@ -1,5 +1,5 @@
-"""Fingerprints add up whatever the cuts, and change with every fault; mismatches name the tensor
-and the ranks."""
+"""Fingerprints of shards add up for any sharding and change with every fault; disagreements name
+the tensor and the ranks."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ COLUMNS = [box(columns=(0, 4)), box(columns=(4, 8))]
 def fingerprints(
     regions: list[Region], tensors: list[Tensor], name: str = NAME
 ) -> list[list[tuple[TensorSlice, int]]]:
-    """Rank r has region r of tensor r."""
+    """Return the fingerprints by rank: rank r has region r of tensor r."""
     return [
         [
             (
@@ -149,9 +149,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_weights_agree_in_all_layouts(layout: str) -> None:
     held, wanted, ranks = LAYOUTS[layout]
-    tensor = drawn(SHAPE, torch.float32)
-    policy = prints(held, [tensor] * len(held))
-    assert describe_mismatches(policy, prints(wanted, [tensor] * len(wanted)), ranks) == []
+    tensor = random_tensor(SHAPE, torch.float32)
+    policy = fingerprints(held, [tensor] * len(held))
+    assert describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), ranks) == []
 
 
 @pytest.mark.parametrize(
@@ -169,23 +169,28 @@ def test_a_stale_engine_rank_is_named(layout: str, stale: int, named: str) -> No
     held, wanted, ranks = LAYOUTS[layout]
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     sampled = [old if rank == stale else new for rank in range(len(wanted))]
-    [line] = describe_mismatches(prints(held, [new] * len(held)), prints(wanted, sampled), ranks)
+    [line] = describe_mismatches(
+        fingerprints(held, [new] * len(held)), fingerprints(wanted, sampled), ranks
+    )
     assert line.startswith(NAME) and named in line
 
 
 def test_a_policy_rank_that_drifted_is_named_even_if_its_engine_follows_it() -> None:
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     state = [new, new, old, new]
-    found = describe_mismatches(prints([box()] * 4, state), prints([box()] * 4, state), 1)
-    assert found == [f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"]
+    lines = describe_mismatches(
+        fingerprints([box()] * 4, state), fingerprints([box()] * 4, state), 1
+    )
+    assert lines == [f"{NAME}[0:12, 0:8]: policy ranks 2 hold other values than ranks 0, 1, 3"]
 
 
 def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
     """Tensor-parallel ranks hold copies if there are fewer key-value heads than ranks."""
     new, old = random_tensor(SHAPE, torch.float32, 1), random_tensor(SHAPE, torch.float32, 2)
     wanted = [HALVES[0], HALVES[0], HALVES[1], HALVES[1]]
-    found = describe_mismatches(prints([box()], [new]), prints(wanted, [new, old, new, new]), 4)
-    [line] = found
+    [line] = describe_mismatches(
+        fingerprints([box()], [new]), fingerprints(wanted, [new, old, new, new]), 4
+    )
     assert "engine ranks" in line and "1" in line
 
 
@@ -194,11 +199,13 @@ def test_copies_inside_one_engine_are_compared_with_each_other() -> None:
 def test_any_two_shardings_agree_and_any_fault_is_reported(data: st.DataObject) -> None:
     tensor = random_tensor(SHAPE, torch.float32)
     held, wanted = data.draw(cuts(SHAPE)), data.draw(cuts(SHAPE))
-    policy = prints(held, [tensor] * len(held))
-    assert describe_mismatches(policy, prints(wanted, [tensor] * len(wanted)), len(wanted)) == []
+    policy = fingerprints(held, [tensor] * len(held))
+    assert (
+        describe_mismatches(policy, fingerprints(wanted, [tensor] * len(wanted)), len(wanted)) == []
+    )
     wrong = tensor.clone()
     wrong[data.draw(st.integers(0, 11)), data.draw(st.integers(0, 7))] += 1.0
-    assert describe_mismatches(policy, prints(wanted, [wrong] * len(wanted)), len(wanted))
+    assert describe_mismatches(policy, fingerprints(wanted, [wrong] * len(wanted)), len(wanted))
 
 
 def test_fingerprint_weights_are_odd() -> None:

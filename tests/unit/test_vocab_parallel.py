@@ -27,7 +27,7 @@ from tests.helpers.heads import (
     plain,
     tiles_of,
 )
-from tests.helpers.heads import ours as tiled
+from tests.helpers.heads import fused_head as tiled
 from tests.helpers.ranks import run_ranks
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -127,7 +127,7 @@ SHARDS = [(8, 13), (8, 5), (8, 16)]
 
 
 def _shard(rank: int, head: Head, rows: int, num_entries: int) -> tuple[HeadResult, int]:
-    """This rank's outcome, and how many reductions it took."""
+    """Return this rank's outcome and its number of all-reduces."""
     whole = padded(head, NUM_RANKS * rows - num_entries)
     own_head = replace(whole, weight=whole.weight[rank * rows : (rank + 1) * rows])
     calls = []

@@ -54,7 +54,7 @@ def make_state(num_bytes: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class PauseMeter:
-    """Longest time that a thread of Python code was kept from running."""
+    """Measure the longest time, in seconds, that a Python thread was kept from running."""
 
     pause: float = 0.0
 
@@ -78,7 +78,7 @@ class PauseMeter:
 
 
 def measure_once(checkpoints: CheckpointSaver, ranks: Ranks, step: int) -> dict[str, float]:
-    """Seconds of one save and its verification, of the slowest process."""
+    """Return the seconds of one save and its verification, of the slowest process."""
     ranks.barrier()
     started = time.perf_counter()
     publish = checkpoints.commit(step, {"coordinator": {}})
@@ -92,8 +92,8 @@ def measure_once(checkpoints: CheckpointSaver, ranks: Ranks, step: int) -> dict[
     fault = fault_of(checkpoints.folder / f"step_{step:06d}", ranks)
     if fault:
         raise AssertionError(fault)
-    found = (blocking, background, meter.pause, time.perf_counter() - started)
-    return dict(zip(FIGURES, map(max, zip(*ranks.all_gather(found, tuple[float, ...])))))
+    seconds = (blocking, background, meter.pause, time.perf_counter() - started)
+    return dict(zip(METRICS, map(max, zip(*ranks.all_gather(seconds, tuple[float, ...])))))
 
 
 def measure(num_bytes: int, ranks: Ranks, folder: Path, repeats: int) -> dict[str, Any]:

@@ -119,8 +119,8 @@ def measure(
     )
 
 
-def ours(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
-    """The planner of this project."""
+def balanced(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
+    """Plan as training does: balance the work of micro-batches and ranks."""
     return plan_microbatches(
         lengths,
         setting.ranks,
@@ -132,8 +132,10 @@ def ours(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPl
 
 
 def greedy_tokens(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
-    """Longest first, each to the part with the fewest tokens (LPT): over ranks, then over the
-    fewest micro-batches in which a rank's sequences fit so."""
+    """Give each sequence, longest first, to the part with the fewest tokens (LPT).
+
+    The parts are first the ranks, then a rank's micro-batches: the smallest number that fits.
+    """
 
     def fits(micro: Sequence[int]) -> bool:
         return setting.tokens([lengths[index] for index in micro], packed) <= setting.max_tokens
@@ -158,7 +160,7 @@ def _greedy(lengths: Sequence[int], indices: Sequence[int], num_parts: int) -> l
 
 
 def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchPlan:
-    """In order: as many sequences to each rank, a fixed count to each micro-batch, no bound."""
+    """Deal sequences in order: equally many per rank, `naive_count` per micro-batch, no limit."""
     size, count = -(-len(lengths) // setting.ranks), setting.naive_count
     shares = [range(len(lengths))[rank * size :][:size] for rank in range(setting.ranks)]
     cuts = (range(0, len(share), count) for share in shares)
@@ -168,8 +170,9 @@ def naive(lengths: Sequence[int], setting: Setting, packed: bool) -> MicrobatchP
 
 
 def _same_number(plan: MicrobatchPlan) -> MicrobatchPlan:
-    most = max(map(len, plan))
-    return [micros + [[] for _ in range(most - len(micros))] for micros in plan]
+    """Add empty micro-batches, so that all ranks have the same number."""
+    number = max(map(len, plan))
+    return [micros + [[] for _ in range(number - len(micros))] for micros in plan]
 
 
 @dataclass(frozen=True)

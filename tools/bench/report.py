@@ -34,7 +34,7 @@ MAX_WRITE_SECONDS = 20.0
 MAX_BYTES = 30_000_000
 MAX_READY_SECONDS = 2.0
 NUM_LOADS = 5
-"""Of a page, at least: it is soon done, and a neighbor disturbs it more."""
+"""Minimum number of loads of a page. A load is short, so other processes disturb it more."""
 
 
 @dataclass(frozen=True)

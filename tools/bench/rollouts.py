@@ -191,7 +191,7 @@ def measure(config: Config, ranks: Ranks, steps: int, warmup: int) -> dict[str, 
     }
     watchdog = Watchdog(config.folder, ranks.rank, ranks.world_size, config.watchdog.model_dump())
     instruments = StepInstruments(watchdog, MemoryMeter(ranks), TimelineRecorder(ranks, every=0))
-    seen: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
+    steps_of: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
     for step in range(1, warmup + steps + 1):
         for form, collector in collectors.items():
             parts = Parts(

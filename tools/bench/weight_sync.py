@@ -63,8 +63,11 @@ class Layout:
     ep: int = 1
 
     def places(self, arch: Architecture, num_ranks: int) -> list[ChunkPlace]:
-        """By rank: tensor fastest, then data, then pipeline. The ranks of a pipeline stage are
-        dealt anew into expert groups."""
+        """Return the place of each rank.
+
+        Tensor-parallel ranks are consecutive, then come data-parallel and pipeline ranks. Expert
+        groups divide the ranks of a pipeline stage independently of that.
+        """
         per_stage, layers = num_ranks // self.pp, arch.num_layers // self.pp
         return [
             ChunkPlace(
@@ -159,7 +162,7 @@ COMPUTED = [
 
 @torch.no_grad()
 def make_shards(arch: Architecture, place: ChunkPlace) -> list[Shard]:
-    """The policy's parameters on one rank; replicas are equal."""
+    """Return the policy's parameters on one rank. Replicas are equal."""
     params = {
         name: torch.zeros(local_parameter.shape, dtype=DTYPE)
         for name, local_parameter in layout_of(arch, place).items()
@@ -289,7 +292,7 @@ def compute(case: Case, num_ranks: int = 32) -> dict[str, Any]:
         for tensor_slice in tensor_slices
     }
     everything = [TensorSlice(name, shape, DTYPE, whole(shape)) for name, shape in shapes.items()]
-    ways = {"plan": plan, "gather": make_plan(held, [everything] * num_ranks)}
+    plans = {"plan": plan, "gather": make_plan(held, [everything] * num_ranks)}
     return {
         **asdict(case),
         "num_ranks": num_ranks,

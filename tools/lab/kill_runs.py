@@ -77,7 +77,7 @@ class Kill:
 
 @dataclass
 class DisturbedRun:
-    """One run at its end, against the undisturbed one."""
+    """Kills of one finished run, and its differences from the undisturbed run."""
 
     kills: list[Kill] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ def main(
         seconds = runs.run_to_end("undisturbed")
         targets = Targets(rng, steps)
         outcomes: list[DisturbedRun] = []
-        while sum(len(one.kills) for one in outcomes) < kills:
+        while (num_kills := sum(len(outcome.kills) for outcome in outcomes)) < kills:
             name = f"killed_{len(outcomes)}"
             outcome = disturb(runs, name, min(per_run, kills - num_kills), targets)
             outcome.differences = list(runs.differences(name, "undisturbed"))
@@ -149,8 +149,8 @@ class Targets:
         return phase, num_skipped, self._rng.random()
 
 
-def disturbed(runs: Runs, name: str, num_kills: int, targets: Targets) -> DisturbedRun:
-    """A run killed `num_kills` times, or as often as it lasts, and then left to its end."""
+def disturb(runs: Runs, name: str, num_kills: int, targets: Targets) -> DisturbedRun:
+    """Kill a run `num_kills` times, or until it ends before a kill, and let it run to its end."""
     outcome = DisturbedRun()
     while len(outcome.kills) < num_kills:
         phase, num_skipped, share = targets.next()
@@ -331,8 +331,8 @@ def _step(journal: list[tuple[float, str, str, int]]) -> int:
 
 
 def report(console: Console, outcomes: list[DisturbedRun]) -> None:
-    """The table of what was hit."""
-    table = Table("rank 0 was at", "kills", "steps done again", "seconds to go on")
+    """Print a table of the kills by phase."""
+    table = Table("phase of rank 0", "kills", "steps repeated", "seconds to recover")
     by_phase: dict[str, list[Kill]] = {}
     for kill in (kill for outcome in outcomes for kill in outcome.kills):
         by_phase.setdefault(kill.hit, []).append(kill)
@@ -397,7 +397,7 @@ def run_rank(arguments: list[str]) -> None:
                 yield
 
         def run(self: CheckpointSaver, job: Any) -> None:
-            with noted("write", job.step):
+            with journaled("write", job.step):
                 write(self, job)
 
         Watchdog.phase, CheckpointSaver._run = phase, run  # type: ignore[method-assign]

@@ -93,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RungRun:
-    """What a finished run left."""
+    """Summary and metrics of a finished run."""
 
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
@@ -151,7 +151,7 @@ def do(run: Run, directory: Path, at_once: int) -> str:
 
 
 def read(run: Run, directory: Path) -> RungRun:
-    """The figures of a finished run."""
+    """Return the outcome of a finished run."""
     folder = directory / run.name
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
@@ -168,7 +168,7 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def table(outcomes: dict[str, list[RungRun]]) -> list[str]:
-    """Markdown: a row per rung; means over the seeds."""
+    """Return the lines of a Markdown table: a row per rung, means over the seeds."""
     k = next(iter(outcomes.values()))[0].k
     evaluated = ("avg", "pass", "cons")
     heads = ["rung", *(f"held out: {name}@{k}" for name in evaluated)]
@@ -190,7 +190,7 @@ def table(outcomes: dict[str, list[RungRun]]) -> list[str]:
 
 
 def figures(outcomes: dict[str, list[RungRun]]) -> dict[str, dict[str, list[float]]]:
-    """Rung -> figure -> its value for each seed."""
+    """Return, by rung and metric, the value of each seed."""
     evaluated = [
         (metric, when) for metric in ("avg", "pass", "cons") for when in ("before", "after")
     ]
@@ -211,7 +211,7 @@ def title(rung: str) -> str:
 
 
 def panels(outcomes: dict[str, list[RungRun]]) -> list[Panel]:
-    """The curves of each metric."""
+    """Return a panel with the curves of each metric."""
     return [
         Panel(name, {title(rung): curve(runs, metric) for rung, runs in outcomes.items()})
         for metric, name in PANELS.items()
@@ -219,8 +219,7 @@ def panels(outcomes: dict[str, list[RungRun]]) -> list[Panel]:
 
 
 def curve(runs: Iterable[RungRun], metric: str) -> list[Point]:
-    """(step, lowest, mean, highest) over the runs; steps in which it was not measured are left
-    out."""
+    """Return (step, lowest, mean, highest) over the runs, for steps that have the metric."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for row in run.rows:
@@ -230,7 +229,7 @@ def curve(runs: Iterable[RungRun], metric: str) -> list[Point]:
 
 
 def write(docs: Path, outcomes: dict[str, list[RungRun]], made_by: dict[str, Any]) -> None:
-    """docs/ladder.svg, and docs/ladder.md from the mark on."""
+    """Write docs/ladder.svg, and docs/ladder.md from MARK on."""
     docs.mkdir(parents=True, exist_ok=True)
     names = [title(rung) for rung in outcomes]
     (docs / "ladder.svg").write_text(svg(panels(outcomes), names, "rollout step"), "utf-8")
@@ -271,8 +270,8 @@ def climb(runs: Sequence[Run], directory: Path, at_once: int) -> None:
 
 
 def about(outcomes: Iterable[RungRun]) -> dict[str, Any]:
-    """What made the figures."""
-    summaries = [one.summary for one in outcomes]
+    """Return the seeds, steps, commit and seconds of the runs."""
+    summaries = [outcome.summary for outcome in outcomes]
     return {
         "seeds": len({summary["seed"] for summary in summaries}),
         "steps": max(summary["steps"] for summary in summaries),

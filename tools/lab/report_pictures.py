@@ -89,7 +89,7 @@ def _take(page: Page, section: str, path: Path) -> None:
         )
     page.wait_for_timeout(SETTLE_MS)
     page.screenshot(path=path)
-    # A page has few colors: a palette takes a third of the room.
+    # A page has few colors, so a palette reduces the file to a third.
     Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
 
 

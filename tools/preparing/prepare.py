@@ -135,7 +135,7 @@ def prepare(
 def _alive(
     uniques: Sequence[Unique], spool: Spool, settings: Settings
 ) -> Iterator[tuple[int, Unique, PromptRow]]:
-    """Place, prompt and row of all that is not dropped when its turn comes."""
+    """Yield place, prompt and row of each prompt that is not dropped when it is reached."""
     first = 0
     for batch in spool.batches():
         rows = checked(batch, "spool", first, settings.columns)

@@ -30,7 +30,8 @@ BATCH_ROWS = 4096
 ROW_GROUP = 4096
 """Rows per row group of the output, whatever the batch sizes were."""
 SPOOL_ROWS = 8192
-"""Rows collected before they go to disk, so that thin batches do not make thousands of pieces."""
+"""Rows that are collected before they are written, so that small batches do not make thousands of
+Arrow streams."""
 Batch = tuple["pyarrow.RecordBatch", list[PromptRow]]
 
 

@@ -175,8 +175,8 @@ def collect(
     return inputs
 
 
-def _take(inputs: Inputs, row: PromptRow, hashed: Callable[[bytes], object]) -> bool:
-    """Count one row; whether its prompt is new but for whitespace."""
+def _add_row(inputs: Inputs, row: PromptRow, update_hash: Callable[[bytes], object]) -> bool:
+    """Count one row. Return whether its prompt is new, whitespace ignored."""
     truth = fold(row.truth)
     exact = _digest(row)
     update_hash(exact + truth.encode())
@@ -199,7 +199,7 @@ def _take(inputs: Inputs, row: PromptRow, hashed: Callable[[bytes], object]) -> 
 
 
 def _digest(row: PromptRow, change: Callable[[str], str] = str) -> bytes:
-    """Of roles and contents; the lengths keep neighbors apart."""
+    """Return a hash of roles and contents. It includes lengths, so that messages do not merge."""
     digest = blake2b(digest_size=16)
     for message in row.messages:
         content = change(message["content"]).encode("utf-8", "surrogatepass")
