@@ -41,7 +41,7 @@ from dapo_megatron.model import hf_tensors, read_architecture
 from dapo_megatron.plan.compatibility import check
 from dapo_megatron.plan.compatibility.rule import Machine
 from dapo_megatron.plan.estimate import save_estimate
-from dapo_megatron.plan.layout import row_multiple, sequence_multiple
+from dapo_megatron.plan.rows import row_multiple, sequence_multiple
 from dapo_megatron.protocols import LossFn, MicrobatchPlanner, Parts, Policy, RolloutEngine
 from dapo_megatron.rewards.pool import GradingPool
 from dapo_megatron.rewards.registry import user_function

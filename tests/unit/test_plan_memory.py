@@ -241,8 +241,8 @@ def test_activations_of_a_transformer_engine_layer_match_a_count_by_hand(tmp_pat
     """Bytes per token of a layer of Qwen3-8B in bfloat16, worked out by hand (H 4096, Q 4096,
     G 1024, F 12288): norms 2 (2H + 2H) + 8; QKV projection 2 (Q + 2G); norms of heads: a copy of
     the queries 2Q, and 4 x 40 of rows; queries, outputs and keys 2 (2Q + G); log-sum-exp of the
-    scores 4 x 32; RoPE cosines and sines 8 x 128; MLP 2 x 3F."""
-    by_hand = 32776 + 12288 + 8192 + 160 + 18432 + 128 + 1024 + 73728
+    scores 4 x 32; MLP 2 x 3F."""
+    by_hand = 32776 + 12288 + 8192 + 160 + 18432 + 128 + 73728
     config = config_of(tmp_path)
     micro = activations.micro_of(config, architecture(DENSE_HF), "transformer_engine", on_gpu=True)
     assert activations.kept_by_layer(micro, 0) == by_hand
@@ -251,9 +251,9 @@ def test_activations_of_a_transformer_engine_layer_match_a_count_by_hand(tmp_pat
 def test_full_recompute_keeps_only_the_inputs_of_layers(tmp_path: Path) -> None:
     config = config_of(tmp_path, policy__recompute="full")
     kept = part(estimate_memory(config, 1), "update", "activations").num_bytes
-    # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the last norm's and
-    # the log-prob head's.
-    assert kept == 32768 * (4096 * (36 * 2 + 2 + 2) + 4)
+    # Korthikanti et al. (arXiv 2205.05198), section 5: 2sbh per layer; then the last norm's, the
+    # log-prob head's, and the RoPE cosines and sines.
+    assert kept == 32768 * (4096 * (36 * 2 + 2 + 2) + 4 + 2 * 2 * 128)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(["none", "selective", "full"]))
