@@ -6,7 +6,7 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,9 +197,11 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def read_back(self) -> Iterable[tuple[TensorSlice, Tensor | None]]:
+    def read_back(
+        self, names: Container[str] | None = None
+    ) -> Iterable[tuple[TensorSlice, Tensor | None]]:
         """Yield each slice of `needed_slices` with the engine's current values, or None if they
-        cannot be read back."""
+        cannot be read back. With `names`, only slices of these tensors."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

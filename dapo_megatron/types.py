@@ -399,7 +399,8 @@ class SyncReport:
     verify_seconds: float
     turn_seconds: float
     """Seconds to hand over the accelerator: reload and offload the policy, wake the engine."""
-    fingerprinted: bool
+    fingerprinted: float
+    """Share of the tensors whose fingerprints were compared."""
     unread_tensors: int
     """Tensors that cannot be read back from this rank's engine (quantized or reordered)."""
     canary_gap: float

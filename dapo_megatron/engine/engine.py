@@ -12,7 +12,7 @@ wrong at temperatures other than 1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -157,8 +157,11 @@ class VllmEngine:
         self._unusable = ""
         self.version = version
 
-    def read_back(self) -> Iterator[tuple[TensorSlice, Tensor | None]]:
-        """Yield each wanted slice and its current value in the engine's dtype.
+    def read_back(
+        self, names: Container[str] | None = None
+    ) -> Iterator[tuple[TensorSlice, Tensor | None]]:
+        """Yield each wanted slice, or those of the tensors in `names`, and its current value in the
+        engine's dtype.
 
         The value is None if its layout is unknown (readback.py). Zeros may lose their sign. Not
         collective.
@@ -166,7 +169,10 @@ class VllmEngine:
         from dapo_megatron.engine.readback import read_back
 
         self._require_usable()
-        (values,) = self._llm.apply_model(partial(read_back, loads=self._require_receiver().loads))
+        loads = self._require_receiver().loads
+        if names is not None:
+            loads = [load for load in loads if load.tensor_slice.name in names]
+        (values,) = self._llm.apply_model(partial(read_back, loads=loads))
         yield from values
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dapo_megatron.algo.loss import dapo_loss
 from dapo_megatron.algo.schedule import warmup_lr
+from dapo_megatron.bridge.bounds import canary_bounds
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.checkpoints import CheckpointSaver
 from dapo_megatron.checkpoints.formats.hf import HfWriter
@@ -245,6 +246,7 @@ def build_models(config: Config, ranks: Ranks) -> tuple[Policy, RolloutEngine, W
         engine,
         ranks,
         config.sync,
+        bounds=canary_bounds(config, has_experts=bool(policy.architecture.num_experts)),
         vocab=policy.architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),

@@ -40,7 +40,9 @@ NAMES = {
     # Private, or inside.
     TRANSFER + ":WeightTransferEngineFactory._registry": "engine/engine.py",
     LOADER + "reload.layerwise:_get_original_loader": "engine/loads.py",
-    LOADER + "reload.layerwise:get_layerwise_info": "engine/loads.py",
+    LOADER + "reload.layerwise:get_layerwise_info": "engine/loads.py, engine/loading.py",
+    LOADER + "reload.layerwise:_layerwise_process": "engine/loading.py",
+    LOADER + "reload.meta:materialize_layer": "engine/loading.py",
     LOADER + "reload.meta:restore_layer_on_meta": "engine/loads.py",
     "vllm._custom_ops:cpu_prepack_moe_weight": "engine/readback.py",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes": (

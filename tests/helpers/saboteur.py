@@ -73,7 +73,8 @@ def flip_bit(name: str) -> Callable[[Any], None]:
     def flip(engine: Any) -> None:
         for tensor_slice, value in engine.read_back():
             if tensor_slice.name == name:
-                value.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+                bits = {2: torch.int16, 4: torch.int32}[value.itemsize]
+                value.view(-1)[:1].view(bits).bitwise_xor_(1)
 
     return flip
 

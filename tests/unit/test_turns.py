@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron import loop
+from dapo_megatron.bridge.bounds import CanaryBounds
 from dapo_megatron.bridge.sync import WeightSync
 from dapo_megatron.cluster.instruments import MemoryMeter, StepInstruments, TimelineRecorder
 from dapo_megatron.cluster.ranks import Ranks
@@ -39,6 +40,7 @@ from tests.helpers.configs import tiny_config
 
 NAME = "model.norm.weight"
 VOCAB, NUM_TOKENS = 64, 8
+BOUNDS = CanaryBounds(max=1e-3, mean=1e-3, quantile=1e-3, basis="", derived=frozenset())
 SYNC = ["onload", "wake_weights", "receive", "held", "logprobs", "offload", "wake_cache", "score"]
 
 
@@ -114,7 +116,7 @@ class Accelerator:
             self.engine_weight = self.damage(value.clone())
         self.version = version
 
-    def read_back(self) -> Iterator[tuple[TensorSlice, Tensor]]:
+    def read_back(self, names: Any = None) -> Iterator[tuple[TensorSlice, Tensor]]:
         self.record("held", "policy", "engine weights")
         yield self.tensor_slice, self.engine_weight
 
@@ -135,7 +137,7 @@ class Accelerator:
 def make_sync(both: Any, **keys: Any) -> WeightSync:
     return WeightSync(
         both, both, Ranks(0, 1, 0), SyncConfig(max_gap=1e-3, **keys),
-        vocab=VOCAB, max_tokens=NUM_TOKENS, ranks_per_node=1,
+        bounds=BOUNDS, vocab=VOCAB, max_tokens=NUM_TOKENS, ranks_per_node=1,
     )  # fmt: skip
 
 

@@ -105,6 +105,7 @@ def _syncs(
 
 
 def _sync_of(config: Config, ranks: Ranks, policy: Any, engine: Any) -> Any:
+    from dapo_megatron.bridge.bounds import canary_bounds
     from dapo_megatron.bridge.sync import WeightSync
 
     return WeightSync(
@@ -112,6 +113,7 @@ def _sync_of(config: Config, ranks: Ranks, policy: Any, engine: Any) -> Any:
         engine,
         ranks,
         config.sync,
+        bounds=canary_bounds(config, has_experts=bool(policy.architecture.num_experts)),
         vocab=policy.architecture.vocab_size,
         max_tokens=config.rollout.max_prompt_tokens,
         ranks_per_node=ranks.world_size,
