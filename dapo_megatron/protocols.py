@@ -209,6 +209,13 @@ class RolloutEngine(Protocol):
         first."""
         ...
 
+    def decode(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return the `num_tokens` most likely tokens after each prompt, one at a time, and their
+        log-probs at temperature 1."""
+        ...
+
     def sleep(self) -> None:
         """Free accelerator memory for the policy and discard all weights. No request may be in
         flight. Does nothing with engine.sleep false. Idempotent, as are the wake methods."""
@@ -222,6 +229,11 @@ class RolloutEngine(Protocol):
     def wake_cache(self) -> None:
         """Allocate the KV cache again, after `wake_weights`. Once `receive` has loaded the weights,
         the engine can sample. Raises ConfigError if too little memory is free."""
+        ...
+
+    def close(self) -> None:
+        """Shut the engine down and free its memory. It must not be used again. Idempotent. All
+        ranks of all replicas make this call."""
         ...
 
 

@@ -404,6 +404,8 @@ class SyncReport:
     unread_tensors: int
     """Tensors that cannot be read back from this rank's engine (quantized or reordered)."""
     canary_gap: float
+    decode_gap: float = 0.0
+    """Largest gap between log-probs of decoded tokens and of the same tokens scored in one pass."""
 
 
 class DapoError(Exception):

@@ -1,9 +1,9 @@
 """One sync: move the policy's weights into the engines, and verify that they arrived.
 
 The transfer plan is made once and reused. Every sync checks that each wanted slice arrives exactly
-once, and that policy and engines give the same log-probs for canary sequences. It also compares
-fingerprints (verify.py) of all weights or of a tenth of them (schedule.py). A failure ends the run
-and names tensor and ranks.
+once, that policy and engines give the same log-probs for canary sequences, and that decoding gives
+the same log-probs as scoring (decoding.py). It also compares fingerprints (verify.py) of all
+weights or of a tenth of them (schedule.py). A failure ends the run and names tensor and ranks.
 
 The sync also hands over the accelerator. Before it, the engine sleeps. After it, the parts of the
 policy that policy.offload names are in host memory. Both models are on the accelerator while
@@ -16,10 +16,11 @@ import time
 from math import prod
 
 from dapo_megatron.bridge.bounds import CanaryBounds
+from dapo_megatron.bridge.decoding import check_decoding
 from dapo_megatron.bridge.plan import TransferPlan, make_plan
 from dapo_megatron.bridge.schedule import FingerprintSchedule
 from dapo_megatron.bridge.transfer import Transfer
-from dapo_megatron.bridge.verify import SyncVerifier
+from dapo_megatron.bridge.verify import SyncVerifier, canary_sequences
 from dapo_megatron.cluster.collectives import on_all_ranks
 from dapo_megatron.config import SyncConfig
 from dapo_megatron.protocols import Exchange, Policy, RolloutEngine
@@ -67,6 +68,9 @@ class WeightSync:
         self._schedule = FingerprintSchedule(
             shapes, num_elements, config.fingerprint_every, exchange
         )
+        num_tokens = max(2, min(config.canary_tokens, max_tokens))
+        self._canary = canary_sequences(vocab, num_tokens)
+        self._max_gap = config.max_gap
         self._verifier = SyncVerifier(
             policy,
             engine,
@@ -76,7 +80,7 @@ class WeightSync:
             self.wanted,
             bounds=bounds,
             vocab=vocab,
-            num_tokens=max(2, min(config.canary_tokens, max_tokens)),
+            num_tokens=num_tokens,
         )
 
     def __call__(self, version: int) -> SyncReport:
@@ -103,6 +107,9 @@ class WeightSync:
         share = self._schedule.share(names)
         gap = self._verifier.check_canary(version, policy_logprobs, fingerprinted=share == 1.0)
         self._schedule.record(names, moved - awake, fingerprinted - moved)
+        decode_gap = check_decoding(
+            self._engine, self._exchange, self._canary, version, max_gap=self._max_gap
+        )
         return SyncReport(
             version=version,
             num_tensors=len(
@@ -115,6 +122,7 @@ class WeightSync:
             fingerprinted=share,
             unread_tensors=self._verifier.num_unread,
             canary_gap=gap,
+            decode_gap=decode_gap,
         )
 
     def switch_to_policy(self) -> None:

@@ -41,7 +41,7 @@ _STEP, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECC
 Fingerprints = Sequence[Sequence[tuple[TensorSlice, int]]]
 """[rank] -> (slice, fingerprint) of each slice that the rank has."""
 _Numbered = list[tuple[int, int]]
-"""(index of a tensor slice in the rank's wanted slices, fingerprint) of the slices that can be read."""
+"""(index into the rank's wanted slices, fingerprint) of each slice that can be read."""
 _Boxes = dict[Region, dict[int, list[int]]]
 """Region -> fingerprint -> the ranks whose copy has it."""
 

@@ -150,7 +150,7 @@ def rank_main(
             reports.append(sync(version))
         after = policy.logprobs(canary_batch(fixed), temperature=1.0).logprobs.view(len(fixed), -1)
         seen[name] |= {
-            "gap": max(report.canary_gap for report in reports),
+            "gap": max(max(report.canary_gap, report.decode_gap) for report in reports),
             "fingerprinted": all(report.fingerprinted for report in reports),
             "unread": max(report.unread_tensors for report in reports),
             "moved": float((after - ours).abs().max()),

@@ -24,6 +24,7 @@ FAULTY_RANK = 1
 FINGERPRINT, COVERAGE, VERSION, CANARY = (
     "fingerprints differ", "given to the engine", "its engine has", "on canary sequences",
 )  # fmt: skip
+DECODING = "decoded tokens have other log-probs"
 
 
 def rank_main(rank: int, folder: Path, precision: str = "float32") -> dict[str, str]:
@@ -153,6 +154,13 @@ def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
     device.forget_expert_kernels = mended
 
 
+@fault("decoding unlike scoring")
+def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
+    handle = saboteur.stale_decoding(engine)
+    yield
+    handle.remove()
+
+
 @fault("right weights, another computation")
 def _(engine: Saboteur, policy: Any, old: Any) -> Iterator[None]:
     engine.afterwards = saboteur.other_epsilon
@@ -168,6 +176,7 @@ WANTED = {
     "an engine told an older version": (VERSION, "rank 1"),
     "a policy rank whose weights drifted": (FINGERPRINT, NORM, "policy ranks"),
     "expert packing skipped": (FINGERPRINT, "mlp.experts.0.", "engine ranks 1 "),
+    "decoding unlike scoring": (DECODING, "engine ranks 1;"),
     "right weights, another computation": (CANARY, "engine ranks 1"),
 }
 
