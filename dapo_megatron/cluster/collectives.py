@@ -5,12 +5,14 @@ message of another rank, because unpickling can run code. Unlike JSON, MessagePa
 infinity and every bit of a float.
 
 Supported types: numbers, str, bytes, None, list, tuple, dict, enums, dataclasses, named tuples,
-Path and torch.dtype. An int that is sent as a float arrives as a float.
+Path, torch.dtype, and array.array, which is sent as bytes. An int that is sent as a float arrives
+as a float.
 """
 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -180,10 +182,12 @@ def _decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(of, dec_hook=_special)
 
 
-def _plain(value: Any) -> str:
-    """Return a string for a value of a type that msgspec does not support."""
+def _plain(value: Any) -> str | bytes:
+    """Return a string or bytes for a value of a type that msgspec does not support."""
     import torch
 
+    if isinstance(value, array):
+        return value.typecode.encode() + value.tobytes()
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, torch.dtype):
@@ -192,9 +196,11 @@ def _plain(value: Any) -> str:
 
 
 def _special(kind: type, value: Any) -> Any:
-    """Return the value that `_plain` converted to a string."""
+    """Return the value that `_plain` converted."""
     import torch
 
+    if kind is array and isinstance(value, bytes):
+        return array(value[:1].decode("ascii"), value[1:])
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is torch.dtype and isinstance(value, str):
