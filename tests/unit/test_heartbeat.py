@@ -154,7 +154,7 @@ def test_all_in_the_same_place_blames_nobody() -> None:
 
 
 @given(st.lists(st.none() | heartbeats_of_any_state, min_size=1, max_size=40))
-def test_an_accusation_is_short_and_true(heartbeats: list[Heartbeat | None]) -> None:
+def test_the_description_of_suspects_is_short_and_true(heartbeats: list[Heartbeat | None]) -> None:
     heartbeats = [one and replace(one, rank=rank) for rank, one in enumerate(heartbeats)]
     found = find_suspects(heartbeats, "17.0")
     assert len({suspect.rank for suspect in found}) == len(found)

@@ -559,11 +559,11 @@ def test_without_a_new_proc_programs_still_run(
 def test_missing_parts_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def lacking() -> Mapping[str, str]:
+    def missing_layers() -> Mapping[str, str]:
         return {"/proc": "a container"}
 
-    monkeypatch.setattr(pool, "lacking", lacking)
-    monkeypatch.setattr(pool, "check", lambda name: None)
+    monkeypatch.setattr(pool, "missing_layers", missing_layers)
+    monkeypatch.setattr(pool, "check_grader", lambda name: None)
     with pool.GradingPool({"a": "code", "b": "code"}, workers=2, timeout_seconds=9.0):
         pass
     with pool.GradingPool({"a": "dapo_math"}, workers=1, timeout_seconds=9.0):
