@@ -107,7 +107,7 @@ def fp8(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_values_are_written_where_they_are_not_rounded_and_then_brought_in(fp8: Any) -> None:
     plain, quantized = torch.randn(4, 3), Rounded(torch.randn(4, 3))
-    values = fp8.Unrounded()
+    values = fp8.HighPrecisionValues()
     assert values(plain) is plain
     # As a checkpoint is read: into what the optimizer will take.
     assert values(quantized) is values(quantized) is quantized.exact
@@ -118,7 +118,7 @@ def test_values_are_written_where_they_are_not_rounded_and_then_brought_in(fp8: 
     assert (quantized.dequantize() - read).abs().max() <= 2 * step
     # Once it has, from what the parameter is.
     quantized.exact = None
-    values = fp8.Unrounded()
+    values = fp8.HighPrecisionValues()
     assert torch.equal(values(quantized), quantized.dequantize())
     assert values(quantized) is values(quantized)
     values(quantized).mul_(-3)

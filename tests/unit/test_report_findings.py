@@ -696,7 +696,7 @@ def test_gaps_are_left_out() -> None:
 
 
 def sources() -> str:
-    names = ("rules", "rules_work", "finding")
+    names = ("health_rules", "work_rules", "finding")
     folder = Path(health_rules.__file__).parent
     return "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in names)
 

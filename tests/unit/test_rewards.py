@@ -353,4 +353,4 @@ def test_importing_rewards_is_light() -> None:
         "assert not {'torch', 'pydantic', 'math_verify', 'sympy', 'reasoning_gym'} "
         "& set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check_grader=True)
+    subprocess.run([sys.executable, "-c", code], check=True)
