@@ -337,7 +337,7 @@ def test_a_stalled_disk_does_not_end_a_rank(
     monkeypatch.setattr("dapo_megatron.cluster.watchdog.BACKSTOP_SECONDS", 1.0)
     watch = Watchdog(tmp_path, 0, 1, {"update": 1.0})
     watch.start()
-    monkeypatch.setattr("dapo_megatron.cluster.heartbeat.write", lambda *_: time.sleep(10.0))
+    monkeypatch.setattr("dapo_megatron.cluster.watchdog.write_heartbeat", lambda *_: time.sleep(10.0))
     with watch.phase("update", 1):
         for _ in range(35):
             watch.record_activity()
@@ -351,7 +351,7 @@ def test_a_stalled_disk_does_not_keep_a_rank_from_closing(
 ) -> None:
     watch = Watchdog(tmp_path, 0, 1, LIMITS)
     watch.start()
-    monkeypatch.setattr("dapo_megatron.cluster.heartbeat.write", lambda *_: time.sleep(10.0))
+    monkeypatch.setattr("dapo_megatron.cluster.watchdog.write_heartbeat", lambda *_: time.sleep(10.0))
     began = time.monotonic()
     watch.close()
     assert time.monotonic() - began < 6.0
